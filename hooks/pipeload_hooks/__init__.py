@@ -1,0 +1,28 @@
+"""Find the repeated blocks of a model, and bind weights to them while they run.
+
+The lower half of pipeload: it knows torch and nothing of files, threads or limits. A `WeightSource`
+supplies the weights; `attach` calls it around every block.
+"""
+
+from __future__ import annotations
+
+from pipeload_hooks._attach import Attachment, attach
+from pipeload_hooks._binding import Binding, placeholder, set_parameter
+from pipeload_hooks._blocks import Block, find_blocks
+from pipeload_hooks._passes import PassGate
+from pipeload_hooks._source import WeightSource
+from pipeload_hooks._watch import EvictedWeightWatch, OutsideReadError
+
+__all__ = [
+    "Attachment",
+    "Binding",
+    "Block",
+    "EvictedWeightWatch",
+    "OutsideReadError",
+    "PassGate",
+    "WeightSource",
+    "attach",
+    "find_blocks",
+    "placeholder",
+    "set_parameter",
+]

@@ -1,0 +1,77 @@
+"""Calls a weight source before and after every block, through torch's own hooks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from pipeload_hooks._blocks import Block
+from pipeload_hooks._source import WeightSource
+
+
+class Attachment:
+    """The hooks on a model's blocks. `remove` takes them off, one block's or all."""
+
+    def __init__(self) -> None:
+        self._handles: dict[int, list[RemovableHandle]] = {}
+
+    def add(self, block: int, *handles: RemovableHandle) -> None:
+        """Remember the hooks of `block`."""
+        self._handles.setdefault(block, []).extend(handles)
+
+    def remove(self, block: int | None = None) -> None:
+        """Take the hooks off `block`, or off all blocks. May be called again."""
+        for index in list(self._handles) if block is None else [block]:
+            for handle in self._handles.pop(index, []):
+                handle.remove()
+
+    def __len__(self) -> int:
+        """How many blocks still carry hooks."""
+        return len(self._handles)
+
+
+def attach(blocks: Sequence[Block], source: WeightSource) -> Attachment:
+    """Have `source.acquire` run before each block and `source.release` after it.
+
+    The hooks wrap the block's own forward and any hook that was there: acquire runs first. Release
+    also runs when the forward raises an Exception, but not for a KeyboardInterrupt: torch skips its
+    hooks then, so the source must recover by itself.
+    """
+    attachment = Attachment()
+    for index, block in enumerate(blocks):
+        attachment.add(index, *_hook(block.module, index, source))
+    return attachment
+
+
+def _hook(module: nn.Module, index: int, source: WeightSource) -> tuple[RemovableHandle, ...]:
+    def enter(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if torch.is_grad_enabled():
+            refuse_recording(block_name=type(_module).__name__, index=index, values=(*args, *kwargs.values()))
+        source.acquire(index)
+
+    def leave(_module: nn.Module, _args: tuple[Any, ...], _output: object) -> None:
+        source.release(index)
+
+    return (
+        module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True),
+        module.register_forward_hook(leave, always_call=True),
+    )
+
+
+class GradientRecordingError(RuntimeError):
+    """Autograd would record a pass whose weights are gone by the time of backward."""
+
+
+def refuse_recording(*, block_name: str, index: int, values: Sequence[object]) -> None:
+    """Raise when autograd is recording: the saved weights would be overwritten before backward."""
+    for value in values:
+        if isinstance(value, torch.Tensor) and value.requires_grad:
+            raise GradientRecordingError(
+                f"autograd is recording at block {index} ({block_name}): its input requires grad. "
+                "Streamed weights are overwritten before backward could use them, so training is not "
+                "possible. For inference, wrap the call in torch.no_grad() or torch.inference_mode()."
+            )

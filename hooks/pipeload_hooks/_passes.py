@@ -1,0 +1,94 @@
+"""One forward pass at a time, and recovery from passes that died without a word.
+
+[Note: passes that die] torch runs `always_call` hooks for Exception only. After a KeyboardInterrupt,
+SystemExit or GeneratorExit inside a forward no post-hook runs, so nobody says that the pass is over.
+The gate therefore never trusts its own record alone: whoever comes next looks at the call stack of
+the thread that owns the pass. If the model's call is not running there any more, the pass is dead.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from types import FrameType
+
+from torch import nn
+
+_CALL_CODE = nn.Module._call_impl.__code__
+_POLL_SECONDS = 0.05
+
+
+class PassGate:
+    """A re-entrant lock over forward passes that can tell a dead owner from a busy one."""
+
+    def __init__(self) -> None:
+        # Guards _owner and _entered. Threads wait here for the running pass; leave() notifies.
+        self._changed = threading.Condition(threading.RLock())
+        self._owner: int | None = None
+        self._entered: list[nn.Module] = []
+
+    def enter(self, module: nn.Module) -> bool:
+        """Called before `module` runs. True when this begins a pass, False inside one.
+
+        Waits while another thread runs a pass. Must be called from a forward pre-hook of `module`.
+        """
+        me = threading.get_ident()
+        with self._changed:
+            if self._owner == me and self._alive(sys._getframe(), module):
+                self._entered.append(module)
+                return False
+            while self._owner not in (None, me) and not self._owner_is_dead():
+                self._changed.wait(_POLL_SECONDS)
+            self._owner, self._entered = me, [module]
+            return True
+
+    def leave(self, module: nn.Module) -> bool:
+        """Called after `module` ran. True when this ends the pass."""
+        with self._changed:
+            if self._owner != threading.get_ident() or not self._holds(module):
+                return False
+            # Inner modules whose post-hook never ran are over, too.
+            while self._entered.pop() is not module:
+                pass
+            if self._entered:
+                return False
+            self._owner = None
+            self._changed.notify_all()
+            return True
+
+    def owned(self) -> bool:
+        """Whether the calling thread is inside a pass."""
+        return self._owner == threading.get_ident()
+
+    @property
+    def busy(self) -> bool:
+        """Whether a pass runs in any thread."""
+        with self._changed:
+            return self._owner is not None and not self._owner_is_dead()
+
+    def _holds(self, module: nn.Module) -> bool:
+        return any(entered is module for entered in self._entered)
+
+    def _owner_is_dead(self) -> bool:
+        frame = sys._current_frames().get(self._owner or 0)
+        return frame is None or not self._alive(frame, None)
+
+    def _alive(self, frame: FrameType, arriving: nn.Module | None) -> bool:
+        """Whether the owner's outermost call still runs on the stack of `frame`.
+
+        `arriving` is a module whose new call is on that stack already but not in the record.
+        """
+        if not self._entered:
+            return False
+        outermost = self._entered[0]
+        wanted = sum(entered is outermost for entered in self._entered) + (arriving is outermost)
+        return _running_calls(frame, outermost) >= wanted
+
+
+def _running_calls(frame: FrameType | None, module: nn.Module) -> int:
+    count = 0
+    while frame is not None:
+        if frame.f_code is _CALL_CODE and frame.f_locals.get("self") is module:
+            count += 1
+        frame = frame.f_back
+    return count

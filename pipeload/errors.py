@@ -1,0 +1,63 @@
+"""Every exception a user can meet.
+
+PipeloadError
+├── CheckpointError (also ValueError)          the files are not what they claim
+│   └── CheckpointChangedError                 a file changed under the running model
+├── ReadError (also OSError)                   the disk failed or a read came back short
+├── MemoryLimitError (also MemoryError)        the limit is too small; `smallest_limit` works
+├── OptionError (also ValueError)              an argument has no meaning here
+├── UnsupportedModelError (also TypeError)     this model cannot be streamed exactly
+└── UnsupportedOperationError (also RuntimeError)  not possible while weights are on disk
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "CheckpointChangedError",
+    "CheckpointError",
+    "MemoryLimitError",
+    "OptionError",
+    "PipeloadError",
+    "ReadError",
+    "UnsupportedModelError",
+    "UnsupportedOperationError",
+]
+
+
+class PipeloadError(Exception):
+    """Root of every error that pipeload raises on purpose."""
+
+
+class CheckpointError(PipeloadError, ValueError):
+    """A checkpoint file is missing, malformed, or of a kind that cannot be streamed."""
+
+
+class CheckpointChangedError(CheckpointError):
+    """A checkpoint file was changed in place after it was opened."""
+
+
+class ReadError(PipeloadError, OSError):
+    """The disk failed, or gave fewer bytes than the file's header promises."""
+
+
+class MemoryLimitError(PipeloadError, MemoryError):
+    """The memory limit cannot hold what is needed."""
+
+    def __init__(self, message: str, *, limit: int, smallest_limit: int) -> None:
+        super().__init__(message)
+        self.limit = limit
+        """The limit that was asked for, in bytes."""
+        self.smallest_limit = smallest_limit
+        """The smallest limit that works for the same hint, in bytes."""
+
+
+class OptionError(PipeloadError, ValueError):
+    """An option has a value that means nothing, or contradicts another one."""
+
+
+class UnsupportedModelError(PipeloadError, TypeError):
+    """The model does something that streaming cannot reproduce exactly."""
+
+
+class UnsupportedOperationError(PipeloadError, RuntimeError):
+    """The operation needs all weights at once, or would change them."""
