@@ -152,15 +152,15 @@ def _made_earlier(target: Path, stamp: dict[str, object]) -> bool:
 
 
 def _put_in_place(partial: Path, target: Path, stamp: dict[str, object]) -> None:
-    """Give the finished folder its final name, whatever stood there before."""
-    if target.exists():
-        shutil.rmtree(target)
+    """Give the finished folder its final name."""
     try:
         partial.replace(target)
     except OSError:
-        # Another process was faster. Its folder is as good as ours.
+        # Something stands there. If another process was faster, its folder is as
+        # good as ours and may be in use; otherwise it is one made with other options.
         if not _made_earlier(target, stamp):
-            raise
+            shutil.rmtree(target, ignore_errors=True)
+            partial.replace(target)
 
 
 def _find_gguf() -> Path:

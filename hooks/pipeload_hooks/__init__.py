@@ -11,14 +11,13 @@ from pipeload_hooks._binding import Binding, placeholder, set_parameter
 from pipeload_hooks._blocks import Block, find_blocks
 from pipeload_hooks._passes import PassGate
 from pipeload_hooks._source import WeightSource
-from pipeload_hooks._watch import EvictedWeightWatch, OutsideReadError
+from pipeload_hooks._watch import EvictedWeightWatch
 
 __all__ = [
     "Attachment",
     "Binding",
     "Block",
     "EvictedWeightWatch",
-    "OutsideReadError",
     "PassGate",
     "WeightSource",
     "attach",

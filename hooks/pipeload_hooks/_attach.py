@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
-from pipeload_hooks._blocks import Block
-from pipeload_hooks._source import WeightSource
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch.utils.hooks import RemovableHandle
+
+    from pipeload_hooks._blocks import Block
+    from pipeload_hooks._source import WeightSource
 
 
 class Attachment:
@@ -28,6 +31,10 @@ class Attachment:
         for index in list(self._handles) if block is None else [block]:
             for handle in self._handles.pop(index, []):
                 handle.remove()
+
+    def blocks(self) -> list[int]:
+        """The blocks that still carry hooks."""
+        return list(self._handles)
 
     def __len__(self) -> int:
         """How many blocks still carry hooks."""
@@ -49,8 +56,8 @@ def attach(blocks: Sequence[Block], source: WeightSource) -> Attachment:
 
 def _hook(module: nn.Module, index: int, source: WeightSource) -> tuple[RemovableHandle, ...]:
     def enter(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if torch.is_grad_enabled():
-            refuse_recording(block_name=type(_module).__name__, index=index, values=(*args, *kwargs.values()))
+        if torch.is_grad_enabled() and _recording((*args, *kwargs.values())):
+            source.refuse_recording(index)
         source.acquire(index)
 
     def leave(_module: nn.Module, _args: tuple[Any, ...], _output: object) -> None:
@@ -62,16 +69,5 @@ def _hook(module: nn.Module, index: int, source: WeightSource) -> tuple[Removabl
     )
 
 
-class GradientRecordingError(RuntimeError):
-    """Autograd would record a pass whose weights are gone by the time of backward."""
-
-
-def refuse_recording(*, block_name: str, index: int, values: Sequence[object]) -> None:
-    """Raise when autograd is recording: the saved weights would be overwritten before backward."""
-    for value in values:
-        if isinstance(value, torch.Tensor) and value.requires_grad:
-            raise GradientRecordingError(
-                f"autograd is recording at block {index} ({block_name}): its input requires grad. "
-                "Streamed weights are overwritten before backward could use them, so training is not "
-                "possible. For inference, wrap the call in torch.no_grad() or torch.inference_mode()."
-            )
+def _recording(values: Sequence[object]) -> bool:
+    return any(isinstance(value, torch.Tensor) and value.requires_grad for value in values)

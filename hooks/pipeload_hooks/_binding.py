@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
 
 
 def placeholder(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -17,7 +20,9 @@ def placeholder(shape: Sequence[int], dtype: torch.dtype, device: torch.device) 
     return torch.full((), float("nan"), dtype=dtype, device=device).expand(tuple(shape))
 
 
-def set_parameter(model: nn.Module, name: str, data: torch.Tensor, *, requires_grad: bool) -> nn.Parameter:
+def set_parameter(
+    model: nn.Module, name: str, data: torch.Tensor, *, requires_grad: bool
+) -> nn.Parameter:
     """Replace the parameter at the dotted `name` by a new one that holds `data`."""
     path, _, leaf = name.rpartition(".")
     # requires_grad is kept because matmul picks its kernel by it, even under no_grad.

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch import nn
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 # Containers that never run themselves: their children are called one by one.
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)

@@ -10,9 +10,12 @@ from __future__ import annotations
 
 import sys
 import threading
-from types import FrameType
+from typing import TYPE_CHECKING
 
 from torch import nn
+
+if TYPE_CHECKING:
+    from types import FrameType
 
 _CALL_CODE = nn.Module._call_impl.__code__
 _POLL_SECONDS = 0.05
@@ -55,6 +58,14 @@ class PassGate:
             self._owner = None
             self._changed.notify_all()
             return True
+
+    def is_outermost(self, module: nn.Module) -> bool:
+        """Whether the calling thread's pass ends when `module` is left."""
+        return (
+            self._owner == threading.get_ident()
+            and len(self._entered) > 0
+            and self._entered[0] is module
+        )
 
     def owned(self) -> bool:
         """Whether the calling thread is inside a pass."""

@@ -13,3 +13,6 @@ class WeightSource(Protocol):
 
     def release(self, block: int) -> None:
         """The block has run. Must do nothing for a block that was never acquired."""
+
+    def refuse_recording(self, block: int) -> None:
+        """Autograd would record `block`, whose weights are gone by the time of backward: raise."""

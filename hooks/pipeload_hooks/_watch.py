@@ -2,29 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-
-class OutsideReadError(RuntimeError):
-    """A block's weight was used while the block was not running."""
-
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
 
 # What may be asked of an evicted weight: its placeholder answers these truthfully.
+_METADATA = ("shape", "dtype", "device", "requires_grad", "layout", "is_meta", "ndim", "grad")
 _HARMLESS = frozenset(
     {
-        torch.Tensor.shape.__get__,  # type: ignore[attr-defined]
-        torch.Tensor.dtype.__get__,  # type: ignore[attr-defined]
-        torch.Tensor.device.__get__,  # type: ignore[attr-defined]
-        torch.Tensor.requires_grad.__get__,  # type: ignore[attr-defined]
-        torch.Tensor.layout.__get__,  # type: ignore[attr-defined]
-        torch.Tensor.is_meta.__get__,  # type: ignore[attr-defined]
-        torch.Tensor.ndim.__get__,  # type: ignore[attr-defined]
-        torch.Tensor.grad.__get__,  # type: ignore[attr-defined]
+        *(vars(torch._C.TensorBase)[name].__get__ for name in _METADATA),
         torch.Tensor.size,
         torch.Tensor.dim,
         torch.Tensor.numel,
@@ -37,15 +28,22 @@ _HARMLESS = frozenset(
 
 
 class EvictedWeightWatch(TorchFunctionMode):
-    """While active in a thread, every torch function that gets an evicted weight raises.
+    """While active in a thread, every torch function that gets an evicted weight is refused.
 
     Meant for a model's first pass: what a model reads does not depend on the token.
     """
 
-    def __init__(self, names: Mapping[int, str], is_evicted: Callable[[int], bool]) -> None:
+    def __init__(
+        self,
+        names: Mapping[int, str],
+        is_evicted: Callable[[int], bool],
+        refuse: Callable[[str, str], None],
+    ) -> None:
+        """Watch the parameters whose `id` is in `names`; `refuse(function, name)` raises."""
         super().__init__()
         self._names = names
         self._is_evicted = is_evicted
+        self._refuse = refuse
         self.active = True
 
     def __torch_function__(
@@ -54,17 +52,26 @@ class EvictedWeightWatch(TorchFunctionMode):
         types: Iterable[type],
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:  # noqa: ANN401 - torch's own signature
+    ) -> Any:
         kwargs = kwargs or {}
         if self.active and func not in _HARMLESS:
             for value in (*args, *kwargs.values()):
-                if isinstance(value, nn.Parameter) and id(value) in self._names and self._is_evicted(id(value)):
-                    self._refuse(func, self._names[id(value)])
+                if (
+                    isinstance(value, nn.Parameter)
+                    and id(value) in self._names
+                    and self._is_evicted(id(value))
+                ):
+                    self._refuse(getattr(func, "__name__", str(func)), self._names[id(value)])
         return func(*args, **kwargs)
 
-    def _refuse(self, func: Callable[..., Any], name: str) -> None:
-        raise OutsideReadError(
-            f"{getattr(func, '__name__', func)} was called on the weight {name!r} while its block is not "
-            "running, so its values are on disk. This model uses block weights from outside the block "
-            "and cannot be streamed; load it without pipeload."
-        )
+    def begin(self) -> None:
+        """Put it on this thread's stack of modes."""
+        self.active = True
+        self.__enter__()  # type: ignore[no-untyped-call]
+
+    def discard(self) -> None:
+        """Take it off this thread's stack of modes, if a pass that died left it on top."""
+        self.active = False
+        depth = torch._C._len_torch_function_stack()
+        if depth and torch._C._get_function_stack_at(depth - 1) is self:
+            self.__exit__(None, None, None)

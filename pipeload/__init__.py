@@ -1,0 +1,64 @@
+"""Run a Hugging Face model that is larger than memory: its layers are streamed from disk, exactly."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pipeload.errors import (
+    CheckpointChangedError,
+    CheckpointError,
+    MemoryLimitError,
+    OptionError,
+    PipeloadError,
+    ReadError,
+    UnsupportedModelError,
+    UnsupportedOperationError,
+)
+
+if TYPE_CHECKING:
+    from pipeload._api import from_pretrained, handle, plan
+    from pipeload._handle import Handle
+    from pipeload._plan import Plan
+    from pipeload._stats import Stats
+
+__version__ = "0.1.0"
+__all__ = [
+    "CheckpointChangedError",
+    "CheckpointError",
+    "Handle",
+    "MemoryLimitError",
+    "OptionError",
+    "PipeloadError",
+    "Plan",
+    "ReadError",
+    "Stats",
+    "UnsupportedModelError",
+    "UnsupportedOperationError",
+    "from_pretrained",
+    "handle",
+    "plan",
+]
+
+# Loaded when first asked for: importing pipeload imports neither torch nor transformers.
+_HOMES = {
+    "Handle": "pipeload._handle",
+    "Plan": "pipeload._plan",
+    "Stats": "pipeload._stats",
+    "from_pretrained": "pipeload._api",
+    "handle": "pipeload._api",
+    "plan": "pipeload._api",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'pipeload' has no attribute {name!r}")
+    import importlib
+
+    value = getattr(importlib.import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,150 @@
+"""From a model on the meta device and a checkpoint to a plan: what is streamed, what stays."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from pipeload._arena import DTYPES, HUGE_PAGE
+from pipeload._layout import Weight, ceil_page, lay_out
+from pipeload._memory import free_page_cache_bytes, rss_bytes
+from pipeload._placement import SCRATCH_BYTES
+from pipeload._plan import Plan, UnitSpec, choose, is_tiny, smallest_budget, split
+from pipeload._reader import resolve_io_mode
+from pipeload._sizes import format_size
+from pipeload.errors import MemoryLimitError, UnsupportedModelError
+from pipeload_hooks import Block, find_blocks
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from torch import nn
+
+SLOTS = 2
+READER_CHOICES = (4, 8, 16)
+"""Reader threads that are tried while the pinned weights load."""
+_CASTING_READERS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What the user asked for, checked and parsed. Sizes in bytes."""
+
+    memory_limit: int
+    io_mode: str
+    readers: int | None
+    disk_rate: float | None
+
+
+class Parts(NamedTuple):
+    """Which weights are streamed block by block, and which are always there."""
+
+    blocks: list[Block]
+    specs: list[UnitSpec]
+    pinned: list[Weight]
+
+    @property
+    def needs_scratch(self) -> bool:
+        """Whether any weight is cast while it is read."""
+        streamed = (weight for spec in self.specs for weight in spec.weights)
+        return any(w.group is None and not w.raw for w in (*self.pinned, *streamed))
+
+    @property
+    def taken(self) -> list[str]:
+        """Names of all weights that are not left to the library."""
+        return [w.name for w in self.pinned] + [w.name for spec in self.specs for w in spec.weights]
+
+
+def divide(model: nn.Module, weights: Mapping[str, Weight], tied: frozenset[str]) -> Parts:
+    """Group `weights` by the block that holds the parameter; small, tied and integer ones are pinned.
+
+    Raises:
+        UnsupportedModelError: the model has no repeated blocks with weights to stream.
+    """
+    blocks: list[Block] = []
+    specs: list[UnitSpec] = []
+    for block in find_blocks(model):
+        names = [f"{block.name}.{name}" for name, _ in block.module.named_parameters()]
+        streamed = [
+            weights[name] for name in names if name in weights and _streamable(weights[name], tied)
+        ]
+        streamed = _whole_groups(streamed, weights)
+        if streamed:
+            blocks.append(block)
+            specs.append(UnitSpec(block.name, tuple(streamed)))
+    if not blocks:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has no repeated blocks whose weights lie in the checkpoint, so there is nothing "
+            "to stream. Load it without pipeload."
+        )
+    chosen = {weight.name for spec in specs for weight in spec.weights}
+    pinned = [
+        weight for name, weight in weights.items() if name not in chosen and weight.group is None
+    ]
+    return Parts(blocks, specs, pinned)
+
+
+def make_plan(parts: Parts, files: Sequence[Path], reserve: int, options: Options) -> Plan:
+    """Split the limit between what is there, what a pass needs, residents and buffers.
+
+    Raises:
+        MemoryLimitError: it is too small; says the smallest that works.
+        OptionError: the files refuse the way of reading that was asked for.
+    """
+    limit, floor = options.memory_limit, rss_bytes()
+    pinned = lay_out(parts.pinned).nbytes
+    readers = options.readers or (_CASTING_READERS if parts.needs_scratch else READER_CHOICES[0])
+    scratch = readers * ceil_page(SCRATCH_BYTES) if parts.needs_scratch else 0
+    fixed = floor + reserve + pinned + scratch + HUGE_PAGE
+    smallest = fixed + smallest_budget(parts.specs, slots=SLOTS)
+    choice = choose(parts.specs, limit - fixed, slots=SLOTS)
+    if choice is None:
+        raise _too_small(limit, smallest, floor=floor, reserve=reserve, pinned=pinned)
+    units = tuple(
+        split(spec, streamed) for spec, streamed in zip(parts.specs, choice.streamed, strict=True)
+    )
+    streamed_bytes = sum(unit.streamed_bytes for unit in units)
+    room = free_page_cache_bytes() - max(0, limit - floor)
+    io_mode = resolve_io_mode(options.io_mode, files, fits_cache=streamed_bytes < room)
+    return Plan(
+        memory_limit=limit,
+        smallest_limit=smallest,
+        floor_bytes=floor,
+        reserve_bytes=reserve + HUGE_PAGE,
+        pinned_bytes=pinned,
+        units=units,
+        slot_bytes=max(unit.streamed.nbytes for unit in units),
+        slots=SLOTS if streamed_bytes else 0,
+        scratch_bytes=scratch,
+        readers=readers,
+        io_mode=io_mode,
+        disk_rate=options.disk_rate,
+    )
+
+
+def _streamable(weight: Weight, tied: frozenset[str]) -> bool:
+    # An evicted float is NaN and shows when it is read too early; an integer has no such value.
+    return (
+        weight.name not in tied and not is_tiny(weight) and DTYPES[weight.dtype].is_floating_point
+    )
+
+
+def _whole_groups(streamed: Sequence[Weight], everything: Mapping[str, Weight]) -> list[Weight]:
+    """Drop conversions that do not stay within the block; the library loads those."""
+    names = {weight.name for weight in streamed}
+    broken = {w.group for w in everything.values() if w.group is not None and w.name not in names}
+    return [weight for weight in streamed if weight.group is None or weight.group not in broken]
+
+
+def _too_small(
+    limit: int, smallest: int, *, floor: int, reserve: int, pinned: int
+) -> MemoryLimitError:
+    return MemoryLimitError(
+        f"memory_limit={limit} bytes ({format_size(limit)}) is too small. This process holds {format_size(floor)} "
+        f"already, a pass needs {format_size(reserve)}, weights that are always resident take {format_size(pinned)}, "
+        f"and two buffers for the largest block must fit. The smallest limit that works here is {smallest} bytes "
+        f"({format_size(smallest)}); a smaller tokens= or batch= lowers it.",
+        limit=limit,
+        smallest_limit=smallest,
+    )

@@ -1,0 +1,105 @@
+"""Refuses what would read or change weights that are on disk, before anything is half done."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from pipeload.errors import UnsupportedOperationError
+
+Undo = Callable[[], None]
+_WAY_OUT = (
+    "Call handle.remove() first to get the plain model back (pipeload.handle(model).remove())"
+)
+
+
+def install(
+    model: nn.Module, pass_modules: Sequence[nn.Module], blocks: Sequence[nn.Module]
+) -> list[Undo]:
+    """Guard a streaming model; returns what takes the guards off again."""
+    undo: list[Undo] = []
+    for module in dict.fromkeys((model, *pass_modules, *blocks)):
+        undo += [_override(module, name, make) for name, make in _OVERRIDES.items()]
+    for block in blocks:
+        # Every route to a state dict, save_pretrained's too, passes through the blocks' own.
+        undo.append(block.register_state_dict_pre_hook(_refuse_state_dict).remove)
+        undo.append(block.register_load_state_dict_pre_hook(_refuse_load_state_dict).remove)
+    return undo
+
+
+def _override(module: nn.Module, name: str, make: Callable[[weakref.ref[nn.Module]], Any]) -> Undo:
+    # Weak: an attribute that holds its own module would keep a forgotten model alive.
+    object.__setattr__(module, name, make(weakref.ref(module)))
+    return lambda: module.__dict__.pop(name, None) and None
+
+
+def _apply(reference: weakref.ref[nn.Module]) -> Callable[..., nn.Module]:
+    """to(), cuda(), half(), float() and their like all come down to _apply(fn)."""
+
+    def guarded(fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+        module = reference()
+        if module is None:
+            raise ReferenceError("the module is gone")
+        kinds = {
+            (tensor.dtype, tensor.device) for tensor in (*module.parameters(), *module.buffers())
+        }
+        for dtype, device in kinds:
+            sample = torch.empty(0, dtype=dtype, device=device)
+            result = fn(sample)
+            if result is not sample and (result.dtype, result.device) != (dtype, device):
+                raise UnsupportedOperationError(
+                    f"this would turn {dtype} on {device} into {result.dtype} on {result.device}, but the weights are "
+                    "streamed from disk as they are. Pass dtype= to pipeload.from_pretrained instead. "
+                    f"{_WAY_OUT} if everything fits in memory."
+                )
+            if result is not sample:
+                raise UnsupportedOperationError(
+                    f"this would replace weights that are on disk. {_WAY_OUT}."
+                )
+        return module
+
+    return guarded
+
+
+def _refusal(what: str) -> Callable[[weakref.ref[nn.Module]], Callable[..., NoReturn]]:
+    def make(_reference: weakref.ref[nn.Module]) -> Callable[..., NoReturn]:
+        def refuse(*_args: object, **_kwargs: object) -> NoReturn:
+            raise UnsupportedOperationError(f"{what} {_WAY_OUT}.")
+
+        return refuse
+
+    return make
+
+
+_OVERRIDES: dict[str, Callable[[weakref.ref[nn.Module]], Any]] = {
+    "_apply": _apply,
+    "share_memory": _refusal("share_memory() needs all weights in memory."),
+    "save_pretrained": _refusal(
+        "save_pretrained() would write placeholders instead of weights. The checkpoint on disk is unchanged: copy it."
+    ),
+    "compile": _refusal("compile() cannot trace weights that come and go."),
+    "__deepcopy__": _refusal(
+        "A streamed model cannot be copied: its weights are on disk. Load it twice instead."
+    ),
+    "__reduce_ex__": _refusal("A streamed model cannot be pickled: its weights are on disk."),
+}
+
+
+def _refuse_state_dict(_module: nn.Module, prefix: str, _keep_vars: bool) -> None:
+    raise UnsupportedOperationError(
+        f"state_dict() would hold placeholders: the weights of {prefix.rstrip('.')!r} are on disk. {_WAY_OUT}, or read "
+        "the checkpoint itself."
+    )
+
+
+def _refuse_load_state_dict(
+    _module: nn.Module, _state: object, prefix: str, *_rest: object
+) -> None:
+    raise UnsupportedOperationError(
+        f"load_state_dict() cannot change the weights of {prefix.rstrip('.')!r}: they are read from the checkpoint on "
+        f"disk every pass. {_WAY_OUT}."
+    )

@@ -1,0 +1,102 @@
+"""What a user holds on to: statistics, the plan, and the way back to a plain model."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING
+
+from typing_extensions import Self
+
+from pipeload._memory import peak_rss_bytes
+from pipeload._stats import Stats
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from types import TracebackType
+
+    from torch import nn
+
+    from pipeload._plan import Plan
+    from pipeload._streamer import Streamer
+
+
+class Handle:
+    """Controls one streaming model. `pipeload.handle(model)` and `model.pipeload` give it.
+
+    As a context manager it calls `remove` at the end.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Plan,
+        streamer: Streamer,
+        undo: Sequence[Callable[[], None]],
+        restore: Callable[[nn.Module], None],
+    ) -> None:
+        self.plan = plan
+        """What the limit was planned to buy. Frozen; all sizes in bytes."""
+        self._model = weakref.ref(model)
+        self._streamer = streamer
+        self._undo = list(undo)
+        self._restore = restore
+        self._removed = False
+
+    def stats(self) -> Stats:
+        """A frozen snapshot of the work so far."""
+        log, counters = self._streamer.log, self._streamer.prefetcher.counters
+        return Stats(
+            passes=log.passes,
+            tokens=log.tokens,
+            bytes_read=self._streamer.pinned_read.nbytes + counters.bytes_read,
+            reads=self._streamer.pinned_read.reads + counters.reads,
+            read_seconds=self._streamer.pinned_read.seconds + counters.read_seconds,
+            stall_seconds=log.stall_seconds,
+            compute_seconds=max(0.0, log.pass_seconds - log.stall_seconds),
+            hits=counters.hits,
+            misses=counters.misses,
+            resident_bytes=self.plan.resident,
+            buffer_bytes=self.plan.buffers,
+            peak_rss_bytes=peak_rss_bytes(),
+            memory_limit=self.plan.memory_limit,
+        )
+
+    @property
+    def removed(self) -> bool:
+        """Whether `remove` has been called."""
+        return self._removed
+
+    def remove(self) -> None:
+        """Give the plain model back: no hooks, no threads, weights mapped from the file where it has them raw.
+
+        May be called again. The model then takes the memory it takes without pipeload.
+
+        Raises:
+            MemoryLimitError: weights that were cast or converted do not fit the limit all at once.
+            UnsupportedOperationError: a forward pass is running.
+        """
+        model = self._model()
+        if self._removed or model is None:
+            return
+        self._restore(model)
+        self._streamer.detach()
+        for undo in self._undo:
+            undo()
+        self._undo.clear()
+        self._streamer.prefetcher.close()
+        self._removed = True
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.remove()
+
+    def __repr__(self) -> str:
+        state = "removed" if self._removed else f"limit {self.plan.memory_limit} bytes"
+        return f"<pipeload.Handle: {len(self.plan.units)} blocks, {state}>"

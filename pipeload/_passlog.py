@@ -1,0 +1,77 @@
+"""Counts forward passes, their time, and the tokens they gave."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+
+class PassLog:
+    """One entry at a time: passes are serialised before they get here.
+
+    Tokens are counted as growth of the cache, since a pass with drafts may keep several tokens or
+    crop some away. How much a pass kept shows only when the next one begins.
+    """
+
+    def __init__(self) -> None:
+        self.passes = 0
+        self.pass_seconds = 0.0
+        self.stall_seconds = 0.0
+        self._tokens = 0
+        self._started = 0.0
+        self._cache: weakref.ref[Any] | None = None
+        self._length = 0
+        self._batch = 1
+
+    @property
+    def tokens(self) -> int:
+        """Tokens so far, those of the last pass included."""
+        return self._tokens + self._grown()
+
+    def begin(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """A pass with these arguments starts."""
+        self._tokens += self._grown()
+        cache = kwargs.get("cache")
+        cache = kwargs.get("past_key_values") if cache is None else cache
+        self._batch = _batch(args, kwargs)
+        self._length = _length(cache)
+        try:
+            self._cache = weakref.ref(cache) if cache is not None else None
+        except TypeError:
+            self._cache = None  # a tuple of tensors, from long ago
+        self._started = time.perf_counter()
+
+    def end(self) -> None:
+        """The pass gave its output."""
+        self.passes += 1
+        self.pass_seconds += time.perf_counter() - self._started
+        if self._cache is None:
+            self._tokens += self._batch  # no cache: each pass predicts one token for each sequence
+
+    def _grown(self) -> int:
+        cache = self._cache() if self._cache is not None else None
+        if cache is None:
+            return 0
+        grown = max(0, _length(cache) - self._length)
+        # The first pass of a cache takes the whole prompt and predicts one token.
+        return self._batch * (min(grown, 1) if self._length == 0 else grown)
+
+
+def _length(cache: Any) -> int:
+    try:
+        return int(cache.get_seq_length())
+    except (AttributeError, TypeError, ValueError, NotImplementedError):
+        return 0
+
+
+def _batch(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+    for value in (kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args, *kwargs.values()):
+        if isinstance(value, torch.Tensor) and value.dim() > 0:
+            return int(value.shape[0])
+    return 1

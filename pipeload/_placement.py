@@ -1,0 +1,128 @@
+"""A layout at a place in an arena: the reads that fill it and the tensors that show it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+
+from pipeload._arena import DTYPES, Arena, Region
+from pipeload._layout import PAGE, Cast, Conversion, Extent, Layout, ceil_page, floor_page
+
+if TYPE_CHECKING:
+    from pipeload._checkpoint import TensorEntry
+    from pipeload._reader import FileSet, Work
+
+CAST_CHUNK_BYTES = 4 << 20
+
+Convert = Callable[[Conversion, Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]]
+"""Runs the library's operations: stored tensors by checkpoint key in, weights by name out."""
+
+
+class Placement:
+    """Views are prepared once; filling is a list of independent jobs."""
+
+    def __init__(
+        self, layout: Layout, offset: int, arena: Arena, files: FileSet, convert: Convert
+    ) -> None:
+        self._layout = layout
+        self._offset = offset
+        self._arena = arena
+        self._files = files
+        self._convert = convert
+        self.nbytes = layout.nbytes
+        self.views: dict[str, torch.Tensor] = dict(self._make_views())
+
+    def read_jobs(self, chunk_bytes: int) -> list[Work]:
+        """Reads of at most `chunk_bytes`, in file order. They may run in any order and at once."""
+        jobs = [
+            job for extent in self._layout.extents for job in self._extent_jobs(extent, chunk_bytes)
+        ]
+        for cast in self._layout.casts:
+            jobs += self._cast_jobs(cast, chunk_bytes)
+        return jobs
+
+    def convert_jobs(self) -> list[Work]:
+        """What is to be done once all reads are."""
+        return [
+            partial(self._run_conversion, conversion) for conversion in self._layout.conversions
+        ]
+
+    def _make_views(self) -> Iterator[tuple[str, torch.Tensor]]:
+        placed = list(self._layout.raw) + [
+            (cast.weight, cast.offset) for cast in self._layout.casts
+        ]
+        for conversion in self._layout.conversions:
+            placed += zip(conversion.weights, conversion.offsets, strict=True)
+        for weight, offset in placed:
+            yield (
+                weight.name,
+                self._arena.tensor(
+                    self._offset + offset, weight.dtype, weight.shape, weight.nbytes
+                ),
+            )
+
+    def _extent_jobs(self, extent: Extent, chunk_bytes: int) -> Iterator[Work]:
+        first, stop, offset = extent.pages
+        for start in range(first, stop, chunk_bytes):
+            end = min(start + chunk_bytes, stop)
+            into = self._arena.buffer(self._offset + offset + start - first, end - start)
+            yield partial(self._read, extent, start, end, into)
+
+    def _read(
+        self, extent: Extent, start: int, end: int, into: memoryview, _scratch: Region | None
+    ) -> int:
+        return self._files.read_pages(extent.file, start, end, into)
+
+    def _cast_jobs(self, cast: Cast, chunk_bytes: int) -> Iterator[Work]:
+        (source,) = cast.weight.sources
+        elements = cast.weight.nbytes // DTYPES[cast.weight.dtype].itemsize
+        step = min(chunk_bytes, CAST_CHUNK_BYTES) // DTYPES[source.dtype].itemsize
+        for start in range(0, elements, step):
+            yield partial(self._read_cast, cast, source, start, min(start + step, elements))
+
+    def _read_cast(
+        self, cast: Cast, source: TensorEntry, start: int, stop: int, scratch: Region | None
+    ) -> int:
+        if scratch is None:
+            raise RuntimeError(
+                "a cast needs a scratch region"
+            )  # a plan with casts always makes one
+        item = DTYPES[source.dtype].itemsize
+        begin, end = source.start + start * item, source.start + stop * item
+        first, last = floor_page(begin), ceil_page(end)
+        count = self._files.read_pages(
+            source.file, first, last, self._arena.buffer(scratch.offset, last - first)
+        )
+        stored = _view(
+            self._arena, scratch.offset + begin - first, source.dtype, (stop - start,), end - begin
+        )
+        self.views[cast.weight.name].view(-1)[start:stop].copy_(stored)
+        return count
+
+    def _run_conversion(self, conversion: Conversion, _scratch: Region | None) -> int:
+        stored = {
+            source.name: _view(
+                self._arena, self._offset + offset, source.dtype, source.shape, source.nbytes
+            )
+            for source, offset in conversion.sources
+        }
+        for name, tensor in self._convert(conversion, stored).items():
+            self.views[name].copy_(tensor)
+        return 0
+
+
+SCRATCH_BYTES = CAST_CHUNK_BYTES + 2 * PAGE
+"""Working memory that one reader needs for casts: a chunk that starts anywhere in a page."""
+
+
+def _view(
+    arena: Arena, offset: int, dtype: str, shape: tuple[int, ...], nbytes: int
+) -> torch.Tensor:
+    if offset % DTYPES[dtype].itemsize == 0:
+        return arena.tensor(offset, dtype, shape, nbytes)
+    # Some writers put tensors at odd places, where no dtype can be viewed.
+    copy = bytearray(arena.buffer(offset, nbytes))
+    return torch.frombuffer(copy, dtype=DTYPES[dtype]).view(shape)

@@ -1,0 +1,301 @@
+"""Decides what stays in memory and what is read every pass. Pure: sizes in, a plan out.
+
+[Note: why every block keeps a part] Blocks run in a fixed cycle, so a cache that drops the least recently
+used block never hits; a fixed resident set is optimal (Belady's rule on a cycle). Which bytes it holds does
+not change how many are read, but it changes what the buffers cost: if each block keeps the same share, each
+streams less, so two buffers shrink with it, and every block's computing hides its own part of the reading.
+Whole resident blocks would leave the buffers at full size, and the disk idle while they run.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from pipeload._layout import PAGE, Layout, Weight, ceil_page, lay_out
+from pipeload._sizes import format_size
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+# Parameters below these are not worth a read of their own: norms, biases and their like stay.
+_TINY_BYTES = 16 << 10
+_TINY_VECTOR_BYTES = 64 << 10
+_MAX_PIECES = 12
+_GOLDEN = (math.sqrt(5) - 1) / 2
+
+
+@dataclass(frozen=True, slots=True)
+class UnitSpec:
+    """A block before planning: its name and every weight that may be streamed."""
+
+    name: str
+    weights: tuple[Weight, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class UnitPlan:
+    """What one block keeps and what it reads each pass."""
+
+    name: str
+    resident: Layout
+    streamed: Layout
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes held for good once the block ran."""
+        return self.resident.nbytes
+
+    @property
+    def streamed_bytes(self) -> int:
+        """Bytes read from disk each time the block runs."""
+        return self.streamed.read_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a limit buys. Frozen; all sizes in bytes."""
+
+    memory_limit: int
+    """The limit that was planned for."""
+    smallest_limit: int
+    """The smallest limit that works with the same hint."""
+    floor_bytes: int
+    """Interpreter, libraries and everything else that was there before."""
+    reserve_bytes: int
+    """Kept free for cache, activations and logits of the hint, and for the kernel's own tables."""
+    pinned_bytes: int
+    """Always resident: embeddings, head, and the small parameters of every block."""
+    units: tuple[UnitPlan, ...] = field(repr=False)
+    """One per block, in the order they run."""
+    slot_bytes: int
+    """Size of one buffer."""
+    slots: int
+    """Number of buffers."""
+    scratch_bytes: int
+    """Working memory of the readers for dtype casts and conversions."""
+    readers: int
+    """Threads that read at once."""
+    io_mode: str
+    """"direct" (past the page cache), "buffered" (through it), or "none" when nothing is streamed."""
+    disk_rate: float | None
+    """Bytes per second that `seconds_per_pass` assumes; None when nobody measured."""
+
+    @property
+    def buffers(self) -> int:
+        """Bytes of all buffers."""
+        return self.slot_bytes * self.slots
+
+    @property
+    def resident(self) -> int:
+        """Bytes of weights that are never read again: pinned ones and resident parts of blocks."""
+        return self.pinned_bytes + sum(unit.resident_bytes for unit in self.units)
+
+    @property
+    def bytes_per_pass(self) -> int:
+        """Bytes read from disk in one forward pass."""
+        return sum(unit.streamed_bytes for unit in self.units)
+
+    @property
+    def seconds_per_pass(self) -> float | None:
+        """Least time that reading alone takes per pass, None without a disk rate."""
+        return None if self.disk_rate is None else self.bytes_per_pass / self.disk_rate
+
+    @property
+    def fits(self) -> bool:
+        """Whether everything is resident, so that nothing is streamed after the first pass."""
+        return self.bytes_per_pass == 0
+
+    def table(self) -> str:
+        """Where each byte of the limit goes, one line per purpose."""
+        used = (
+            self.floor_bytes
+            + self.reserve_bytes
+            + self.resident
+            + self.buffers
+            + self.scratch_bytes
+        )
+        rows = [
+            ("process floor", self.floor_bytes, "interpreter, libraries, everything loaded before"),
+            (
+                "reserve",
+                self.reserve_bytes,
+                "cache, activations and logits of the hint; kernel tables",
+            ),
+            ("always resident", self.pinned_bytes, "embeddings, head, small parameters"),
+            (
+                "resident blocks",
+                self.resident - self.pinned_bytes,
+                f"parts of {len(self.units)} blocks",
+            ),
+            ("buffers", self.buffers, f"{self.slots} x {format_size(self.slot_bytes)}"),
+            ("scratch", self.scratch_bytes, "casts and conversions"),
+            ("unused", self.memory_limit - used, "smaller than the smallest piece"),
+            (
+                "memory limit",
+                self.memory_limit,
+                f"smallest that works: {format_size(self.smallest_limit)}",
+            ),
+        ]
+        lines = [f"{name:<16}{format_size(max(0, size)):>10}  {note}" for name, size, note in rows]
+        reading = f"{format_size(self.bytes_per_pass)} read per pass ({self.io_mode}, {self.readers} readers)"
+        if self.seconds_per_pass:
+            reading += (
+                f", at {format_size(round(self.disk_rate or 0))}/s: {self.seconds_per_pass:.3g} s"
+            )
+        return "\n".join([*lines, reading])
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Which pieces of each unit are streamed."""
+
+    streamed: tuple[tuple[Weight, ...], ...]
+    slot_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Weights that stay or go together."""
+
+    weights: tuple[Weight, ...]
+    hold_bytes: int
+
+
+class _Menu:
+    """All ways to split one unit: streamed bytes (ascending) and the pieces that make them."""
+
+    def __init__(self, pieces: Sequence[_Piece]) -> None:
+        options: dict[int, int] = {}
+        for mask in range(1 << len(pieces)):
+            size = sum(piece.hold_bytes for bit, piece in enumerate(pieces) if mask >> bit & 1)
+            options.setdefault(size, mask)
+        self.sizes = sorted(options)
+        self.masks = [options[size] for size in self.sizes]
+        self.total = self.sizes[-1]
+
+    def fit(self, slot_bytes: int) -> int:
+        """Index of the largest streamed part that fits a slot."""
+        return bisect.bisect_right(self.sizes, slot_bytes) - 1
+
+
+def choose(units: Sequence[UnitSpec], budget: int, *, slots: int) -> Choice | None:
+    """Split every unit so that residents and `slots` buffers fit `budget` and least is read.
+
+    Returns None when the budget is too small for any split.
+    """
+    pieces = [_pieces(unit.weights) for unit in units]
+    menus = _menus(pieces)
+    if sum(menu.total for menu in menus) <= budget:
+        return Choice(tuple(() for _ in units), 0)
+    for slot_bytes in _slot_sizes(menus):
+        picks = [menu.fit(slot_bytes) for menu in menus]
+        spare = budget - _memory(menus, picks, slots)
+        if spare >= 0:
+            _spend(menus, picks, spare)
+            break
+    else:
+        return None
+    streamed = [
+        tuple(
+            w
+            for bit, piece in enumerate(part)
+            if menu.masks[pick] >> bit & 1
+            for w in piece.weights
+        )
+        for part, menu, pick in zip(pieces, menus, picks, strict=True)
+    ]
+    return Choice(
+        tuple(streamed), max(menu.sizes[pick] for menu, pick in zip(menus, picks, strict=True))
+    )
+
+
+def smallest_budget(units: Sequence[UnitSpec], *, slots: int) -> int:
+    """The least memory for residents and buffers with which `choose` finds a split."""
+    menus = _menus([_pieces(unit.weights) for unit in units])
+    everything = sum(menu.total for menu in menus)
+    splits = (
+        _memory(menus, [menu.fit(size) for menu in menus], slots) for size in _slot_sizes(menus)
+    )
+    return min(everything, *splits) if menus else 0
+
+
+def is_tiny(weight: Weight) -> bool:
+    """Whether a weight is too small to stream."""
+    return weight.nbytes <= (_TINY_BYTES if len(weight.shape) > 1 else _TINY_VECTOR_BYTES)
+
+
+def split(unit: UnitSpec, streamed: Sequence[Weight]) -> UnitPlan:
+    """Lay out both parts of a unit."""
+    names = {weight.name for weight in streamed}
+    kept = [weight for weight in unit.weights if weight.name not in names]
+    return UnitPlan(unit.name, lay_out(kept), lay_out(streamed))
+
+
+def _pieces(weights: Sequence[Weight]) -> list[_Piece]:
+    """At most a dozen pieces; weights made by one conversion stay together."""
+    groups: dict[str, list[Weight]] = {}
+    for weight in weights:
+        groups.setdefault(weight.group or weight.name, []).append(weight)
+    pieces = sorted(
+        (_Piece(tuple(group), _hold_bytes(group)) for group in groups.values()),
+        key=lambda piece: piece.hold_bytes,
+        reverse=True,
+    )
+    head, tail = pieces[: _MAX_PIECES - 1], pieces[_MAX_PIECES - 1 :]
+    if tail:
+        merged = tuple(itertools.chain.from_iterable(piece.weights for piece in tail))
+        head.append(_Piece(merged, sum(piece.hold_bytes for piece in tail)))
+    return head
+
+
+def _hold_bytes(group: Sequence[Weight]) -> int:
+    """Never less than what `lay_out` takes: each extent may lose a page at either end."""
+    if group[0].raw:
+        return ceil_page(group[0].nbytes) + PAGE
+    made = sum(weight.nbytes + PAGE for weight in group)
+    if group[0].group is None:
+        return ceil_page(made)
+    return ceil_page(made + sum(ceil_page(source.nbytes) + PAGE for source in group[0].sources))
+
+
+def _menus(pieces: Sequence[Sequence[_Piece]]) -> list[_Menu]:
+    """One menu per unit; units alike share theirs."""
+    cache: dict[tuple[int, ...], _Menu] = {}
+    menus = []
+    for part in pieces:
+        key = tuple(piece.hold_bytes for piece in part)
+        if key not in cache:
+            cache[key] = _Menu(part)
+        menus.append(cache[key])
+    return menus
+
+
+def _slot_sizes(menus: Sequence[_Menu]) -> list[int]:
+    """Slot sizes worth trying, ascending."""
+    return sorted(
+        {size for menu in {id(m): m for m in menus}.values() for size in menu.sizes} - {0}
+    )
+
+
+def _memory(menus: Sequence[_Menu], picks: Sequence[int], slots: int) -> int:
+    streamed = [menu.sizes[pick] for menu, pick in zip(menus, picks, strict=True)]
+    return sum(menu.total for menu in menus) - sum(streamed) + slots * max(streamed)
+
+
+def _spend(menus: Sequence[_Menu], picks: list[int], spare: int) -> None:
+    """Make more resident with what is left: a small step per unit, spread evenly over them."""
+    order = sorted(range(len(menus)), key=lambda index: (index * _GOLDEN) % 1.0)
+    progress = True
+    while progress:
+        progress = False
+        for index in order:
+            menu, pick = menus[index], picks[index]
+            step = menu.sizes[pick] - menu.sizes[pick - 1] if pick else math.inf
+            if step <= spare:
+                picks[index] = pick - 1
+                spare -= int(step)
+                progress = True

@@ -1,0 +1,251 @@
+"""Open checkpoint files and the threads that read them. Blocking reads only; no policy.
+
+Three ways to read: "direct" (O_DIRECT, past the page cache), "buffered" (through it), and "uncached"
+(through it, then dropped from it), for file systems that refuse direct reads.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from pipeload._layout import PAGE
+from pipeload.errors import CheckpointChangedError, OptionError, ReadError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from pipeload._arena import Region
+
+IO_MODES = ("auto", "direct", "buffered", "uncached")
+
+
+class _OpenFile(NamedTuple):
+    descriptor: int
+    nbytes: int
+    modified_ns: int
+
+
+class FileSet:
+    """The shards of a checkpoint, open for as long as the model streams.
+
+    A shard that is replaced by rename is still read through its descriptor; one that is changed in
+    place is noticed by `check_unchanged`.
+    """
+
+    def __init__(self, files: Sequence[Path], io_mode: str) -> None:
+        """Open every file.
+
+        Raises:
+            ReadError: a file cannot be opened, or refuses the mode.
+        """
+        self.io_mode = io_mode
+        self._files: dict[Path, _OpenFile] = {}
+        flags = os.O_RDONLY | (os.O_DIRECT if io_mode == "direct" else 0)
+        try:
+            for path in files:
+                descriptor = os.open(path, flags | getattr(os, "O_CLOEXEC", 0))
+                status = os.fstat(descriptor)
+                self._files[path] = _OpenFile(descriptor, status.st_size, status.st_mtime_ns)
+        except OSError as error:
+            self.close()
+            raise ReadError(
+                f"cannot open checkpoint file {str(path)!r} for {io_mode} reads: {error}"
+            ) from error
+
+    def read_pages(self, path: Path, first: int, stop: int, into: memoryview) -> int:
+        """Fill `into` with the bytes `first` to `stop` of a file; both lie on page borders.
+
+        The last page of a file may be cut short by its end. Returns the bytes read.
+
+        Raises:
+            ReadError: the disk failed, or the file ends before its size when it was opened.
+        """
+        file = self._files[path]
+        wanted = min(stop, file.nbytes) - first
+        got = 0
+        while got < wanted:
+            try:
+                count = os.preadv(file.descriptor, [into[got : stop - first]], first + got)
+            except OSError as error:
+                raise ReadError(
+                    f"reading {str(path)!r} at byte {first + got} failed: {error}"
+                ) from error
+            if count == 0:
+                raise ReadError(
+                    f"{str(path)!r} ended at byte {first + got}, {wanted - got} bytes early: it was cut short "
+                    "after it was opened. Restore the file and load the model again."
+                )
+            got += count
+        if self.io_mode == "uncached":
+            os.posix_fadvise(file.descriptor, first, stop - first, os.POSIX_FADV_DONTNEED)
+        return wanted
+
+    def check_unchanged(self) -> None:
+        """Compare every open file with what it was when opened.
+
+        Raises:
+            CheckpointChangedError: one has another size or modification time.
+        """
+        for path, file in self._files.items():
+            status = os.fstat(file.descriptor)
+            if (status.st_size, status.st_mtime_ns) != (file.nbytes, file.modified_ns):
+                raise CheckpointChangedError(
+                    f"checkpoint file {str(path)!r} was changed in place while the model was using it "
+                    f"({file.nbytes} bytes when opened, {status.st_size} now). Load the model again."
+                )
+
+    def reopen_name(self, path: Path) -> str:
+        """A name that opens the very file that was opened, even if another took its place since."""
+        link = f"/proc/self/fd/{self._files[path].descriptor}" if path in self._files else ""
+        return link if link and os.path.exists(link) else str(path)  # noqa: PTH110 - a magic link, not a path
+
+    def close(self) -> None:
+        """Close all descriptors. May be called again."""
+        while self._files:
+            _, file = self._files.popitem()
+            os.close(file.descriptor)
+
+
+def resolve_io_mode(requested: str, files: Sequence[Path], fits_cache: bool) -> str:
+    """The mode that "auto" means for these files.
+
+    Raises:
+        OptionError: the name is unknown, or the files refuse the mode that was asked for.
+    """
+    if requested not in IO_MODES:
+        raise OptionError(f"io_mode={requested!r} is unknown. Choose one of {', '.join(IO_MODES)}.")
+    if requested == "buffered" or (requested == "auto" and fits_cache):
+        return "buffered"
+    refusal = _direct_refusal(files) if requested != "uncached" else "not asked for"
+    if refusal is None:
+        return "direct"
+    if requested == "direct":
+        raise OptionError(
+            f"io_mode='direct' does not work for {str(files[0])!r}: {refusal}. "
+            "Use io_mode='auto', or 'uncached' for reads that leave no page cache behind."
+        )
+    return "uncached" if hasattr(os, "posix_fadvise") else "buffered"
+
+
+def _direct_refusal(files: Sequence[Path]) -> str | None:
+    """Why direct reads do not work, None when they do. Reads one page."""
+    if not hasattr(os, "O_DIRECT") or not hasattr(os, "preadv"):
+        return "this system has no direct reads"
+    import mmap
+
+    with mmap.mmap(-1, PAGE) as page:
+        try:
+            descriptor = os.open(files[0], os.O_RDONLY | os.O_DIRECT)
+            try:
+                os.preadv(descriptor, [page], 0)
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            return str(error)
+    return None
+
+
+Work = Callable[["Region | None"], int]
+"""One job: gets the thread's scratch region, returns the bytes it read."""
+
+
+class Outcome(NamedTuple):
+    """What became of a job."""
+
+    tag: object
+    """What the job was submitted with."""
+    nbytes: int
+    error: BaseException | None
+    finished: float
+    """`time.perf_counter()` at its end."""
+
+
+class ReaderPool:
+    """Threads that run read jobs in the order they were submitted and report each outcome."""
+
+    def __init__(self, report: Callable[[Outcome], None], scratch: Sequence[Region | None]) -> None:
+        """One thread per entry of `scratch`, which is that thread's working memory."""
+        self._jobs: queue.SimpleQueue[tuple[object, Work] | None] = queue.SimpleQueue()
+        self._threads = [
+            threading.Thread(
+                target=_read_forever,
+                args=(self._jobs, report, region),
+                name=f"pipeload-reader-{number}",
+                daemon=True,
+            )
+            for number, region in enumerate(scratch)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, tag: object, work: Work) -> None:
+        """Queue a job. Never blocks."""
+        self._jobs.put((tag, work))
+
+    def close(self) -> None:
+        """Let every thread end after the jobs that are queued. Does not wait."""
+        for _ in self._threads:
+            self._jobs.put(None)
+
+    def join(self, timeout: float) -> None:
+        """Wait up to `timeout` seconds for the threads to end."""
+        deadline = time.monotonic() + timeout
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+
+def _read_forever(
+    jobs: queue.SimpleQueue[tuple[object, Work] | None],
+    report: Callable[[Outcome], None],
+    scratch: Region | None,
+) -> None:
+    # A function, not a method: a thread must not keep alive whoever owns the pool.
+    while (job := jobs.get()) is not None:
+        tag, work = job
+        try:
+            nbytes, error = work(scratch), None
+        except BaseException as caught:
+            nbytes, error = 0, caught
+        del job, work
+        report(Outcome(tag, nbytes, error, time.perf_counter()))
+        del tag, error
+
+
+class PinnedRead(NamedTuple):
+    """How a batch of jobs went that was waited for."""
+
+    nbytes: int
+    reads: int
+    seconds: float
+
+    @property
+    def rate(self) -> float:
+        """Bytes per second."""
+        return self.nbytes / self.seconds if self.seconds else 0.0
+
+
+def run_jobs(jobs: Sequence[Work], scratch: Sequence[Region | None]) -> PinnedRead:
+    """Run `jobs` on one thread per entry of `scratch` and wait for all of them.
+
+    Raises:
+        ReadError: a read failed; the rest are still finished first.
+    """
+    outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
+    started = time.perf_counter()
+    pool = ReaderPool(outcomes.put, scratch)
+    try:
+        for job in jobs:
+            pool.submit(None, job)
+        finished = [outcomes.get() for _ in jobs]
+    finally:
+        pool.close()
+    for outcome in finished:
+        if outcome.error is not None:
+            raise outcome.error
+    seconds = time.perf_counter() - started
+    return PinnedRead(sum(outcome.nbytes for outcome in finished), len(finished), seconds)

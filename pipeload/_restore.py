@@ -1,0 +1,88 @@
+"""The way back from a streaming model to a plain one."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from safetensors import safe_open
+
+from pipeload._memory import rss_bytes
+from pipeload._sizes import format_size
+from pipeload.errors import MemoryLimitError, UnsupportedOperationError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    import torch
+    from torch import nn
+
+    from pipeload._layout import Weight
+    from pipeload._plan import Plan
+    from pipeload._streamer import Streamer
+
+
+class Restorer:
+    """Puts real weights back into a model's parameters."""
+
+    def __init__(
+        self, plan: Plan, streamer: Streamer, parameters: Mapping[str, tuple[nn.Parameter, Weight]]
+    ) -> None:
+        """`parameters` are all that pipeload fills, by name, with where their values come from."""
+        self._plan = plan
+        self._streamer = streamer
+        self._parameters = parameters
+
+    def __call__(self, _model: nn.Module) -> None:
+        """Nothing changes when this raises.
+
+        Raises:
+            MemoryLimitError: what cannot be mapped does not fit the limit.
+            UnsupportedOperationError: a forward pass is running.
+        """
+        if self._streamer.busy:
+            raise UnsupportedOperationError(
+                "remove() was called while a forward pass is running. Let it end first."
+            )
+        self._streamer.recover()
+        made = self._make_converted()
+        made.update(self._map_raw())
+        for name, tensor in made.items():
+            self._parameters[name][0].data = tensor
+
+    def _make_converted(self) -> dict[str, torch.Tensor]:
+        """Copies of the streamed weights that the file does not hold as they are."""
+        need = sum(
+            w.nbytes for unit in self._plan.units for w in unit.streamed.weights if not w.raw
+        )
+        limit, held = self._plan.memory_limit, rss_bytes()
+        if need and held + need > limit:
+            raise MemoryLimitError(
+                f"remove() must hold {format_size(need)} of cast or converted weights beside {format_size(held)} in use, "
+                f"over the limit of {limit} bytes. The model still streams; load it with at least {held + need} bytes.",
+                limit=limit,
+                smallest_limit=held + need,
+            )
+        made: dict[str, torch.Tensor] = {}
+        for index, unit in enumerate(self._plan.units):
+            kept = [w.name for w in unit.resident.weights if not w.raw]
+            passing = [w.name for w in unit.streamed.weights if not w.raw]
+            if kept or passing:
+                with self._streamer.borrowed(index) as views:
+                    made.update((name, views[name]) for name in kept)
+                    made.update((name, views[name].clone()) for name in passing)
+        return made
+
+    def _map_raw(self) -> dict[str, torch.Tensor]:
+        """Lazily mapped tensors for everything that is in the file as it is."""
+        by_file: dict[Path, list[Weight]] = {}
+        for _, weight in self._parameters.values():
+            if weight.raw:
+                by_file.setdefault(weight.sources[0].file, []).append(weight)
+        mapped: dict[str, torch.Tensor] = {}
+        for file, weights in by_file.items():
+            with safe_open(self._streamer.files.reopen_name(file), framework="pt") as opened:
+                mapped.update(
+                    (weight.name, opened.get_tensor(weight.sources[0].name)) for weight in weights
+                )
+        return mapped

@@ -1,0 +1,91 @@
+"""Sizes in bytes: what users write ("2GB"), and what messages show ("1.23 GB")."""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+from pipeload.errors import OptionError
+
+__all__ = ["format_size", "parse_size"]
+
+_DECIMAL_UNITS: Final = ("B", "kB", "MB", "GB", "TB", "PB")
+_BINARY_UNITS: Final = ("KiB", "MiB", "GiB", "TiB", "PiB")
+
+_UNIT_BYTES: Final[dict[str, int]] = {
+    "": 1,
+    **{unit.lower(): 1000**power for power, unit in enumerate(_DECIMAL_UNITS)},
+    **{unit.lower(): 1024**power for power, unit in enumerate(_BINARY_UNITS, start=1)},
+}
+
+_LARGEST: Final = 2**63 - 1  # what the system calls for memory and files can take
+
+_MOST_SHOWN: Final = 80  # characters of a wrong value in a message
+_MOST_BITS_SHOWN: Final = 256  # Python refuses to write out an int of many thousand digits
+
+# At most 20 digits: longer numbers are beyond _LARGEST, and slow to read.
+_SIZE: Final = re.compile(r"(?P<whole>[0-9]{1,20})(?:\.(?P<part>[0-9]{1,20}))? *(?P<unit>[a-z]*)")
+
+
+def parse_size(value: int | str, *, name: str = "memory_limit") -> int:
+    """Turn a size as users write it into a positive number of bytes.
+
+    Args:
+        value: Bytes, or a string: "2GB" (2 * 10^9), "2GiB" (2 * 2^30), "1.5 GB", "123456".
+        name: The option's name, for the message.
+
+    Raises:
+        OptionError: The value is no size, is ambiguous, or is not positive.
+    """
+    if isinstance(value, str):
+        nbytes = _parse_text(value, name)
+    elif isinstance(value, int) and not isinstance(value, bool):
+        nbytes = value
+    else:
+        raise _refusal(name, value, f"is a {type(value).__name__}, not a size")
+    if nbytes <= 0:
+        raise _refusal(name, value, "is not a positive size")
+    if nbytes > _LARGEST:
+        raise _refusal(name, value, "is larger than any memory")
+    return nbytes
+
+
+def format_size(nbytes: int) -> str:
+    """Show a number of bytes in decimal units and three significant digits, as "88.1 MB"."""
+    unit, value = _DECIMAL_UNITS[0], float(nbytes)
+    for larger in _DECIMAL_UNITS[1:]:
+        if abs(value) < 999.5:
+            break
+        unit, value = larger, value / 1000
+    if unit == "B":
+        return f"{nbytes} B"
+    digits = 2 if abs(value) < 9.995 else 1 if abs(value) < 99.95 else 0
+    return f"{value:.{digits}f} {unit}"
+
+
+def _parse_text(text: str, name: str) -> int:
+    match = _SIZE.fullmatch(text.strip().lower())
+    if match is None:
+        raise _refusal(name, text, "is not a size")
+    whole, part, unit = match["whole"], match["part"] or "", match["unit"]
+    factor = _UNIT_BYTES.get(unit)
+    if factor is None:
+        raise _refusal(name, text, f"has the unknown unit {unit[:20]!r}")
+    if part and factor == 1:
+        raise _refusal(name, text, "is not a whole number of bytes; is the unit missing?")
+    nbytes: int = int(whole + part) * factor // 10 ** len(part)  # exact: a float would round
+    return nbytes
+
+
+def _refusal(name: str, value: object, reason: str) -> OptionError:
+    return OptionError(
+        f"{name}={_show(value)} {reason}. Pass bytes as an int, or a number with a unit: "
+        '"2GB" (2 * 10^9 bytes), "1.5GiB" (1.5 * 2^30 bytes), "512MB", "800 kB".'
+    )
+
+
+def _show(value: object) -> str:
+    if isinstance(value, int) and value.bit_length() > _MOST_BITS_SHOWN:
+        return f"(an int of {value.bit_length()} bits)"
+    text = repr(value)
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."

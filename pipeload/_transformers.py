@@ -1,0 +1,279 @@
+"""Everything that touches a private part of transformers. Seen in 5.24.0, tried on 5.17.0 as well.
+
+A model is built by the library's own `from_pretrained`; only the step that fills it with weights
+(`PreTrainedModel._load_pretrained_model`) is taken over, for one call in one thread. Key names, dtypes,
+buffers, ties, initialisation of missing weights and the loading report stay the library's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import types
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from safetensors import safe_open
+from transformers import PreTrainedModel
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    build_glob_alternation,
+    convert_and_load_state_dict_in_model,
+    dot_natural_key,
+    rename_source_key,
+)
+
+from pipeload._arena import DTYPE_CODES, DTYPES
+from pipeload._checkpoint import Checkpoint, TensorEntry, open_checkpoint
+from pipeload._layout import Conversion, Weight
+from pipeload.errors import CheckpointError, OptionError, UnsupportedModelError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from pipeload._placement import Convert
+
+_Loader = Callable[..., tuple[Any, Any]]
+_ORIGINAL: _Loader = PreTrainedModel._load_pretrained_model
+_patch_lock = threading.Lock()
+_patch_users = 0
+_thread = threading.local()
+
+
+@dataclass(slots=True)
+class _Recipe:
+    """How one or more weights are made: the library's converter, or None for a plain rename."""
+
+    converter: WeightConverter | None
+    sources: list[tuple[TensorEntry, str]] = field(default_factory=list)
+    """Stored tensors with the converter pattern that each matched."""
+
+
+class PendingLoad:
+    """A model on the meta device, and what its checkpoint holds for it."""
+
+    def __init__(self, model: PreTrainedModel, checkpoint: Checkpoint, config: Any) -> None:
+        self.model = model
+        self.checkpoint = checkpoint
+        self._config = config
+        self._mapping = deepcopy(config.weight_mapping or [])  # some renamings keep state
+        self._recipes = self._match_keys()
+
+    def weights(self) -> dict[str, Weight]:
+        """Every parameter that is read, cast or converted from the file alone, by name.
+
+        What is not listed (buffers, shapes that do not match, shared parameters) is the library's.
+        """
+        parameters = dict(self.model.named_parameters())
+        found: dict[str, Weight] = {}
+        for first, recipe in self._recipes.items():
+            names = self._targets(first, recipe)
+            if all(self._usable(parameters.get(name), recipe) for name in names):
+                found.update(
+                    (name, self._weight(name, parameters[name], first, recipe)) for name in names
+                )
+        return found
+
+    def load_rest(self, taken: Sequence[str]) -> Any:
+        """Have the library load all keys but those of the `taken` weights; returns its loading report."""
+        taken_names = set(taken)
+        skip = {
+            source.name
+            for first, recipe in self._recipes.items()
+            if first in taken_names
+            for source, _ in recipe.sources
+        }
+        with contextlib.ExitStack() as stack:
+            rest: dict[str, Any] = {}
+            for file in self.checkpoint.files:
+                opened = stack.enter_context(safe_open(file, framework="pt"))
+                kept = [key for key in opened.keys() if key not in skip]  # noqa: SIM118 - no dict
+                rest.update((key, opened.get_slice(key)) for key in kept)
+            info, _ = convert_and_load_state_dict_in_model(self.model, rest, self._config, None)
+        info.missing_keys.difference_update(taken_names)
+        # Kept for saving after remove(): a conversion counts as used when any key matched it.
+        pairs = zip(self._config.weight_mapping or [], self._mapping, strict=True)
+        used = [original for original, copy in pairs if original.was_used() or copy.was_used()]
+        object.__setattr__(self.model, "_weight_conversions", used)
+        return info
+
+    def converter(self) -> Convert:
+        """The library's operations as a function; holds the model weakly."""
+        recipes, model = self._recipes, weakref.ref(self.model)
+
+        def convert(
+            conversion: Conversion, stored: Mapping[str, torch.Tensor]
+        ) -> Mapping[str, torch.Tensor]:
+            first = conversion.weights[0].group or ""
+            dtype = DTYPES[conversion.weights[0].dtype]
+            operation = deepcopy(recipes[first].converter)
+            if operation is None:
+                raise UnsupportedModelError(f"no conversion is known for {first!r}")
+            for source, pattern in recipes[first].sources:
+                tensor = stored[source.name]
+                # The same order as the library's: cast what was read, then convert.
+                cast: Any = partial(tensor.to, dtype)
+                operation.add_tensor(first, source.name, pattern, cast)
+            owner = model()
+            made = operation.convert(
+                first, model=owner, config=owner.config if owner is not None else None
+            )
+            return {
+                name: value[0] if isinstance(value, list) else value for name, value in made.items()
+            }
+
+        return convert
+
+    def _match_keys(self) -> dict[str, _Recipe]:
+        renamings = [entry for entry in self._mapping if isinstance(entry, WeightRenaming)]
+        converters = [entry for entry in self._mapping if isinstance(entry, WeightConverter)]
+        by_pattern = {pattern: c for c in converters for pattern in c.source_patterns}
+        state = self.model.state_dict()
+        prefix = self.model.base_model_prefix
+        recipes: dict[str, _Recipe] = {}
+        # The library's order: experts must arrive in the order of their numbers.
+        for key in sorted(self.checkpoint.entries, key=dot_natural_key):
+            target, pattern = rename_source_key(key, renamings, converters, prefix, state)
+            if target not in state and key in state:
+                target, pattern = rename_source_key(key, [], [], prefix, state)
+            if target in state:
+                recipe = recipes.setdefault(target, _Recipe(by_pattern.get(pattern or "")))
+                recipe.sources.append((self.checkpoint.entries[key], pattern or key))
+        return recipes
+
+    def _targets(self, first: str, recipe: _Recipe) -> list[str]:
+        if recipe.converter is None:
+            return [first]
+        patterns = recipe.converter.target_patterns
+        return [first.replace(patterns[0], pattern) for pattern in patterns]
+
+    def _usable(self, parameter: nn.Parameter | None, recipe: _Recipe) -> bool:
+        if parameter is None or parameter.dtype not in DTYPE_CODES:
+            return False
+        if any(source.dtype not in DTYPES for source, _ in recipe.sources):
+            return False
+        if recipe.converter is not None:
+            return parameter.is_floating_point()
+        return len(recipe.sources) == 1 and recipe.sources[0][0].shape == tuple(parameter.shape)
+
+    def _weight(self, name: str, parameter: nn.Parameter, first: str, recipe: _Recipe) -> Weight:
+        dtype = self._target_dtype(name if recipe.converter is None else first, parameter)
+        return Weight(
+            name=name,
+            dtype=DTYPE_CODES[dtype],
+            shape=tuple(parameter.shape),
+            nbytes=parameter.numel() * dtype.itemsize,
+            sources=tuple(source for source, _ in recipe.sources),
+            group=None if recipe.converter is None else first,
+        )
+
+    def _target_dtype(self, name: str, parameter: nn.Parameter) -> torch.dtype:
+        """The library's rule: modules kept in fp32 are not visible in the meta parameter."""
+        plan = self._config.dtype_plan
+        if plan:
+            matcher, groups, _ = build_glob_alternation(list(plan))
+            if (match := matcher.search(name)) and match.lastgroup is not None:
+                dtype: torch.dtype = plan[groups[match.lastgroup]]
+                return dtype
+        return parameter.dtype
+
+
+@contextlib.contextmanager
+def take_over_loading(stream: Callable[[PendingLoad], Any]) -> Iterator[None]:
+    """Inside, this thread's next `from_pretrained` gives its meta model to `stream` instead of loading it.
+
+    `stream` must fill or replace every parameter and return the library's loading report.
+    """
+    global _patch_users  # noqa: PLW0603 - counts the threads inside, under the lock
+    with _patch_lock:
+        _patch_users += 1
+        _install(_load)
+    _thread.pending = stream
+    try:
+        yield
+    finally:
+        _thread.pending = None
+        with _patch_lock:
+            _patch_users -= 1
+            if not _patch_users:
+                _install(_ORIGINAL)
+
+
+def _install(loader: _Loader) -> None:
+    # Not an assignment: to a type checker a method is not a variable.
+    setattr(PreTrainedModel, "_load_pretrained_model", staticmethod(loader))  # noqa: B010
+
+
+def _load(
+    model: PreTrainedModel,
+    state_dict: dict[str, Any] | None,
+    checkpoint_files: list[str] | None,
+    load_config: Any,
+    expected_keys: list[str] | None = None,
+) -> tuple[Any, Any]:
+    stream = getattr(_thread, "pending", None)
+    if stream is None:
+        return _ORIGINAL(model, state_dict, checkpoint_files, load_config, expected_keys)
+    _thread.pending = None  # one shot: models that this one loads inside are plain
+    if state_dict is not None or not checkpoint_files:
+        raise OptionError(
+            "state_dict= cannot be streamed: its weights are in memory already. Pass a checkpoint."
+        )
+    _refuse_quantised(load_config)
+    _refuse_devices(load_config.device_map)
+    _refuse_pickled(checkpoint_files)
+    index = (load_config.sharded_metadata or {}).get("weight_map")
+    checkpoint = open_checkpoint([Path(file) for file in checkpoint_files], index)
+    return stream(PendingLoad(model, checkpoint, load_config)), None
+
+
+def _refuse_quantised(load_config: Any) -> None:
+    if load_config.hf_quantizer is not None:
+        method = load_config.hf_quantizer.quantization_config.quant_method
+        raise UnsupportedModelError(
+            f"checkpoints quantised by {str(getattr(method, 'value', method))!r} cannot be streamed by this version. "
+            "Use the model's float checkpoint (bf16, fp16 or fp32)."
+        )
+
+
+def _refuse_devices(device_map: Mapping[str, Any] | None) -> None:
+    others = {str(device) for device in (device_map or {}).values()} - {"cpu"}
+    if others:
+        raise OptionError(
+            f"device_map puts modules on {', '.join(sorted(others))}; pipeload places weights itself and streams to "
+            "the CPU. Leave device_map out."
+        )
+
+
+def _refuse_pickled(files: Sequence[str]) -> None:
+    for file in files:
+        if not file.endswith(".safetensors"):
+            raise CheckpointError(
+                f"{Path(file).name!r} is a pickled checkpoint: loading it can run code, and it cannot be streamed. "
+                "If you trust it, convert it once: AutoModelForCausalLM.from_pretrained(SOURCE)"
+                ".save_pretrained(TARGET), then load TARGET."
+            )
+
+
+def pretrained_modules(model: nn.Module) -> list[PreTrainedModel]:
+    """Every library model in the tree, outermost first: a pass may begin at any of them."""
+    return [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+
+
+def disable_auto_compile(model: PreTrainedModel) -> Callable[[], None]:
+    """Keep `generate` from compiling the forward: hooks and a compiled graph do not mix. Returns the undo."""
+
+    def never(_self: PreTrainedModel, *_args: object, **_kwargs: object) -> bool:
+        return False
+
+    name = "_valid_auto_compile_criteria"
+    # Bound to a weak proxy: an attribute that holds its own model would keep a forgotten one alive.
+    object.__setattr__(model, name, types.MethodType(never, weakref.proxy(model)))
+    return lambda: model.__dict__.pop(name, None) and None

@@ -1,0 +1,1 @@
+"""Tests, and the helpers they share: `models`, `cgroups` and `make_llama`."""

@@ -1,0 +1,83 @@
+"""Fixtures that more than one test file needs."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Protocol
+
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from contextlib import AbstractContextManager
+    from pathlib import Path
+
+    from tests.cgroups import MemoryCgroup
+
+# Nothing here may ask a model hub, nor draw over the report.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+# OpenMP threads that spin while they wait take the cores from the readers.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+MARKERS = (
+    "slow: takes more than a few seconds",
+    "cgroup: needs a kernel memory cgroup, so root",
+    "gpu: needs an accelerator",
+)
+
+
+class TinyCheckpoint(Protocol):
+    """What the fixture `tiny` gives."""
+
+    def __call__(self, family: str, dtype: str = "fp32") -> Path: ...
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    for marker in MARKERS:
+        config.addinivalue_line("markers", marker)
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyCheckpoint:
+    """`tiny(family, dtype)`: the folder of a tiny random checkpoint, made once.
+
+    Tests share these folders and must not change them.
+    """
+    from tests.models import save_random
+
+    made: dict[tuple[str, str], Path] = {}
+
+    def checkpoint(family: str, dtype: str = "fp32") -> Path:
+        key = (family, dtype)
+        if key not in made:
+            folder = tmp_path_factory.mktemp(f"{family}-{dtype}")
+            # Small shards: some layers lie in two files.
+            made[key] = save_random(family, folder, dtype, seed=7, max_shard_size="200KB")
+        return made[key]
+
+    return checkpoint
+
+
+@pytest.fixture(scope="session")
+def smollm2_bf16() -> Path:
+    """The folder of the real SmolLM2-135M-Instruct in bf16."""
+    from tests.models import smollm2
+
+    return smollm2("bf16")
+
+
+@pytest.fixture(scope="session")
+def smollm2_fp32() -> Path:
+    """The folder of the real SmolLM2-135M-Instruct in fp32."""
+    from tests.models import smollm2
+
+    return smollm2("fp32")
+
+
+@pytest.fixture
+def cgroup() -> Callable[[int], AbstractContextManager[MemoryCgroup]]:
+    """`with cgroup(limit_bytes) as group`: a kernel memory cgroup, or a skip."""
+    from tests.cgroups import memory_cgroup
+
+    return memory_cgroup
