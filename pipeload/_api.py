@@ -200,7 +200,7 @@ class _Built:
         convert = pending.converter()
         pinned_place = Placement(pinned, arena.take(pinned.nbytes).offset, arena, files, convert)
         count, read = _read_pinned(
-            pinned_place.read_jobs(CHUNK_BYTES), scratch, fixed=options.readers
+            pinned_place.read_jobs(CHUNK_BYTES), pinned.read_bytes, scratch, fixed=options.readers
         )
         if not plan.scratch_bytes:
             scratch = [None] * count
@@ -276,10 +276,9 @@ def _scratch(arena: Arena, plan: Plan) -> list[Region | None]:
 
 
 def _read_pinned(
-    jobs: list[Work], scratch: list[Region | None], fixed: int | None
+    jobs: list[Work], total: int, scratch: list[Region | None], fixed: int | None
 ) -> tuple[int, PinnedRead]:
     """Read what is always resident, and find out meanwhile how many readers this disk wants."""
-    total = len(jobs) * CHUNK_BYTES
     if fixed is not None or scratch[0] is not None or total < _PROBE_BYTES:
         return len(scratch), run_jobs(jobs, scratch)
     share = -(-len(jobs) // len(READER_CHOICES))

@@ -11,6 +11,7 @@ from pipeload._memory import free_page_cache_bytes, rss_bytes
 from pipeload._placement import SCRATCH_BYTES
 from pipeload._plan import Plan, UnitSpec, choose, is_tiny, smallest_budget, split
 from pipeload._reader import resolve_io_mode
+from pipeload._reserve import limit_for, page_table_bytes
 from pipeload._sizes import format_size
 from pipeload.errors import MemoryLimitError, UnsupportedModelError
 from pipeload_hooks import Block, find_blocks
@@ -97,7 +98,8 @@ def make_plan(parts: Parts, files: Sequence[Path], reserve: int, options: Option
     readers = options.readers or (_CASTING_READERS if parts.needs_scratch else READER_CHOICES[0])
     scratch = readers * ceil_page(SCRATCH_BYTES) if parts.needs_scratch else 0
     fixed = floor + reserve + pinned + scratch + HUGE_PAGE
-    smallest = fixed + smallest_budget(parts.specs, slots=SLOTS)
+    least = fixed - page_table_bytes(limit) + smallest_budget(parts.specs, slots=SLOTS)
+    smallest = limit_for(least)  # not `limit`'s page tables, but its own
     choice = choose(parts.specs, limit - fixed, slots=SLOTS)
     if choice is None:
         raise _too_small(limit, smallest, floor=floor, reserve=reserve, pinned=pinned)

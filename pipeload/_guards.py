@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -22,12 +22,13 @@ def install(
 ) -> list[Undo]:
     """Guard a streaming model; returns what takes the guards off again."""
     undo: list[Undo] = []
+    refuse_load = _load_guard(frozenset(id(parameter) for parameter in model.parameters()))
     for module in dict.fromkeys((model, *pass_modules, *blocks)):
         undo += [_override(module, name, make) for name, make in _OVERRIDES.items()]
+        undo.append(module.register_load_state_dict_pre_hook(refuse_load).remove)
     for block in blocks:
         # Every route to a state dict, save_pretrained's too, passes through the blocks' own.
         undo.append(block.register_state_dict_pre_hook(_refuse_state_dict).remove)
-        undo.append(block.register_load_state_dict_pre_hook(_refuse_load_state_dict).remove)
     return undo
 
 
@@ -96,10 +97,15 @@ def _refuse_state_dict(_module: nn.Module, prefix: str, _keep_vars: bool) -> Non
     )
 
 
-def _refuse_load_state_dict(
-    _module: nn.Module, _state: object, prefix: str, *_rest: object
-) -> None:
-    raise UnsupportedOperationError(
-        f"load_state_dict() cannot change the weights of {prefix.rstrip('.')!r}: they are read from the checkpoint on "
-        f"disk every pass. {_WAY_OUT}."
-    )
+def _load_guard(owned: frozenset[int]) -> Callable[..., None]:
+    """Refuses a state dict for weights that were here (by `id`) at the start; adapters may load theirs."""
+
+    def refuse(module: nn.Module, state: Mapping[str, Any], prefix: str, *_rest: object) -> None:
+        for name, parameter in module.named_parameters(prefix.rstrip(".")):
+            if id(parameter) in owned and name in state:
+                raise UnsupportedOperationError(
+                    f"load_state_dict() cannot change the weight {name!r}: it comes from the checkpoint on disk. "
+                    f"{_WAY_OUT}."
+                )
+
+    return refuse

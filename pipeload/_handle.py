@@ -84,6 +84,7 @@ class Handle:
             undo()
         self._undo.clear()
         self._streamer.prefetcher.close()
+        self._streamer.files.close()
         self._removed = True
 
     def __enter__(self) -> Self:

@@ -211,11 +211,10 @@ class _Dispatcher:
         for index in [*self._tickets]:
             if self.units[index].state is UnitState.ON_DISK:
                 self._serve(index)
-        while self._loading < _MAX_LOADING:
-            slot = self._free_slot()
-            if slot is None and not self._unread:
-                return
+        while self._loading < _MAX_LOADING and (self._unread or self._free_slot() is not None):
             wanted = self._next_needed()
+            # Asked again: what is needed sooner has just been kept, perhaps in that very slot.
+            slot = self._free_slot()
             if wanted is None or (slot is None and self.units[wanted].streams):
                 return
             self._start(wanted, slot)
@@ -361,7 +360,6 @@ class _Dispatcher:
                 UnsupportedOperationError("streaming was removed while a pass waited for weights")
             )
         self._pool.join(5.0)
-        self._files.close()
 
 
 def _dispatch(dispatcher: _Dispatcher) -> None:
@@ -400,7 +398,7 @@ class Prefetcher:
             units: in the order they are expected to run.
             slots: one region per buffer, each large enough for any unit's streamed part.
             arena: where slots, scratch and resident parts lie.
-            files: the open checkpoint; closed together with the prefetcher.
+            files: the open checkpoint.
             convert: runs the library's conversions.
             scratch: one entry per reader thread.
             chunk_bytes: the most that one read call asks for.
@@ -456,7 +454,7 @@ class Prefetcher:
         self._ask(ticket, partial(self._dispatcher.reset, ticket))
 
     def close(self) -> None:
-        """End all threads and close the files. May be called again."""
+        """End all threads. May be called again."""
         self._closer()
         if self._pid == os.getpid():
             self._thread.join(10.0)

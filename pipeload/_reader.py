@@ -10,6 +10,7 @@ import os
 import queue
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -31,7 +32,7 @@ class _OpenFile(NamedTuple):
 
 
 class FileSet:
-    """The shards of a checkpoint, open for as long as the model streams.
+    """The shards of a checkpoint, open until `close` or until nobody can read them any more.
 
     A shard that is replaced by rename is still read through its descriptor; one that is changed in
     place is noticed by `check_unchanged`.
@@ -45,6 +46,8 @@ class FileSet:
         """
         self.io_mode = io_mode
         self._files: dict[Path, _OpenFile] = {}
+        self._closer = weakref.finalize(self, _close_all, self._files)
+        self._closer.atexit = False  # readers may still run then, and the system closes files anyway
         flags = os.O_RDONLY | (os.O_DIRECT if io_mode == "direct" else 0)
         try:
             for path in files:
@@ -106,9 +109,13 @@ class FileSet:
 
     def close(self) -> None:
         """Close all descriptors. May be called again."""
-        while self._files:
-            _, file = self._files.popitem()
-            os.close(file.descriptor)
+        self._closer()
+
+
+def _close_all(files: dict[Path, _OpenFile]) -> None:
+    while files:
+        _, file = files.popitem()
+        os.close(file.descriptor)
 
 
 def resolve_io_mode(requested: str, files: Sequence[Path], fits_cache: bool) -> str:

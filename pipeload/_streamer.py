@@ -55,7 +55,6 @@ class Streamer:
         self.pinned_read = pinned_read
         self.prefetcher = prefetcher
         self.log = PassLog()
-        self.on_settled: Callable[[], None] = _nothing
         self.files = files
         self._seats = [
             _Seat(block, Binding(resident), Binding(streamed))
@@ -68,12 +67,15 @@ class Streamer:
         self._watch: EvictedWeightWatch | None = self._make_watch()
         self._attachment = Attachment()
         self._pass_hooks: list[RemovableHandle] = []
+        self._outermost: Callable[[], nn.Module | None] = _nothing
+        self._settled = False
 
     # -- hooks -----------------------------------------------------------------------------------
 
     def attach(self, blocks: Sequence[Block], pass_modules: Sequence[nn.Module]) -> None:
         """Put the hooks on: around every block, and around every module a pass may begin at."""
         self._attachment = attach(blocks, self)
+        self._outermost = weakref.ref(pass_modules[0])
         for module in pass_modules:
             self._pass_hooks += [
                 module.register_forward_pre_hook(self._begin, prepend=True, with_kwargs=True),
@@ -189,28 +191,29 @@ class Streamer:
             seat.streamed.unbind()
         self._held.clear()
         self._alone = None
-        self.prefetcher.reset()
+        if not self._settled:
+            self.prefetcher.reset()
 
     def _drop_settled(self) -> None:
         """A block that is all resident and bound needs no hook any more."""
-        if not len(self._attachment):
-            return
         units = self.prefetcher.units
         for index in self._attachment.blocks():
             if self._seats[index].settled and not units[index].streams:
                 self._attachment.remove(index)
         if not len(self._attachment):
-            self.on_settled()
+            self._settle()
 
-    def count_passes_only(self, module: nn.Module) -> None:
-        """Everything is resident: replace all hooks by one that counts passes."""
+    def _settle(self) -> None:
+        """Everything is resident and bound: one hook that counts passes is all that is left to do."""
+        self._settled = True
         self.detach()
+        if (model := self._outermost()) is not None:
+            self._pass_hooks.append(model.register_forward_pre_hook(self._count, with_kwargs=True))
+        self.prefetcher.close()
 
-        def count(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            self.log.begin(args, kwargs)
-            self.log.passes += 1
-
-        self._pass_hooks.append(module.register_forward_pre_hook(count, with_kwargs=True))
+    def _count(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.log.begin(args, kwargs)
+        self.log.passes += 1
 
     # -- evicted weights -------------------------------------------------------------------------
 

@@ -25,8 +25,11 @@ class PassGate:
     """A re-entrant lock over forward passes that can tell a dead owner from a busy one."""
 
     def __init__(self) -> None:
-        # Guards _owner and _entered. Threads wait here for the running pass; leave() notifies.
-        self._changed = threading.Condition(threading.RLock())
+        # Guards _owner and _entered. Taken as it is, not through the condition: that one enters and
+        # leaves in Python, where a KeyboardInterrupt could strike between the lock and its holder.
+        self._lock = threading.RLock()
+        # Threads wait here for the running pass; leave() notifies.
+        self._changed = threading.Condition(self._lock)
         self._owner: int | None = None
         self._entered: list[nn.Module] = []
 
@@ -36,7 +39,7 @@ class PassGate:
         Waits while another thread runs a pass. Must be called from a forward pre-hook of `module`.
         """
         me = threading.get_ident()
-        with self._changed:
+        with self._lock:
             if self._owner == me and self._alive(sys._getframe(), module):
                 self._entered.append(module)
                 return False
@@ -47,7 +50,7 @@ class PassGate:
 
     def leave(self, module: nn.Module) -> bool:
         """Called after `module` ran. True when this ends the pass."""
-        with self._changed:
+        with self._lock:
             if self._owner != threading.get_ident() or not self._holds(module):
                 return False
             # Inner modules whose post-hook never ran are over, too.
@@ -74,7 +77,7 @@ class PassGate:
     @property
     def busy(self) -> bool:
         """Whether a pass runs in any thread."""
-        with self._changed:
+        with self._lock:
             return self._owner is not None and not self._owner_is_dead()
 
     def _holds(self, module: nn.Module) -> bool:

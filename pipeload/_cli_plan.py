@@ -1,0 +1,219 @@
+"""`pipeload plan` and the choices of `pipeload demo`: what a limit means on this disk."""
+
+from __future__ import annotations
+
+import json as json_module
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+import pipeload
+from pipeload._arena import Arena, Region
+from pipeload._cli_output import log, silence_libraries
+from pipeload._cli_run import DTYPES, check_exists, first_line, load_tokenizer
+from pipeload._demo_model import default_model_folder, make_smollm2
+from pipeload._layout import PAGE
+from pipeload._reader import FileSet, Work, resolve_io_mode, run_jobs
+from pipeload._sizes import format_size
+from pipeload.errors import CheckpointError, OptionError, PipeloadError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pipeload._plan import Plan
+
+# A probe reads this many pieces of this size: enough for a rate, little enough to be quick.
+_PROBE_PIECES = 16
+_PROBE_PIECE_BYTES = 8 << 20
+_PROBE_READERS = 8
+# The demo's limit lies this far from the smallest one to the one with which all fits.
+_DEMO_SHARE = 1 / 3
+_AMPLE_BYTES = 2_000_000_000  # holds the demo's model several times over
+
+
+def show(
+    model: str,
+    *,
+    memory_limit: str,
+    tokens: int,
+    batch: int,
+    dtype: str,
+    io_mode: str,
+    disk_rate: int | None,
+    json: bool,
+    debug: bool,
+) -> None:
+    """Print the plan to stdout.
+
+    Raises:
+        PipeloadError: something is wrong with the model, the limit or an option.
+    """
+    silence_libraries(debug=debug)
+    plan = _plan(
+        model,
+        memory_limit=memory_limit,
+        tokens=tokens,
+        batch=batch,
+        dtype=DTYPES[dtype],
+        io_mode=io_mode,
+    )
+    probed = disk_rate is None
+    rate = probe(checkpoint_files(model)) if disk_rate is None else float(disk_rate)
+    plan = replace(plan, disk_rate=rate)
+    if json:
+        text = json_module.dumps({"model": model, **_figures(plan, batch=batch, probed=probed)})
+    else:
+        text = _text(plan, batch=batch, probed=probed)
+    sys.stdout.write(text + "\n")
+
+
+def probe(files: Sequence[Path]) -> float:
+    """Bytes per second that the disk gives for a few pieces spread over `files`, past the page cache.
+
+    Raises:
+        ReadError: the disk failed.
+    """
+    opened = FileSet(files, resolve_io_mode("auto", files, fits_cache=False))
+    arena = Arena(_PROBE_READERS * _PROBE_PIECE_BYTES, device=torch.device("cpu"))
+    scratch = [arena.take(_PROBE_PIECE_BYTES) for _ in range(_PROBE_READERS)]
+    # Memory that was never written costs time at first touch, which is not the disk's.
+    arena.tensor(0, "U8", (arena.nbytes,), arena.nbytes).zero_()
+
+    def job(path: Path, first: int, stop: int) -> Work:
+        def read(region: Region | None) -> int:
+            assert region is not None  # noqa: S101 - every reader above has one
+            return opened.read_pages(path, first, stop, arena.buffer(region.offset, stop - first))
+
+        return read
+
+    try:
+        return run_jobs([job(*piece) for piece in _spread(files)], scratch).rate
+    finally:
+        opened.close()
+
+
+def checkpoint_files(model: str) -> list[Path]:
+    """The safetensors files of a folder, or of a hub model that was downloaded before.
+
+    Raises:
+        CheckpointError: there are none.
+    """
+    folder = Path(model)
+    if not folder.is_dir():
+        from huggingface_hub import snapshot_download
+
+        folder = Path(
+            snapshot_download(model, allow_patterns=["*.safetensors"], local_files_only=True)
+        )
+    if files := sorted(folder.glob("*.safetensors")):
+        return files
+    raise CheckpointError(f"{model!r} has no safetensors files.")
+
+
+def make_demo_model(folder: Path | None) -> Path:
+    """The demo's model; made at the first call.
+
+    Raises:
+        OptionError: a package that it is made from is missing.
+    """
+    target = folder or default_model_folder()
+    if not target.exists():
+        log.info("making SmolLM2-135M-Instruct in %s, once", target)
+    return make_smollm2(target)
+
+
+def choose_demo_limit(model: Path, *, debug: bool) -> int:
+    """A limit that holds only part of the layers."""
+    silence_libraries(debug=debug)
+    ample = _plan(str(model), memory_limit=_AMPLE_BYTES, dtype="auto")
+    whole = ample.floor_bytes + ample.reserve_bytes + ample.resident
+    limit = ample.smallest_limit + round((whole - ample.smallest_limit) * _DEMO_SHARE)
+    log.info(
+        "Python and its libraries take %s; with all weights it would be %s.",
+        format_size(ample.floor_bytes),
+        format_size(whole),
+    )
+    return limit
+
+
+def past_the_cache(model: Path) -> str:
+    """The way of reading a model larger than memory; the demo's small one would hide in the page cache."""
+    return resolve_io_mode("auto", checkpoint_files(str(model)), fits_cache=False)
+
+
+def _plan(model: str, **options: Any) -> Plan:
+    check_exists(model)
+    try:
+        # `run` has a tokenizer in memory as well: with one here, the same limit is enough there.
+        tokenizer = load_tokenizer(model)
+    except CheckpointError:
+        tokenizer = None
+    try:
+        plan = pipeload.plan(model, trust_remote_code=False, **options)
+    except PipeloadError:
+        raise
+    except (OSError, ValueError, ImportError) as error:
+        raise OptionError(f"cannot load {model!r}: {first_line(error)}") from error
+    del tokenizer  # it had to live until here
+    return plan
+
+
+def _spread(files: Sequence[Path]) -> list[tuple[Path, int, int]]:
+    """Pieces at even distances over all bytes of all files; each lies within one file."""
+    pieces = [
+        (path, first, min(first + _PROBE_PIECE_BYTES, -(-path.stat().st_size // PAGE) * PAGE))
+        for path in files
+        for first in range(0, path.stat().st_size, _PROBE_PIECE_BYTES)
+    ]
+    step = max(1.0, len(pieces) / _PROBE_PIECES)
+    return [pieces[int(index * step)] for index in range(min(len(pieces), _PROBE_PIECES))]
+
+
+def _tokens_per_second(plan: Plan, batch: int) -> float | None:
+    return batch / plan.seconds_per_pass if plan.seconds_per_pass else None
+
+
+def _figures(plan: Plan, *, batch: int, probed: bool) -> dict[str, object]:
+    return {
+        "memory_limit": plan.memory_limit,
+        "smallest_limit": plan.smallest_limit,
+        "floor_bytes": plan.floor_bytes,
+        "reserve_bytes": plan.reserve_bytes,
+        "pinned_bytes": plan.pinned_bytes,
+        "resident_bytes": plan.resident,
+        "buffer_bytes": plan.buffers,
+        "slots": plan.slots,
+        "scratch_bytes": plan.scratch_bytes,
+        "units": len(plan.units),
+        "bytes_per_pass": plan.bytes_per_pass,
+        "bytes_per_token": plan.bytes_per_pass / batch,
+        "fits": plan.fits,
+        "io_mode": plan.io_mode,
+        "readers": plan.readers,
+        "disk_bytes_per_second": plan.disk_rate,
+        "disk_rate_measured": probed,
+        "seconds_per_pass": plan.seconds_per_pass,
+        "tokens_per_second": _tokens_per_second(plan, batch),
+    }
+
+
+def _text(plan: Plan, *, batch: int, probed: bool) -> str:
+    lines = [plan.table(), ""]
+    rate = format_size(round(plan.disk_rate or 0)) + "/s"
+    source = "measured just now" if probed else "as given"
+    speed = _tokens_per_second(plan, batch)
+    if speed is None:
+        lines.append("All weights fit: the disk is needed for the first pass only.")
+    else:
+        lines.append(
+            f"{len(plan.units)} layers. Per token, {format_size(round(plan.bytes_per_pass / batch))} come from disk. "
+            f"At {rate} ({source}) that allows at most {speed:.3g} tokens/s; computing may take longer."
+        )
+    if plan.io_mode == "buffered" and not plan.fits:
+        lines.append(
+            "The page cache has room for all of it, so passes after the first may read from memory instead."
+        )
+    return "\n".join(lines)

@@ -1,0 +1,222 @@
+"""`pipeload run`: one prompt, the answer as it comes, and what it took."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import transformers
+
+import pipeload
+from pipeload._cli_output import first_pass, log, silence_libraries
+from pipeload._cli_report import Figures, count, describe_plan
+from pipeload.errors import CheckpointError, OptionError, PipeloadError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+DTYPES = {"auto": "auto", "bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What was typed."""
+
+    model: str
+    prompt: str
+    memory_limit: str
+    max_new_tokens: int
+    system: str | None = None
+    dtype: str = "auto"
+    seed: int | None = None
+    io_mode: str = "auto"
+    chat_template: bool = True
+    json: bool = False
+
+
+def run(request: Request, *, debug: bool) -> None:
+    """Print the answer to stdout and, unless quiet, the statistics to stderr.
+
+    Raises:
+        PipeloadError: something is wrong with the model, the limit or an option.
+    """
+    silence_libraries(debug=debug)
+    tokenizer = load_tokenizer(request.model)
+    inputs = _encode(tokenizer, request)
+    prompt_tokens = int(inputs["input_ids"].shape[1])
+    started = time.perf_counter()
+    model = _load(request, tokens=prompt_tokens + request.max_new_tokens)
+    plan = pipeload.handle(model).plan
+    log.info("%s", describe_plan(plan))
+    loaded = time.perf_counter()
+    with first_pass(model, plan) as shown:
+        answer = _Answer(tokenizer, model, write=not request.json, on_first_token=shown.stop)
+        _generate(model, inputs, answer, request)
+    figures = count(
+        pipeload.handle(model),
+        answer.first_stats,
+        prompt_tokens=prompt_tokens,
+        new_tokens=answer.tokens,
+        load_seconds=loaded - started,
+        first_token_seconds=answer.first_token_at - loaded,
+        later_seconds=answer.last_token_at - answer.first_token_at,
+    )
+    _report(request, answer.text, figures)
+
+
+def load_tokenizer(model: str) -> Any:
+    """The model's tokenizer.
+
+    Raises:
+        OptionError: there is no such model.
+        CheckpointError: the model has no tokenizer.
+    """
+    check_exists(model)
+    try:
+        return transformers.AutoTokenizer.from_pretrained(model, trust_remote_code=False)
+    except Exception as error:  # the library raises nearly anything here
+        if not Path(model).is_dir() and not _is_cached(model):
+            raise OptionError(
+                f"{model!r} is no folder here, and no model of that name could be had from the hub: "
+                f"{first_line(error)}"
+            ) from error
+        raise CheckpointError(
+            f"{model!r} has no tokenizer that can be loaded ({first_line(error)}). `pipeload run` needs one "
+            "to read the prompt; put tokenizer.json beside the weights."
+        ) from error
+
+
+def check_exists(model: str) -> None:
+    """Refuse what can only be a path, and is none: the hub would be asked for it otherwise.
+
+    Raises:
+        OptionError: there is no such folder.
+    """
+    path = Path(model)
+    if path.is_dir():
+        return
+    if path.exists():
+        raise OptionError(f"{model!r} is a file. Name the folder that holds config.json.")
+    if model.startswith((".", "/", "~")) or model.count("/") > 1:
+        raise OptionError(f"there is no folder {model!r}. Check the path.")
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of a message, or what kind of error it is."""
+    lines = str(error).strip().splitlines()
+    return lines[0].rstrip(" .:") if lines else type(error).__name__
+
+
+def _is_cached(model: str) -> bool:
+    from transformers.utils import cached_file
+
+    return (
+        cached_file(
+            model,
+            "config.json",
+            local_files_only=True,
+            _raise_exceptions_for_missing_entries=False,
+            _raise_exceptions_for_connection_errors=False,
+            _raise_exceptions_for_gated_repo=False,
+        )
+        is not None
+    )
+
+
+def _encode(tokenizer: Any, request: Request) -> dict[str, torch.Tensor]:
+    if request.chat_template and tokenizer.chat_template:
+        messages = [{"role": "user", "content": request.prompt}]
+        if request.system is not None:
+            messages.insert(0, {"role": "system", "content": request.system})
+        encoded = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
+    elif request.system is not None:
+        raise OptionError(
+            "--system was given, but the model's tokenizer has no chat template to put it in."
+        )
+    else:
+        encoded = tokenizer(request.prompt, return_tensors="pt")
+    if encoded["input_ids"].shape[1] == 0:
+        raise OptionError("the tokenizer makes no token of this prompt.")
+    return {name: encoded[name] for name in ("input_ids", "attention_mask") if name in encoded}
+
+
+def _load(request: Request, *, tokens: int) -> Any:
+    try:
+        return pipeload.from_pretrained(
+            request.model,
+            memory_limit=request.memory_limit,
+            tokens=tokens,
+            io_mode=request.io_mode,
+            dtype=DTYPES[request.dtype],
+            trust_remote_code=False,
+        )
+    except PipeloadError:
+        raise
+    except (OSError, ValueError, ImportError) as error:
+        raise CheckpointError(f"cannot load {request.model!r}: {first_line(error)}") from error
+
+
+def _generate(
+    model: Any, inputs: dict[str, torch.Tensor], answer: _Answer, request: Request
+) -> None:
+    if request.seed is not None:
+        torch.manual_seed(request.seed)
+    model.generate(
+        **inputs,
+        max_new_tokens=request.max_new_tokens,
+        do_sample=request.seed is not None,
+        streamer=answer,
+    )
+
+
+class _Answer(transformers.TextStreamer):  # type: ignore[misc]
+    """Writes text as soon as its words are complete, and notes when tokens come."""
+
+    def __init__(
+        self, tokenizer: Any, model: Any, *, write: bool, on_first_token: Callable[[], None]
+    ) -> None:
+        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        self.tokens = 0
+        self.first_token_at = self.last_token_at = 0.0
+        self._handle = pipeload.handle(model)
+        self.first_stats = self._handle.stats()
+        self._write = write
+        self._on_first_token = on_first_token
+        self._parts: list[str] = []
+        self._prompt_seen = False
+
+    @property
+    def text(self) -> str:
+        return "".join(self._parts)
+
+    def put(self, value: torch.Tensor) -> None:
+        if self._prompt_seen:
+            self.last_token_at = time.perf_counter()
+            self.tokens += 1
+            if self.tokens == 1:
+                self.first_token_at = self.last_token_at
+                self.first_stats = self._handle.stats()
+                self._on_first_token()
+        self._prompt_seen = True
+        super().put(value)
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        self._parts.append(text)
+        if self._write:
+            sys.stdout.write(text + ("\n" if stream_end else ""))
+            sys.stdout.flush()
+
+
+def _report(request: Request, text: str, figures: Figures) -> None:
+    if request.json:
+        result = {"model": request.model, "text": text, **figures.as_dict()}
+        sys.stdout.write(json.dumps(result, ensure_ascii=False) + "\n")
+    else:
+        log.info("%s", "\n" + figures.table())

@@ -1,0 +1,249 @@
+"""The command line: what can be typed. The work is done in the _cli files, which are imported late.
+
+torch is imported inside the commands only: `--help` stays quick, and OMP_WAIT_POLICY is set before torch
+reads it.
+"""
+
+from __future__ import annotations
+
+import enum
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from pipeload import __version__
+from pipeload._cli_output import reported
+from pipeload._sizes import parse_size
+from pipeload.errors import OptionError
+
+DEMO_QUESTION = "What is the capital of France? Answer in one sentence."
+
+app = typer.Typer(
+    help="Run Hugging Face models larger than memory: layers are streamed from disk while they run.",
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+class IoMode(str, enum.Enum):
+    """How the checkpoint is read."""
+
+    AUTO = "auto"
+    DIRECT = "direct"
+    BUFFERED = "buffered"
+    UNCACHED = "uncached"
+
+
+class Dtype(str, enum.Enum):
+    """The dtype that weights have in memory."""
+
+    AUTO = "auto"
+    BF16 = "bf16"
+    FP16 = "fp16"
+    FP32 = "fp32"
+
+
+def _limit(text: str) -> str:
+    return text if text == "auto" else _size(text, "--memory-limit")
+
+
+def _rate(text: str | None) -> str | None:
+    return None if text is None else _size(text, "--disk-rate")
+
+
+def _size(text: str, name: str) -> str:
+    try:
+        parse_size(text, name=name)
+    except OptionError as error:
+        raise typer.BadParameter(str(error)) from None
+    return text
+
+
+Model = Annotated[
+    str, typer.Argument(help="Folder with a safetensors checkpoint, or a model hub id.")
+]
+MemoryLimit = Annotated[
+    str,
+    typer.Option(
+        callback=_limit, help='What the whole process may hold: "2GB", "1.5GiB", or "auto".'
+    ),
+]
+NewTokens = Annotated[int, typer.Option(min=1, help="The most tokens to generate.")]
+DtypeOption = Annotated[Dtype, typer.Option(help='"auto" keeps what the checkpoint has.')]
+IoModeOption = Annotated[
+    IoMode,
+    typer.Option(help='"direct" reads past the page cache; "auto" uses it when everything fits.'),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object; sizes in bytes.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print the text and errors only.")]
+Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks and the libraries' notes.")]
+
+
+@app.callback(invoke_without_command=True)
+def _root(
+    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+) -> None:
+    if version:
+        typer.echo(f"pipeload {__version__}")
+        raise typer.Exit
+    # While it waits, OpenMP would spin and take the cores from the threads that read. It looks at
+    # this variable once, when torch is imported.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+
+@app.command()
+def run(
+    model: Model,
+    prompt: Annotated[
+        str, typer.Argument(help='The prompt; "-" or nothing reads standard input.')
+    ] = "-",
+    memory_limit: MemoryLimit = "auto",
+    max_new_tokens: NewTokens = 128,
+    dtype: DtypeOption = Dtype.AUTO,
+    seed: Annotated[
+        int | None, typer.Option(min=0, help="Sample with this seed; without one, greedy.")
+    ] = None,
+    system: Annotated[str | None, typer.Option(help="System message for the model.")] = None,
+    no_chat_template: Annotated[
+        bool, typer.Option("--no-chat-template", help="Continue the prompt as plain text.")
+    ] = False,
+    io_mode: IoModeOption = IoMode.AUTO,
+    json: Json = False,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> None:
+    """Answer a prompt; the text appears token by token, statistics at the end on stderr."""
+    if system is not None and no_chat_template:
+        raise typer.BadParameter("--system needs the chat template; drop --no-chat-template.")
+    with reported(debug=debug, quiet=quiet or json):
+        text = _read_prompt(prompt)
+        from pipeload import _cli_run
+
+        _cli_run.run(
+            _cli_run.Request(
+                model=model,
+                prompt=text,
+                system=system,
+                memory_limit=memory_limit,
+                max_new_tokens=max_new_tokens,
+                dtype=dtype.value,
+                seed=seed,
+                io_mode=io_mode.value,
+                chat_template=not no_chat_template,
+                json=json,
+            ),
+            debug=debug,
+        )
+
+
+@app.command()
+def plan(
+    model: Model,
+    memory_limit: MemoryLimit = "auto",
+    tokens: Annotated[
+        int, typer.Option(min=1, help="Longest sequence, prompt and answer together.")
+    ] = 256,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences at once.")] = 1,
+    dtype: DtypeOption = Dtype.AUTO,
+    io_mode: IoModeOption = IoMode.AUTO,
+    disk_rate: Annotated[
+        str | None,
+        typer.Option(callback=_rate, help='Bytes per second, as "1GB"; measured when not given.'),
+    ] = None,
+    json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Show what a memory limit buys: what stays, what is read per token, and how long that takes."""
+    with reported(debug=debug, quiet=json):
+        from pipeload import _cli_plan
+
+        _cli_plan.show(
+            model,
+            memory_limit=memory_limit,
+            tokens=tokens,
+            batch=batch,
+            dtype=dtype.value,
+            io_mode=io_mode.value,
+            disk_rate=None if disk_rate is None else parse_size(disk_rate, name="--disk-rate"),
+            json=json,
+            debug=debug,
+        )
+
+
+@app.command()
+def demo(
+    memory_limit: Annotated[
+        str,
+        typer.Option(callback=_limit, help='"auto" is a limit that holds only part of the layers.'),
+    ] = "auto",
+    folder: Annotated[
+        Path | None, typer.Option(help="Where to make the model; the user's cache by default.")
+    ] = None,
+    json: Json = False,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> None:
+    """Try pipeload on a small real model, SmolLM2-135M-Instruct, with too little memory for it."""
+    with reported(debug=debug, quiet=quiet or json):
+        from pipeload import _cli_plan, _cli_run
+
+        model = _cli_plan.make_demo_model(folder)
+        if memory_limit == "auto":
+            memory_limit = str(_cli_plan.choose_demo_limit(model, debug=debug))
+        _cli_run.run(
+            _cli_run.Request(
+                model=str(model),
+                prompt=DEMO_QUESTION,
+                memory_limit=memory_limit,
+                max_new_tokens=64,
+                io_mode=_cli_plan.past_the_cache(model),
+                json=json,
+            ),
+            debug=debug,
+        )
+
+
+@app.command()
+def bench(
+    model: Annotated[
+        str | None, typer.Argument(help="Folder or hub id; the demo's model by default.")
+    ] = None,
+    memory_limit: Annotated[
+        list[str] | None,
+        typer.Option(help="A limit to measure at; may be given several times."),
+    ] = None,
+    max_new_tokens: NewTokens = 32,
+    json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Measure this machine: speed under several limits, beside plain transformers."""
+    limits = [parse_size(_size(text, "--memory-limit")) for text in memory_limit or []]
+    with reported(debug=debug, quiet=json):
+        from pipeload import _cli_plan, bench
+
+        chosen = model or str(_cli_plan.make_demo_model(None))
+        bench.run(model=chosen, limits=limits, new_tokens=max_new_tokens, json=json)
+
+
+def _read_prompt(prompt: str) -> str:
+    text = prompt
+    if prompt == "-":
+        if sys.stdin.isatty():
+            typer.echo("Type the prompt, then Ctrl-D on a line of its own.", err=True)
+        text = sys.stdin.read()
+    if not text.strip():
+        raise typer.BadParameter("the prompt is empty.", param_hint="PROMPT")
+    return text
+
+
+def main() -> None:
+    """Entry of the `pipeload` command."""
+    try:
+        app(prog_name="pipeload")
+    except KeyboardInterrupt:  # outside any command, as while typer itself is imported
+        sys.exit(130)
