@@ -65,19 +65,21 @@ def from_pretrained(
     Args:
         pretrained: a folder or a hub id, as for transformers.
         *args: passed on to the library's `from_pretrained`.
-        memory_limit: what the whole process may hold while the model runs: bytes, or "4GB" (10^9), "4GiB".
+        memory_limit: what the whole process may hold while the model runs: bytes, or "4GB" (10^9),
+        "4GiB".
             "auto" takes the least of control group, available and physical memory, less a tenth.
         tokens: longest sequence (prompt and answer, in tokens) to keep memory free for.
         batch: sequences at once to keep memory free for.
-        io_mode: "direct" reads past the page cache, "buffered" through it, "uncached" through it and drops
+        io_mode: "direct" reads past the page cache, "buffered" through it, "uncached" through it
+        and drops
             what was read; "auto" takes the page cache when everything streamed fits in it.
         readers: threads that read at once; measured when None.
         auto_class: the class whose `from_pretrained` is called. AutoModelForCausalLM when None.
         **kwargs: passed on to the library's `from_pretrained`.
 
     Returns:
-        The library's own model (with `output_loading_info=True`, the library's pair). `model.pipeload`
-        is its handle.
+        The library's own model (with `output_loading_info=True`, the library's pair).
+        `model.pipeload` is its handle.
 
     Raises:
         MemoryLimitError: before any weight is read; says the smallest limit that works.
@@ -321,7 +323,8 @@ def _check_folder(pretrained: str | os.PathLike[str], kwargs: Mapping[str, Any])
     folder = Path(pretrained) / (kwargs.get("subfolder") or "")
     if kwargs.get("gguf_file") is not None:
         raise OptionError(
-            "gguf_file= cannot be streamed: its weights are unpacked in memory. Convert it to safetensors."
+            "gguf_file= cannot be streamed: its weights are unpacked in memory. Convert it to "
+            "safetensors."
         )
     if folder.is_dir():
         check_folder(folder, variant=kwargs.get("variant"))
@@ -341,7 +344,9 @@ def _advise_openmp() -> None:
     ):
         _advised = True
         warnings.warn(
-            f"on {cores} cores, OMP_WAIT_POLICY=passive in the environment makes streaming several times faster: "
-            "idle compute threads then leave the cores to the readers. Set it before Python starts.",
+            f"on {cores} cores, OMP_WAIT_POLICY=passive in the environment makes streaming "
+            "several times faster: "
+            "idle compute threads then leave the cores to the readers. Set it before Python "
+            "starts.",
             stacklevel=3,
         )

@@ -1,8 +1,8 @@
 """Page-aligned anonymous memory: allocated once, cut into regions, never moved.
 
-Huge pages are asked for. Measured with direct reads on a virtual disk: 2.9 GB/s into 2 MB pages against
-1.8 GB/s into 4 kB ones, since the kernel pins and maps 512 times fewer of them; matrix products over
-them miss the TLB less, too.
+Huge pages are asked for. Measured with direct reads on a virtual disk: 2.9 GB/s into 2 MB pages
+against 1.8 GB/s into 4 kB ones, since the kernel pins and maps 512 times fewer of them; matrix
+products over them miss the TLB less, too.
 """
 
 from __future__ import annotations
@@ -85,7 +85,8 @@ class Arena:
 
     def tensor(self, offset: int, dtype: str, shape: tuple[int, ...], nbytes: int) -> torch.Tensor:
         """The bytes at `offset` as a tensor. Shares the memory; nothing is copied."""
-        # A view made in inference mode would turn the parameter it is bound to into an inference tensor.
+        # A view made in inference mode would turn the parameter it is bound to into an inference
+        # tensor.
         with torch.inference_mode(False):
             return self._bytes[offset : offset + nbytes].view(DTYPES[dtype]).view(shape)
 

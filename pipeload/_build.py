@@ -76,7 +76,8 @@ def divide(model: nn.Module, weights: Mapping[str, Weight], tied: frozenset[str]
             specs.append(UnitSpec(block.name, tuple(streamed)))
     if not blocks:
         raise UnsupportedModelError(
-            f"{type(model).__name__} has no repeated blocks whose weights lie in the checkpoint, so there is nothing "
+            f"{type(model).__name__} has no repeated blocks whose weights lie in the checkpoint, "
+            "so there is nothing "
             "to stream. Load it without pipeload."
         )
     chosen = {weight.name for spec in specs for weight in spec.weights}
@@ -143,9 +144,12 @@ def _too_small(
     limit: int, smallest: int, *, floor: int, reserve: int, pinned: int
 ) -> MemoryLimitError:
     return MemoryLimitError(
-        f"memory_limit={limit} bytes ({format_size(limit)}) is too small. This process holds {format_size(floor)} "
-        f"already, a pass needs {format_size(reserve)}, weights that are always resident take {format_size(pinned)}, "
-        f"and two buffers for the largest block must fit. The smallest limit that works here is {smallest} bytes "
+        f"memory_limit={limit} bytes ({format_size(limit)}) is too small. This process holds "
+        f"{format_size(floor)} "
+        f"already, a pass needs {format_size(reserve)}, weights that are always resident take "
+        f"{format_size(pinned)}, "
+        "and two buffers for the largest block must fit. The smallest limit that works here is "
+        f"{smallest} bytes "
         f"({format_size(smallest)}); a smaller tokens= or batch= lowers it.",
         limit=limit,
         smallest_limit=smallest,

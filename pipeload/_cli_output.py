@@ -1,4 +1,4 @@
-"""What the command line says beside its result: log lines, progress, errors. All of it on stderr."""
+"""What the command line says beside its result, on stderr: log lines, progress, errors."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def reported(*, debug: bool, quiet: bool) -> Iterator[None]:
     except KeyboardInterrupt:
         raise typer.Exit(_INTERRUPTED) from None
     except BrokenPipeError:
-        # Whoever read our output has gone. Python flushes once more at exit; that must find an open file.
+        # Whoever read our output has gone. Python flushes once more at exit; give it a place.
         with contextlib.suppress(OSError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise typer.Exit(_BROKEN_PIPE) from None
@@ -62,14 +62,16 @@ def silence_libraries(*, debug: bool) -> None:
     """Keep the libraries' notes and bars off the screen, but for the bars of a download."""
     if debug:
         return
-    import huggingface_hub.utils
+    import huggingface_hub
     import transformers
+    from huggingface_hub.utils.tqdm import enable_progress_bars
 
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
+    huggingface_hub.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     transformers.logging.disable_progress_bar()
     if sys.stderr.isatty() and log.isEnabledFor(logging.INFO):
-        huggingface_hub.utils.enable_progress_bars()
+        enable_progress_bars()
 
 
 @contextlib.contextmanager

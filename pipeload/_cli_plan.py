@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json as json_module
 import sys
 from dataclasses import replace
@@ -13,15 +14,15 @@ import torch
 import pipeload
 from pipeload._arena import Arena, Region
 from pipeload._cli_output import log, silence_libraries
-from pipeload._cli_run import DTYPES, check_exists, first_line, load_tokenizer
+from pipeload._cli_run import DTYPES, check_model, first_line, load_tokenizer
 from pipeload._demo_model import default_model_folder, make_smollm2
 from pipeload._layout import PAGE
 from pipeload._reader import FileSet, Work, resolve_io_mode, run_jobs
 from pipeload._sizes import format_size
-from pipeload.errors import CheckpointError, OptionError, PipeloadError
+from pipeload.errors import CheckpointError, MemoryLimitError, PipeloadError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from pipeload._plan import Plan
 
@@ -29,9 +30,9 @@ if TYPE_CHECKING:
 _PROBE_PIECES = 16
 _PROBE_PIECE_BYTES = 8 << 20
 _PROBE_READERS = 8
-# The demo's limit lies this far from the smallest one to the one with which all fits.
-_DEMO_SHARE = 1 / 3
-_AMPLE_BYTES = 2_000_000_000  # holds the demo's model several times over
+# A limit that is chosen lies this far from the smallest one to the one with which all fits.
+_CHOSEN_SHARE = 1 / 3
+_ENDLESS = 1 << 50
 
 
 def show(
@@ -51,15 +52,15 @@ def show(
     Raises:
         PipeloadError: something is wrong with the model, the limit or an option.
     """
-    silence_libraries(debug=debug)
-    plan = _plan(
-        model,
-        memory_limit=memory_limit,
-        tokens=tokens,
-        batch=batch,
-        dtype=DTYPES[dtype],
-        io_mode=io_mode,
-    )
+    with _as_when_running(model, debug=debug):
+        plan = _plan(
+            model,
+            memory_limit=memory_limit,
+            tokens=tokens,
+            batch=batch,
+            dtype=DTYPES[dtype],
+            io_mode=io_mode,
+        )
     probed = disk_rate is None
     rate = probe(checkpoint_files(model)) if disk_rate is None else float(disk_rate)
     plan = replace(plan, disk_rate=rate)
@@ -71,7 +72,7 @@ def show(
 
 
 def probe(files: Sequence[Path]) -> float:
-    """Bytes per second that the disk gives for a few pieces spread over `files`, past the page cache.
+    """Bytes per second past the page cache, from a few pieces spread over `files`.
 
     Raises:
         ReadError: the disk failed.
@@ -113,8 +114,8 @@ def checkpoint_files(model: str) -> list[Path]:
     raise CheckpointError(f"{model!r} has no safetensors files.")
 
 
-def make_demo_model(folder: Path | None) -> Path:
-    """The demo's model; made at the first call.
+def make_demo_model(folder: Path | None = None) -> str:
+    """The demo's model, made if it is not there.
 
     Raises:
         OptionError: a package that it is made from is missing.
@@ -122,43 +123,56 @@ def make_demo_model(folder: Path | None) -> Path:
     target = folder or default_model_folder()
     if not target.exists():
         log.info("making SmolLM2-135M-Instruct in %s, once", target)
-    return make_smollm2(target)
+    return str(make_smollm2(target))
 
 
-def choose_demo_limit(model: Path, *, debug: bool) -> int:
-    """A limit that holds only part of the layers."""
-    silence_libraries(debug=debug)
-    ample = _plan(str(model), memory_limit=_AMPLE_BYTES, dtype="auto")
-    whole = ample.floor_bytes + ample.reserve_bytes + ample.resident
-    limit = ample.smallest_limit + round((whole - ample.smallest_limit) * _DEMO_SHARE)
+def choose_limit(model: str, *, debug: bool) -> int:
+    """A limit that holds only part of the layers.
+
+    Raises:
+        PipeloadError: something is wrong with the model.
+    """
+    with _as_when_running(model, debug=debug):
+        weights = _plan(model, memory_limit=_ENDLESS, dtype="auto").resident
+        try:
+            tight = _plan(model, memory_limit=1, dtype="auto")
+        except MemoryLimitError as error:  # a tenth more, as the process grows a little meanwhile
+            tight = _plan(model, memory_limit=error.smallest_limit * 11 // 10, dtype="auto")
+    whole = tight.floor_bytes + tight.reserve_bytes + weights
+    limit = tight.smallest_limit + round((whole - tight.smallest_limit) * _CHOSEN_SHARE)
     log.info(
         "Python and its libraries take %s; with all weights it would be %s.",
-        format_size(ample.floor_bytes),
+        format_size(tight.floor_bytes),
         format_size(whole),
     )
     return limit
 
 
-def past_the_cache(model: Path) -> str:
-    """The way of reading a model larger than memory; the demo's small one would hide in the page cache."""
-    return resolve_io_mode("auto", checkpoint_files(str(model)), fits_cache=False)
+def past_the_cache(model: str) -> str:
+    """How a model larger than memory is read; the small one would hide in the page cache."""
+    return resolve_io_mode("auto", checkpoint_files(model), fits_cache=False)
+
+
+@contextlib.contextmanager
+def _as_when_running(model: str, *, debug: bool) -> Iterator[None]:
+    """Keep in memory what `run` keeps there, so that the same limit is enough for both."""
+    silence_libraries(debug=debug)
+    check_model(model)
+    try:
+        tokenizer = load_tokenizer(model)
+    except CheckpointError:
+        tokenizer = None  # a plan needs none
+    yield
+    del tokenizer
 
 
 def _plan(model: str, **options: Any) -> Plan:
-    check_exists(model)
     try:
-        # `run` has a tokenizer in memory as well: with one here, the same limit is enough there.
-        tokenizer = load_tokenizer(model)
-    except CheckpointError:
-        tokenizer = None
-    try:
-        plan = pipeload.plan(model, trust_remote_code=False, **options)
+        return pipeload.plan(model, trust_remote_code=False, **options)
     except PipeloadError:
         raise
     except (OSError, ValueError, ImportError) as error:
-        raise OptionError(f"cannot load {model!r}: {first_line(error)}") from error
-    del tokenizer  # it had to live until here
-    return plan
+        raise CheckpointError(f"cannot load {model!r}: {first_line(error)}") from error
 
 
 def _spread(files: Sequence[Path]) -> list[tuple[Path, int, int]]:
@@ -208,12 +222,14 @@ def _text(plan: Plan, *, batch: int, probed: bool) -> str:
     if speed is None:
         lines.append("All weights fit: the disk is needed for the first pass only.")
     else:
+        per_token = format_size(round(plan.bytes_per_pass / batch))
         lines.append(
-            f"{len(plan.units)} layers. Per token, {format_size(round(plan.bytes_per_pass / batch))} come from disk. "
-            f"At {rate} ({source}) that allows at most {speed:.3g} tokens/s; computing may take longer."
+            f"{len(plan.units)} layers; {per_token} come from disk per token. "
+            f"At {rate} ({source})\n"
+            f"that allows at most {speed:.3g} tokens/s; computing may take longer."
         )
     if plan.io_mode == "buffered" and not plan.fits:
         lines.append(
-            "The page cache has room for all of it, so passes after the first may read from memory instead."
+            "The page cache has room for all of it, so passes after the first may read from there."
         )
     return "\n".join(lines)

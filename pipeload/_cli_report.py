@@ -12,9 +12,6 @@ if TYPE_CHECKING:
     from pipeload._plan import Plan
     from pipeload._stats import Stats
 
-# Reading is hidden behind computing as long as blocks wait for less than this share of a pass.
-_HIDDEN = 0.05
-
 
 @dataclass(frozen=True, slots=True)
 class Figures:
@@ -42,8 +39,12 @@ class Figures:
     misses: int
     io_mode: str
     readers: int
+    disk_busy: float
+    """Share of the time after the first token during which a read was in flight."""
+    compute_busy: float
+    """Share of that time in which a block computed."""
     bottleneck: str
-    """"disk" when blocks waited for their weights, else "compute"."""
+    """"disk" or "compute": whichever was busy for longer."""
 
     def as_dict(self) -> dict[str, object]:
         """For JSON."""
@@ -51,20 +52,19 @@ class Figures:
 
     def table(self) -> str:
         """For people, one line per figure."""
+        rate = f"{self.read_bytes_per_second / 1e9:.3g} GB/s while reading"
         speed = "-" if self.tokens_per_second is None else f"{self.tokens_per_second:.3g}"
+        busy = f"(disk busy {self.disk_busy:.0%}, compute {self.compute_busy:.0%} of the time)"
         rows = [
             ("memory limit", format_size(self.memory_limit)),
             ("peak memory", format_size(self.peak_rss_bytes)),
-            (
-                "read from disk",
-                f"{format_size(self.bytes_read)}, {self.read_bytes_per_second / 1e9:.3g} GB/s while reading",
-            ),
+            ("read from disk", f"{format_size(self.bytes_read)}, {rate}"),
             ("waited for disk", f"{self.stall_seconds:.3g} s"),
             ("computed", f"{self.compute_seconds:.3g} s"),
             ("first token", f"after {self.load_seconds + self.first_token_seconds:.3g} s"),
             ("speed", f"{speed} tokens/s after the first, {self.new_tokens} tokens"),
             ("tokens per pass", f"{self.tokens_per_pass:.3g}"),
-            ("bottleneck", self.bottleneck),
+            ("bottleneck", f"{self.bottleneck} {busy}"),
         ]
         return "\n".join(f"{name:<16}{value}" for name, value in rows)
 
@@ -81,6 +81,7 @@ def count(
 ) -> Figures:
     """Gather the figures; `first` are the statistics when the first token came."""
     stats, plan = handle.stats(), handle.plan
+    disk, compute = _busy(first, stats, first_token_seconds, later_seconds, fits=plan.fits)
     return Figures(
         prompt_tokens=prompt_tokens,
         new_tokens=new_tokens,
@@ -103,7 +104,9 @@ def count(
         misses=stats.misses,
         io_mode=plan.io_mode,
         readers=plan.readers,
-        bottleneck=_bottleneck(first, stats, fits=plan.fits),
+        disk_busy=disk,
+        compute_busy=compute,
+        bottleneck="disk" if disk > compute else "compute",
     )
 
 
@@ -115,22 +118,26 @@ def describe_plan(plan: Plan) -> str:
     kept = plan.resident - plan.pinned_bytes
     share = kept / (kept + plan.bytes_per_pass)
     text = (
-        f"memory limit {limit}: {share:.0%} of the layers' weights stay in memory, "
-        f"{format_size(plan.bytes_per_pass)} are read per token ({plan.io_mode}, {plan.readers} readers)"
+        f"memory limit {limit}: {share:.0%} of the layers' weights stay in memory,\n"
+        f"{format_size(plan.bytes_per_pass)} are read per token "
+        f"({plan.io_mode}, {plan.readers} readers)"
     )
     if plan.seconds_per_pass is not None and plan.disk_rate is not None:
         rate = format_size(round(plan.disk_rate))
-        text += f"\nexpected: at least {plan.seconds_per_pass:.2g} s per token at {rate}/s"
+        text += f",\nwhich takes {plan.seconds_per_pass:.2g} s at {rate}/s, the rate while loading"
     return text
 
 
-def _bottleneck(first: Stats, last: Stats, *, fits: bool) -> str:
-    """Judged by the passes after the first; by the first if it stayed alone."""
-    if last.passes > first.passes:
-        if fits:
-            return "compute"
-        stall = last.stall_seconds - first.stall_seconds
-        compute = last.compute_seconds - first.compute_seconds
+def _busy(
+    first: Stats, last: Stats, first_seconds: float, later_seconds: float, *, fits: bool
+) -> tuple[float, float]:
+    """How busy disk and compute were after the first token; before it, if it stayed alone."""
+    if not later_seconds:
+        reading, computing, seconds = last.read_seconds, last.compute_seconds, first_seconds
+    elif fits:
+        return 0.0, 1.0  # nothing is read, and such passes are not timed
     else:
-        stall, compute = last.stall_seconds, last.compute_seconds
-    return "disk" if stall > _HIDDEN * (stall + compute) else "compute"
+        reading = last.read_seconds - first.read_seconds
+        computing = last.compute_seconds - first.compute_seconds
+        seconds = later_seconds
+    return min(1.0, reading / seconds), min(1.0, computing / seconds)

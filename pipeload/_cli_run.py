@@ -46,6 +46,7 @@ def run(request: Request, *, debug: bool) -> None:
         PipeloadError: something is wrong with the model, the limit or an option.
     """
     silence_libraries(debug=debug)
+    check_model(request.model)
     tokenizer = load_tokenizer(request.model)
     inputs = _encode(tokenizer, request)
     prompt_tokens = int(inputs["input_ids"].shape[1])
@@ -73,59 +74,46 @@ def load_tokenizer(model: str) -> Any:
     """The model's tokenizer.
 
     Raises:
-        OptionError: there is no such model.
         CheckpointError: the model has no tokenizer.
     """
-    check_exists(model)
     try:
         return transformers.AutoTokenizer.from_pretrained(model, trust_remote_code=False)
     except Exception as error:  # the library raises nearly anything here
-        if not Path(model).is_dir() and not _is_cached(model):
-            raise OptionError(
-                f"{model!r} is no folder here, and no model of that name could be had from the hub: "
-                f"{first_line(error)}"
-            ) from error
         raise CheckpointError(
-            f"{model!r} has no tokenizer that can be loaded ({first_line(error)}). `pipeload run` needs one "
-            "to read the prompt; put tokenizer.json beside the weights."
+            f"{model!r} has no tokenizer that can be loaded ({first_line(error)}). It is needed to "
+            "read the prompt: put tokenizer.json and its like beside the weights."
         ) from error
 
 
-def check_exists(model: str) -> None:
-    """Refuse what can only be a path, and is none: the hub would be asked for it otherwise.
+def check_model(model: str) -> None:
+    """Refuse what is no model before anything is loaded, or asked of the hub in vain.
 
     Raises:
-        OptionError: there is no such folder.
+        OptionError: there is no such folder or hub model.
+        CheckpointError: the folder holds no model.
     """
     path = Path(model)
     if path.is_dir():
+        if not any((path / name).exists() for name in ("config.json", "adapter_config.json")):
+            raise CheckpointError(f"folder {model!r} has no config.json, so it holds no model.")
         return
     if path.exists():
         raise OptionError(f"{model!r} is a file. Name the folder that holds config.json.")
     if model.startswith((".", "/", "~")) or model.count("/") > 1:
         raise OptionError(f"there is no folder {model!r}. Check the path.")
+    log.info("no folder %r here: asking the model hub", model)
+    try:
+        transformers.AutoConfig.from_pretrained(model, trust_remote_code=False)
+    except Exception as error:  # as above
+        raise OptionError(
+            f"{model!r} is no folder here, and the hub gave no model: {first_line(error)}"
+        ) from error
 
 
 def first_line(error: BaseException) -> str:
     """The first line of a message, or what kind of error it is."""
     lines = str(error).strip().splitlines()
     return lines[0].rstrip(" .:") if lines else type(error).__name__
-
-
-def _is_cached(model: str) -> bool:
-    from transformers.utils import cached_file
-
-    return (
-        cached_file(
-            model,
-            "config.json",
-            local_files_only=True,
-            _raise_exceptions_for_missing_entries=False,
-            _raise_exceptions_for_connection_errors=False,
-            _raise_exceptions_for_gated_repo=False,
-        )
-        is not None
-    )
 
 
 def _encode(tokenizer: Any, request: Request) -> dict[str, torch.Tensor]:
@@ -176,7 +164,7 @@ def _generate(
     )
 
 
-class _Answer(transformers.TextStreamer):  # type: ignore[misc]
+class _Answer(transformers.TextStreamer):
     """Writes text as soon as its words are complete, and notes when tokens come."""
 
     def __init__(
@@ -205,7 +193,7 @@ class _Answer(transformers.TextStreamer):  # type: ignore[misc]
                 self.first_stats = self._handle.stats()
                 self._on_first_token()
         self._prompt_seen = True
-        super().put(value)
+        super().put(value)  # type: ignore[no-untyped-call]
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
         self._parts.append(text)

@@ -53,8 +53,10 @@ def _apply(reference: weakref.ref[nn.Module]) -> Callable[..., nn.Module]:
             result = fn(sample)
             if result is not sample and (result.dtype, result.device) != (dtype, device):
                 raise UnsupportedOperationError(
-                    f"this would turn {dtype} on {device} into {result.dtype} on {result.device}, but the weights are "
-                    "streamed from disk as they are. Pass dtype= to pipeload.from_pretrained instead. "
+                    f"this would turn {dtype} on {device} into {result.dtype} on {result.device}, "
+                    "but the weights are "
+                    "streamed from disk as they are. Pass dtype= to pipeload.from_pretrained "
+                    "instead. "
                     f"{_WAY_OUT} if everything fits in memory."
                 )
             if result is not sample:
@@ -80,7 +82,8 @@ _OVERRIDES: dict[str, Callable[[weakref.ref[nn.Module]], Any]] = {
     "_apply": _apply,
     "share_memory": _refusal("share_memory() needs all weights in memory."),
     "save_pretrained": _refusal(
-        "save_pretrained() would write placeholders instead of weights. The checkpoint on disk is unchanged: copy it."
+        "save_pretrained() would write placeholders instead of weights. The checkpoint on disk is "
+        "unchanged: copy it."
     ),
     "compile": _refusal("compile() cannot trace weights that come and go."),
     "__deepcopy__": _refusal(
@@ -92,7 +95,8 @@ _OVERRIDES: dict[str, Callable[[weakref.ref[nn.Module]], Any]] = {
 
 def _refuse_state_dict(_module: nn.Module, prefix: str, _keep_vars: bool) -> None:
     raise UnsupportedOperationError(
-        f"state_dict() would hold placeholders: the weights of {prefix.rstrip('.')!r} are on disk. {_WAY_OUT}, or read "
+        f"state_dict() would hold placeholders: the weights of {prefix.rstrip('.')!r} are on "
+        f"disk. {_WAY_OUT}, or read "
         "the checkpoint itself."
     )
 
@@ -104,7 +108,8 @@ def _load_guard(owned: frozenset[int]) -> Callable[..., None]:
         for name, parameter in module.named_parameters(prefix.rstrip(".")):
             if id(parameter) in owned and name in state:
                 raise UnsupportedOperationError(
-                    f"load_state_dict() cannot change the weight {name!r}: it comes from the checkpoint on disk. "
+                    f"load_state_dict() cannot change the weight {name!r}: it comes from the "
+                    "checkpoint on disk. "
                     f"{_WAY_OUT}."
                 )
 

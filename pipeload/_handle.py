@@ -5,8 +5,6 @@ from __future__ import annotations
 import weakref
 from typing import TYPE_CHECKING
 
-from typing_extensions import Self
-
 from pipeload._memory import peak_rss_bytes
 from pipeload._stats import Stats
 
@@ -15,6 +13,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from torch import nn
+    from typing_extensions import Self
 
     from pipeload._plan import Plan
     from pipeload._streamer import Streamer

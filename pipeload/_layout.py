@@ -1,10 +1,11 @@
 """Where each weight lies in memory: pure arithmetic from byte ranges in files to offsets in a region.
 
 [Note: why a weight keeps its place in the page] With one row of input (decoding), fp32 products go
-through a matrix-vector kernel whose rounding depends on the address of the weight modulo 16. A plain
-load maps the file, so there `address % 4096 == file offset % 4096`. Keeping that here makes the results
-bit-identical, and it is what direct reads need anyway: whole pages land at page addresses. Weights that
-are cast or converted are freshly allocated in a plain load, hence aligned to 64 bytes.
+through a matrix-vector kernel whose rounding depends on the address of the weight modulo 16. A
+plain load maps the file, so there `address % 4096 == file offset % 4096`. Keeping that here makes
+the results bit-identical, and it is what direct reads need anyway: whole pages land at page
+addresses. Weights that are cast or converted are freshly allocated in a plain load, hence aligned
+to 64 bytes.
 """
 
 from __future__ import annotations

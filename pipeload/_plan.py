@@ -1,10 +1,11 @@
 """Decides what stays in memory and what is read every pass. Pure: sizes in, a plan out.
 
-[Note: why every block keeps a part] Blocks run in a fixed cycle, so a cache that drops the least recently
-used block never hits; a fixed resident set is optimal (Belady's rule on a cycle). Which bytes it holds does
-not change how many are read, but it changes what the buffers cost: if each block keeps the same share, each
-streams less, so two buffers shrink with it, and every block's computing hides its own part of the reading.
-Whole resident blocks would leave the buffers at full size, and the disk idle while they run.
+[Note: why every block keeps a part] Blocks run in a fixed cycle, so a cache that drops the least
+recently used block never hits; a fixed resident set is optimal (Belady's rule on a cycle). Which
+bytes it holds does not change how many are read, but it changes what the buffers cost: if each
+block keeps the same share, each streams less, so two buffers shrink with it, and every block's
+computing hides its own part of the reading. Whole resident blocks would leave the buffers at full
+size, and the disk idle while they run.
 """
 
 from __future__ import annotations
@@ -141,8 +142,8 @@ class Plan:
             ),
         ]
         lines = [f"{name:<16}{format_size(max(0, size)):>10}  {note}" for name, size, note in rows]
-        reading = f"{format_size(self.bytes_per_pass)} read per pass ({self.io_mode}, {self.readers} readers)"
-        if self.seconds_per_pass:
+        reading = f"{format_size(self.bytes_per_pass)} read per pass ({self.io_mode},
+        {self.readers} readers)" if self.seconds_per_pass:
             reading += (
                 f", at {format_size(round(self.disk_rate or 0))}/s: {self.seconds_per_pass:.3g} s"
             )

@@ -1,13 +1,13 @@
 """Reads the next blocks while this one computes.
 
-[Note: one writer] All state belongs to one dispatcher thread, which handles messages one by one; readers
-and the model's thread only send them. A KeyboardInterrupt strikes the main thread between any two
-instructions, so a lock it holds, or a state it has half written, could be left behind for ever. Sending to
-a SimpleQueue and waiting on a fresh lock that nobody else needs cannot.
+[Note: one writer] All state belongs to one dispatcher thread, which handles messages one by one;
+readers and the model's thread only send them. A KeyboardInterrupt strikes the main thread between
+any two instructions, so a lock it holds, or a state it has half written, could be left behind for
+ever. Sending to a SimpleQueue and waiting on a fresh lock that nobody else needs cannot.
 
-[Note: the ready flag] A block that was read ahead is marked `ready`; the model's thread may then bind it
-without asking. That is safe because nothing but that thread's own requests ever revokes the mark, and it
-clears the mark itself before it says that the block is released.
+[Note: the ready flag] A block that was read ahead is marked `ready`; the model's thread may then
+bind it without asking. That is safe because nothing but that thread's own requests ever revokes
+the mark, and it clears the mark itself before it says that the block is released.
 
 States of a unit:
 
@@ -222,8 +222,8 @@ class _Dispatcher:
     def _serve(self, index: int) -> None:
         """Start a unit that is waited for.
 
-        This may evict what was read ahead, prefetching may not: a slot read ahead is given back only
-        after its own block ran, which may be after the one that is waited for here.
+        This may evict what was read ahead, prefetching may not: a slot read ahead is given back
+        only after its own block ran, which may be after the one that is waited for here.
         """
         unit = self.units[index]
         slot = self._free_slot() if unit.streams else None
@@ -234,8 +234,10 @@ class _Dispatcher:
         elif all(self.units[i].state is UnitState.IN_USE for i in self._occupants if i is not None):
             self._tickets.pop(index).settle(
                 UnsupportedModelError(
-                    f"block {unit.plan.name!r} runs inside {len(self._occupants)} other streamed blocks, which hold "
-                    "every buffer. Raise memory_limit until the model fits, or load it without pipeload."
+                    f"block {unit.plan.name!r} runs inside {len(self._occupants)} other streamed "
+                    "blocks, which hold "
+                    "every buffer. Raise memory_limit until the model fits, or load it without "
+                    "pipeload."
                 )
             )
 
@@ -327,7 +329,8 @@ class _Dispatcher:
             unit.slot = None
 
     def _arrive(self, index: int) -> None:
-        # What followed last time is expected to follow again: early exit, repeated blocks, skipped towers.
+        # What followed last time is expected to follow again: early exit, repeated blocks, skipped
+        # towers.
         self._successor[self._current] = index
         self._current = index
 
@@ -462,8 +465,10 @@ class Prefetcher:
     def _ask(self, ticket: _Ticket, message: Callable[[], None]) -> None:
         if os.getpid() != self._pid:
             raise UnsupportedOperationError(
-                "this process was forked from the one that loaded the model, and reader threads do not survive a "
-                "fork. Load the model in the child process, or start children with the 'spawn' method."
+                "this process was forked from the one that loaded the model, and reader threads "
+                "do not survive a "
+                "fork. Load the model in the child process, or start children with the 'spawn' "
+                "method."
             )
         if not self._closer.alive:
             raise UnsupportedOperationError("streaming has ended for this model. Load it again.")

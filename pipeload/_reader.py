@@ -1,7 +1,7 @@
 """Open checkpoint files and the threads that read them. Blocking reads only; no policy.
 
-Three ways to read: "direct" (O_DIRECT, past the page cache), "buffered" (through it), and "uncached"
-(through it, then dropped from it), for file systems that refuse direct reads.
+Three ways to read: "direct" (O_DIRECT, past the page cache), "buffered" (through it), and
+"uncached" (through it, then dropped from it), for file systems that refuse direct reads.
 """
 
 from __future__ import annotations
@@ -47,7 +47,9 @@ class FileSet:
         self.io_mode = io_mode
         self._files: dict[Path, _OpenFile] = {}
         self._closer = weakref.finalize(self, _close_all, self._files)
-        self._closer.atexit = False  # readers may still run then, and the system closes files anyway
+        self._closer.atexit = (
+            False  # readers may still run then, and the system closes files anyway
+        )
         flags = os.O_RDONLY | (os.O_DIRECT if io_mode == "direct" else 0)
         try:
             for path in files:
@@ -80,7 +82,8 @@ class FileSet:
                 ) from error
             if count == 0:
                 raise ReadError(
-                    f"{str(path)!r} ended at byte {first + got}, {wanted - got} bytes early: it was cut short "
+                    f"{str(path)!r} ended at byte {first + got}, {wanted - got} bytes early: it "
+                    "was cut short "
                     "after it was opened. Restore the file and load the model again."
                 )
             got += count
@@ -98,8 +101,10 @@ class FileSet:
             status = os.fstat(file.descriptor)
             if (status.st_size, status.st_mtime_ns) != (file.nbytes, file.modified_ns):
                 raise CheckpointChangedError(
-                    f"checkpoint file {str(path)!r} was changed in place while the model was using it "
-                    f"({file.nbytes} bytes when opened, {status.st_size} now). Load the model again."
+                    f"checkpoint file {str(path)!r} was changed in place while the model was "
+                    "using it "
+                    f"({file.nbytes} bytes when opened, {status.st_size} now). Load the model "
+                    "again."
                 )
 
     def reopen_name(self, path: Path) -> str:

@@ -58,8 +58,10 @@ class Restorer:
         limit, held = self._plan.memory_limit, rss_bytes()
         if need and held + need > limit:
             raise MemoryLimitError(
-                f"remove() must hold {format_size(need)} of cast or converted weights beside {format_size(held)} in use, "
-                f"over the limit of {limit} bytes. The model still streams; load it with at least {held + need} bytes.",
+                f"remove() must hold {format_size(need)} of cast or converted weights beside "
+                f"{format_size(held)} in use, "
+                f"over the limit of {limit} bytes. The model still streams; load it with at least "
+                f"{held + need} bytes.",
                 limit=limit,
                 smallest_limit=held + need,
             )

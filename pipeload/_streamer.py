@@ -137,8 +137,10 @@ class Streamer:
     def refuse_recording(self, block: int) -> NoReturn:
         """Training is not possible: weights are overwritten before backward could use them."""
         raise UnsupportedOperationError(
-            f"autograd is recording: the input of block {self._seats[block].name!r} requires grad, but streamed "
-            "weights are gone by the time of backward. For inference, wrap the call in torch.no_grad() or "
+            f"autograd is recording: the input of block {self._seats[block].name!r} requires "
+            "grad, but streamed "
+            "weights are gone by the time of backward. For inference, wrap the call in "
+            "torch.no_grad() or "
             "torch.inference_mode(). Training a streamed model is not possible."
         )
 
@@ -228,8 +230,10 @@ class Streamer:
 
         def refuse(function: str, name: str) -> NoReturn:
             raise UnsupportedModelError(
-                f"{function}() was called on the weight {name!r} while its block was not running, so its values are "
-                "on disk. This model uses block weights from outside the block and cannot be streamed; load it "
+                f"{function}() was called on the weight {name!r} while its block was not running, "
+                "so its values are "
+                "on disk. This model uses block weights from outside the block and cannot be "
+                "streamed; load it "
                 "without pipeload."
             )
 

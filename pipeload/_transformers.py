@@ -1,8 +1,8 @@
 """Everything that touches a private part of transformers. Seen in 5.24.0, tried on 5.17.0 as well.
 
 A model is built by the library's own `from_pretrained`; only the step that fills it with weights
-(`PreTrainedModel._load_pretrained_model`) is taken over, for one call in one thread. Key names, dtypes,
-buffers, ties, initialisation of missing weights and the loading report stay the library's.
+(`PreTrainedModel._load_pretrained_model`) is taken over, for one call in one thread. Key names,
+dtypes, buffers, ties, initialisation of missing weights and the loading report stay the library's.
 """
 
 from __future__ import annotations
@@ -238,7 +238,8 @@ def _refuse_quantised(load_config: Any) -> None:
     if load_config.hf_quantizer is not None:
         method = load_config.hf_quantizer.quantization_config.quant_method
         raise UnsupportedModelError(
-            f"checkpoints quantised by {str(getattr(method, 'value', method))!r} cannot be streamed by this version. "
+            f"checkpoints quantised by {str(getattr(method, 'value', method))!r} cannot be "
+            "streamed by this version. "
             "Use the model's float checkpoint (bf16, fp16 or fp32)."
         )
 
@@ -247,7 +248,8 @@ def _refuse_devices(device_map: Mapping[str, Any] | None) -> None:
     others = {str(device) for device in (device_map or {}).values()} - {"cpu"}
     if others:
         raise OptionError(
-            f"device_map puts modules on {', '.join(sorted(others))}; pipeload places weights itself and streams to "
+            f"device_map puts modules on {', '.join(sorted(others))}; pipeload places weights "
+            "itself and streams to "
             "the CPU. Leave device_map out."
         )
 
@@ -256,7 +258,8 @@ def _refuse_pickled(files: Sequence[str]) -> None:
     for file in files:
         if not file.endswith(".safetensors"):
             raise CheckpointError(
-                f"{Path(file).name!r} is a pickled checkpoint: loading it can run code, and it cannot be streamed. "
+                f"{Path(file).name!r} is a pickled checkpoint: loading it can run code, and it "
+                "cannot be streamed. "
                 "If you trust it, convert it once: AutoModelForCausalLM.from_pretrained(SOURCE)"
                 ".save_pretrained(TARGET), then load TARGET."
             )

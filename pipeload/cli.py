@@ -1,7 +1,7 @@
-"""The command line: what can be typed. The work is done in the _cli files, which are imported late.
+"""The command line: what can be typed. The work is done in the _cli files.
 
-torch is imported inside the commands only: `--help` stays quick, and OMP_WAIT_POLICY is set before torch
-reads it.
+Those are imported inside the commands, and torch with them: `--help` stays quick, and
+OMP_WAIT_POLICY is set before torch reads it.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 import os
 import sys
-from pathlib import Path
+from pathlib import Path  # noqa: TC003 - typer reads the annotations
 from typing import Annotated
 
 import typer
@@ -22,7 +22,7 @@ from pipeload.errors import OptionError
 DEMO_QUESTION = "What is the capital of France? Answer in one sentence."
 
 app = typer.Typer(
-    help="Run Hugging Face models larger than memory: layers are streamed from disk while they run.",
+    help="Run Hugging Face models larger than memory, their layers streamed from disk.",
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -102,6 +102,7 @@ def run(
     prompt: Annotated[
         str, typer.Argument(help='The prompt; "-" or nothing reads standard input.')
     ] = "-",
+    *,
     memory_limit: MemoryLimit = "auto",
     max_new_tokens: NewTokens = 128,
     dtype: DtypeOption = Dtype.AUTO,
@@ -144,6 +145,7 @@ def run(
 @app.command()
 def plan(
     model: Model,
+    *,
     memory_limit: MemoryLimit = "auto",
     tokens: Annotated[
         int, typer.Option(min=1, help="Longest sequence, prompt and answer together.")
@@ -158,7 +160,7 @@ def plan(
     json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Show what a memory limit buys: what stays, what is read per token, and how long that takes."""
+    """Show what a memory limit buys: what stays in memory, what is read per token, how fast."""
     with reported(debug=debug, quiet=json):
         from pipeload import _cli_plan
 
@@ -194,10 +196,10 @@ def demo(
 
         model = _cli_plan.make_demo_model(folder)
         if memory_limit == "auto":
-            memory_limit = str(_cli_plan.choose_demo_limit(model, debug=debug))
+            memory_limit = str(_cli_plan.choose_limit(model, debug=debug))
         _cli_run.run(
             _cli_run.Request(
-                model=str(model),
+                model=model,
                 prompt=DEMO_QUESTION,
                 memory_limit=memory_limit,
                 max_new_tokens=64,
@@ -213,21 +215,30 @@ def bench(
     model: Annotated[
         str | None, typer.Argument(help="Folder or hub id; the demo's model by default.")
     ] = None,
+    *,
     memory_limit: Annotated[
         list[str] | None,
         typer.Option(help="A limit to measure at; may be given several times."),
     ] = None,
-    max_new_tokens: NewTokens = 32,
+    new_tokens: Annotated[int, typer.Option(min=1, help="Tokens timed in each run.")] = 8,
+    rounds: Annotated[int, typer.Option(min=1, help="Runs of everything; medians count.")] = 3,
     json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Measure this machine: speed under several limits, beside plain transformers."""
-    limits = [parse_size(_size(text, "--memory-limit")) for text in memory_limit or []]
+    """Measure how close streaming comes to what this machine's disk and processor allow."""
+    limits: list[str | int] = [_size(text, "--memory-limit") for text in memory_limit or []]
     with reported(debug=debug, quiet=json):
-        from pipeload import _cli_plan, bench
+        from pipeload import _cli_plan
+        from pipeload import bench as benchmark
 
-        chosen = model or str(_cli_plan.make_demo_model(None))
-        bench.run(model=chosen, limits=limits, new_tokens=max_new_tokens, json=json)
+        chosen = model or _cli_plan.make_demo_model()
+        benchmark.run(
+            model=chosen,
+            limits=limits or [_cli_plan.choose_limit(chosen, debug=debug)],
+            new_tokens=new_tokens,
+            rounds=rounds,
+            as_json=json,
+        )
 
 
 def _read_prompt(prompt: str) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
 from transformers import MixtralConfig
 
 from tests.exact import (
@@ -26,6 +25,8 @@ from tests.models import DTYPES, FAMILIES, data_start, load_plain, save_random, 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    import torch
+
     from tests.conftest import TinyCheckpoint
 
 __all__ = ["steady_floor"]  # a fixture: every test here runs with it
@@ -35,7 +36,7 @@ IO_MODES = ("direct", "direct", "uncached", "buffered")
 
 
 def outputs(model: Any) -> list[torch.Tensor]:
-    """Prompt logits, decode logits and generated tokens, for one sequence and for a batch of two."""
+    """Prompt logits, decode logits and generated tokens, of one sequence and of two."""
     generated = model.generate(prompt(2, 9), max_new_tokens=6, do_sample=False)
     return [*step_logits(model, prompt(), STEPS), *step_logits(model, prompt(2), 2), generated]
 
@@ -43,7 +44,7 @@ def outputs(model: Any) -> list[torch.Tensor]:
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_at_every_limit(tiny: TinyCheckpoint, family: str, dtype: str) -> None:
-    """From the smallest limit to the one where all fits, prompt and decode logits equal plain ones."""
+    """From the smallest limit to where all fits, prompt and decode logits equal plain ones."""
     folder = tiny(family, dtype)
     wanted = outputs(load_plain(folder))
     for limit, io_mode in zip(limits(folder), IO_MODES, strict=True):
@@ -97,7 +98,7 @@ def test_ways_of_reading(tiny: TinyCheckpoint, io_mode: str, readers: int) -> No
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma3"])
 def test_tied_head(tiny: TinyCheckpoint, family: str) -> None:
-    """A head that shares the embedding's weight stays that very parameter and gives equal logits."""
+    """A head that shares the embedding's weight stays shared and gives equal logits."""
     folder = tiny(family, "bf16")
     assert "lm_head.weight" not in tensor_files(folder)
     model = load_smallest(folder)

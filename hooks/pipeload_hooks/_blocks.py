@@ -24,9 +24,9 @@ class Block(NamedTuple):
 def find_blocks(model: nn.Module) -> list[Block]:
     """The outermost repeated blocks of `model`, in the order of the module tree.
 
-    A block sits in a container, has a forward and parameters of its own, and is marked as a layer by
-    the library, named in the model's `_no_split_modules`, or has a sibling of its class.
-    A module that appears twice in the tree is found once.
+    A block sits in a container, has a forward and parameters of its own, and is marked as a layer
+    by the library, named in the model's `_no_split_modules`, or has a sibling of its class. A
+    module that appears twice in the tree is found once.
     """
     marked = frozenset(getattr(model, "_no_split_modules", None) or ())
     found: list[Block] = []

@@ -1,9 +1,10 @@
 """One forward pass at a time, and recovery from passes that died without a word.
 
-[Note: passes that die] torch runs `always_call` hooks for Exception only. After a KeyboardInterrupt,
-SystemExit or GeneratorExit inside a forward no post-hook runs, so nobody says that the pass is over.
-The gate therefore never trusts its own record alone: whoever comes next looks at the call stack of
-the thread that owns the pass. If the model's call is not running there any more, the pass is dead.
+[Note: passes that die] torch runs `always_call` hooks for Exception only. After a
+KeyboardInterrupt, SystemExit or GeneratorExit inside a forward no post-hook runs, so nobody says
+that the pass is over. The gate therefore never trusts its own record alone: whoever comes next
+looks at the call stack of the thread that owns the pass. If the model's call is not running there
+any more, the pass is dead.
 """
 
 from __future__ import annotations

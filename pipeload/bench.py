@@ -1,0 +1,259 @@
+"""`pipeload bench`: how close streaming comes to what the machine allows.
+
+A pass cannot take less than T* = max((M - R*) / B, C). M: bytes a pass must read. R*: bytes the
+limit allows to be held. B: the disk's rate, by a reader of the benchmark's own. C: the pass with
+all weights resident. rho = T*/T is the share of the possible that is reached. B, C and T are
+measured beside each other in every round, since an absolute figure says nothing on a shared
+machine; medians are shown.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from pipeload._sizes import format_size, parse_size
+from pipeload.errors import OptionError, PipeloadError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from types import TracebackType
+
+    from typing_extensions import Self
+
+_READ_SECONDS = 0.7
+_ALL = 1 << 50
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One limit's result. Bytes and seconds; rates in bytes per second."""
+
+    memory_limit: int
+    tokens_per_second: float
+    seconds: float
+    """T: seconds per decoded token."""
+    least_seconds: float
+    """T* with B measured while nothing else ran."""
+    rho: float
+    rho_busy: float
+    """rho with B measured under the same computing."""
+    rate_share: float
+    """Read rate while reading, over B under the same computing."""
+    held_share: float
+    """Bytes held over R*."""
+    disk_rate: float
+    busy_disk_rate: float
+    read_rate: float
+    resident_seconds: float
+    """C."""
+    stall_seconds: float
+    bytes_per_token: float
+    reads_per_token: float
+    misses_per_token: float
+    peak_rss: int
+    io_mode: str
+
+
+class Worker:
+    """A child process that answers one JSON line for each it is given."""
+
+    def __init__(self, *arguments: str) -> None:
+        policy = os.environ.get("OMP_WAIT_POLICY", "passive")
+        environment = os.environ | {"OMP_WAIT_POLICY": policy}
+        self._process = subprocess.Popen(  # noqa: S603 - our own interpreter and module
+            [sys.executable, "-m", "pipeload._bench_worker", *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+        self.description = self._receive()
+
+    def ask(self, **command: float) -> dict[str, Any]:
+        """Send a command and wait for its answer."""
+        self.send(**command)
+        return self._receive()
+
+    def send(self, **command: float) -> None:
+        """Send a command without waiting."""
+        assert self._process.stdin is not None  # noqa: S101 - it was asked for
+        self._process.stdin.write(json.dumps(command) + "\n")
+        self._process.stdin.flush()
+
+    def receive(self) -> dict[str, Any]:
+        """The answer to a command that was sent."""
+        return self._receive()
+
+    def _receive(self) -> dict[str, Any]:
+        assert self._process.stdout is not None  # noqa: S101 - it was asked for
+        line = self._process.stdout.readline()
+        if not line:
+            _, errors = self._process.communicate()
+            last = ["", *errors.strip().splitlines()][-1]
+            status = self._process.returncode
+            raise PipeloadError(f"the measured process ended with status {status}: {last}")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._process.communicate()  # closes its input, which ends it
+
+
+def measure_disk(files: Sequence[str], seconds: float = _READ_SECONDS) -> float:
+    """B: bytes per second by the fixed reader, in a process of its own."""
+    done = subprocess.run(  # noqa: S603 - our own interpreter and module
+        [sys.executable, "-m", "pipeload._bench_reader", str(seconds), *files],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        last = done.stderr.strip().splitlines()[-1]
+        raise OptionError(f"the benchmark needs direct reads, and they failed: {last}")
+    return float(json.loads(done.stdout)["rate"])
+
+
+def run(
+    *,
+    model: str,
+    limits: Sequence[str | int],
+    new_tokens: int = 8,
+    rounds: int = 3,
+    prompt_tokens: int = 16,
+    as_json: bool = False,
+) -> list[Row]:
+    """Measure `model` at each limit and print a table, or JSON.
+
+    Args:
+        model: a folder or a hub id.
+        limits: memory limits, as for `pipeload.from_pretrained`.
+        new_tokens: tokens timed in each run.
+        rounds: runs of everything, in turn; the medians are shown.
+        prompt_tokens: length of the prompt.
+        as_json: print one JSON object instead of the table.
+
+    Raises:
+        PipeloadError: a measured process failed; says its last line.
+    """
+    sizes = [parse_size(limit) for limit in limits]
+    if not sizes or new_tokens < 1 or rounds < 1 or prompt_tokens < 1:
+        raise OptionError("bench needs at least one memory limit, token and round.")
+    samples = [_round(model, sizes, new_tokens, prompt_tokens) for _ in range(rounds)]
+    rows = [_row([sample[index] for sample in samples]) for index in range(len(sizes))]
+    if as_json:
+        report = {"model": model, "rounds": rounds, "rows": [asdict(row) for row in rows]}
+        sys.stdout.write(json.dumps(report) + "\n")
+    else:
+        sys.stdout.write(table(rows) + "\n")
+    return rows
+
+
+def _round(
+    model: str, limits: Sequence[int], new_tokens: int, prompt_tokens: int
+) -> list[dict[str, Any]]:
+    """Everything once: for each limit B, T, B; then C, and B while C's process computes as T did."""
+    shape = (str(prompt_tokens), str(new_tokens))
+    results = []
+    for limit in limits:
+        with Worker(model, str(limit), *shape, "direct") as worker:
+            result = worker.description
+            before = measure_disk(result["files"])
+            result |= worker.ask(decode=new_tokens)
+            result["disk_rate"] = (before + measure_disk(result["files"])) / 2
+            results.append(result)
+    with Worker(model, str(_ALL), *shape, "direct") as resident:
+        for result in results:
+            result["resident_seconds"] = resident.ask(decode=new_tokens)["seconds"]
+            count = max(2, round(2 * _READ_SECONDS / result["seconds"]))
+            resident.send(duty=count, period=result["seconds"])
+            result["busy_disk_rate"] = measure_disk(result["files"], count * result["seconds"])
+            resident.receive()
+    return results
+
+
+def _row(samples: Sequence[dict[str, Any]]) -> Row:
+    """Medians over the rounds; ratios are taken within a round first."""
+    for sample in samples:
+        room = sample["memory_limit"] - sample["floor"] - sample["reserve"]
+        held_at_best = room - 2 * sample["smallest_unit"]
+        needed = sample["needed_per_pass"]
+        to_read = max(0, needed - held_at_best) if sample["bytes_per_pass"] else 0
+        for name in ("disk_rate", "busy_disk_rate"):
+            reading = to_read / sample[name]
+            sample[f"least_{name}"] = max(reading, sample["resident_seconds"])
+        sample["rho"] = sample["least_disk_rate"] / sample["seconds"]
+        sample["rho_busy"] = sample["least_busy_disk_rate"] / sample["seconds"]
+        sample["rate_share"] = sample["read_rate"] / sample["busy_disk_rate"]
+        sample["held_share"] = sample["held"] / held_at_best if sample["bytes_per_pass"] else 1.0
+        sample["tokens_per_second"] = 1 / sample["seconds"]
+
+    def middle(name: str) -> float:
+        return float(statistics.median(sample[name] for sample in samples))
+
+    return Row(
+        memory_limit=samples[0]["memory_limit"],
+        tokens_per_second=middle("tokens_per_second"),
+        seconds=middle("seconds"),
+        least_seconds=middle("least_disk_rate"),
+        rho=middle("rho"),
+        rho_busy=middle("rho_busy"),
+        rate_share=middle("rate_share"),
+        held_share=middle("held_share"),
+        disk_rate=middle("disk_rate"),
+        busy_disk_rate=middle("busy_disk_rate"),
+        read_rate=middle("read_rate"),
+        resident_seconds=middle("resident_seconds"),
+        stall_seconds=middle("stall"),
+        bytes_per_token=middle("bytes"),
+        reads_per_token=middle("reads"),
+        misses_per_token=middle("misses"),
+        peak_rss=max(sample["peak_rss"] for sample in samples),
+        io_mode=samples[0]["io_mode"],
+    )
+
+
+_COLUMNS: tuple[tuple[str, Callable[[Row], str]], ...] = (
+    ("limit", lambda r: format_size(r.memory_limit)),
+    ("tok/s", lambda r: f"{r.tokens_per_second:.2f}"),
+    ("T ms", lambda r: f"{r.seconds * 1000:.0f}"),
+    ("T* ms", lambda r: f"{r.least_seconds * 1000:.0f}"),
+    ("rho", lambda r: f"{r.rho:.2f}"),
+    ("rho busy", lambda r: f"{r.rho_busy:.2f}"),
+    ("C ms", lambda r: f"{r.resident_seconds * 1000:.0f}"),
+    ("B GB/s", lambda r: f"{r.disk_rate / 1e9:.2f}"),
+    ("B busy", lambda r: f"{r.busy_disk_rate / 1e9:.2f}"),
+    ("read", lambda r: f"{r.read_rate / 1e9:.2f}"),
+    ("held/R*", lambda r: f"{r.held_share:.2f}"),
+    ("stall ms", lambda r: f"{r.stall_seconds * 1000:.0f}"),
+    ("MB/tok", lambda r: f"{r.bytes_per_token / 1e6:.0f}"),
+    ("reads/tok", lambda r: f"{r.reads_per_token:.0f}"),
+    ("misses", lambda r: f"{r.misses_per_token:.1f}"),
+    ("VmHWM", lambda r: format_size(r.peak_rss)),
+    ("cache", lambda r: "past it" if r.io_mode == "direct" else r.io_mode),
+)
+
+
+def table(rows: Sequence[Row]) -> str:
+    """One line per limit."""
+    cells = [[name for name, _ in _COLUMNS]]
+    cells += [[show(row) for _, show in _COLUMNS] for row in rows]
+    widths = [max(len(line[column]) for line in cells) for column in range(len(_COLUMNS))]
+    return "\n".join(
+        "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True))
+        for line in cells
+    )

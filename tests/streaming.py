@@ -1,0 +1,125 @@
+"""Small streamed models for the tests: how to load one, break it, and look inside."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import torch
+
+import pipeload
+from pipeload import _build
+from pipeload._prefetcher import UnitState
+from pipeload._reader import FileSet
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    import pytest
+    from torch import nn
+
+    from pipeload._prefetcher import Prefetcher
+
+WAIT_SECONDS = 30.0
+"""Long enough for any machine: reached only by a test that fails."""
+# More than any test process holds: plans then do not depend on what ran before.
+FLOOR_BYTES = 8_000_000_000
+IDS = torch.arange(3, 20)[None]
+
+
+@contextlib.contextmanager
+def steady_floor() -> Iterator[None]:
+    """Plans made inside all start from the same process size."""
+    with mock.patch.object(_build, "rss_bytes", lambda: FLOOR_BYTES):
+        yield
+
+
+def smallest_limit(folder: Path, **options: Any) -> int:
+    """What the error for a limit of one byte says."""
+    try:
+        pipeload.plan(folder, memory_limit=1, **options)
+    except pipeload.MemoryLimitError as error:
+        return error.smallest_limit
+    raise AssertionError("one byte was enough")
+
+
+def load_streamed(folder: Path, *, spare: int = 0, **options: Any) -> Any:
+    """A model with `spare` bytes over the smallest limit; everything fits with 10_000_000."""
+    options = {"dtype": "auto"} | options
+    with steady_floor():
+        limit = smallest_limit(folder, **options) + spare
+        return pipeload.from_pretrained(folder, memory_limit=limit, **options)
+
+
+def logits(model: nn.Module, ids: torch.Tensor = IDS) -> torch.Tensor:
+    """One pass."""
+    with torch.no_grad():
+        result: torch.Tensor = model(ids).logits
+    return result
+
+
+def generated(model: Any, ids: torch.Tensor = IDS) -> list[int]:
+    """Six greedy tokens."""
+    tokens: list[int] = model.generate(ids, max_new_tokens=6, do_sample=False)[0].tolist()
+    return tokens
+
+
+def prefetcher_of(model: nn.Module) -> Prefetcher:
+    return pipeload.handle(model)._streamer.prefetcher
+
+
+def finish_messages(prefetcher: Prefetcher) -> None:
+    """Return once the dispatcher has handled everything that was sent so far."""
+    if not prefetcher._closer.alive:
+        return  # a model that fits has let it go
+    done = threading.Event()
+    prefetcher._inbox.put(done.set)
+    assert done.wait(WAIT_SECONDS)
+
+
+def assert_nothing_held(model: nn.Module) -> None:
+    """No pass is open, no unit in use, no two units in one slot."""
+    streamer = pipeload.handle(model)._streamer
+    assert not streamer.busy
+    assert streamer._held == set()
+    prefetcher = streamer.prefetcher
+    finish_messages(prefetcher)
+    assert prefetcher._dispatcher._tickets == {}
+    assert all(unit.state is not UnitState.IN_USE for unit in prefetcher.units)
+    slots = [unit.slot for unit in prefetcher.units if unit.slot is not None]
+    assert len(slots) == len(set(slots))
+    assert all(not seat.streamed.bound for seat in streamer._seats)
+
+
+def in_thread(function: Callable[..., Any], *args: Any) -> Future[Any]:
+    """Run it in a thread of its own; the future has the value or the BaseException."""
+    future: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(function(*args))
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future
+
+
+class ReadGate:
+    """Holds every read of every file until it is opened."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.entered = threading.Event()
+        self.opened = threading.Event()
+        original = FileSet.read_pages
+
+        def read_pages(files: FileSet, *args: Any) -> int:
+            self.entered.set()
+            assert self.opened.wait(WAIT_SECONDS)
+            return original(files, *args)
+
+        monkeypatch.setattr(FileSet, "read_pages", read_pages)
