@@ -1,4 +1,4 @@
-"""Run a Hugging Face model that is larger than memory: its layers are streamed from disk, exactly."""
+"""Run a Hugging Face model that is larger than memory: layers stream from disk, exactly."""
 
 from __future__ import annotations
 

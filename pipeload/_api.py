@@ -183,7 +183,7 @@ def _plan(
 
 
 class _Built:
-    """A model between the library's loader and its first pass: weights in place, hooks still to come."""
+    """A model between the library's loader and its first pass: weights there, hooks to come."""
 
     def __init__(
         self, pending: _transformers.PendingLoad, parts: Parts, plan: Plan, options: Options
@@ -319,7 +319,7 @@ def _options(
 
 
 def _check_folder(pretrained: str | os.PathLike[str], kwargs: Mapping[str, Any]) -> None:
-    """Look at a local folder before anything is imported from it; hub ids are the library's to resolve."""
+    """Look at a local folder first; hub ids are the library's to resolve."""
     folder = Path(pretrained) / (kwargs.get("subfolder") or "")
     if kwargs.get("gguf_file") is not None:
         raise OptionError(

@@ -58,7 +58,7 @@ class Parts(NamedTuple):
 
 
 def divide(model: nn.Module, weights: Mapping[str, Weight], tied: frozenset[str]) -> Parts:
-    """Group `weights` by the block that holds the parameter; small, tied and integer ones are pinned.
+    """Group `weights` by the block that holds them; small, tied and integer ones are pinned.
 
     Raises:
         UnsupportedModelError: the model has no repeated blocks with weights to stream.

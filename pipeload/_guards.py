@@ -39,7 +39,7 @@ def _override(module: nn.Module, name: str, make: Callable[[weakref.ref[nn.Modul
 
 
 def _apply(reference: weakref.ref[nn.Module]) -> Callable[..., nn.Module]:
-    """to(), cuda(), half(), float() and their like all come down to _apply(fn)."""
+    """What to(), cuda(), half() and their like all come down to _apply(fn)."""
 
     def guarded(fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
         module = reference()
@@ -102,7 +102,7 @@ def _refuse_state_dict(_module: nn.Module, prefix: str, _keep_vars: bool) -> Non
 
 
 def _load_guard(owned: frozenset[int]) -> Callable[..., None]:
-    """Refuses a state dict for weights that were here (by `id`) at the start; adapters may load theirs."""
+    """Refuses a state dict for weights that were here at the start; adapters may load."""
 
     def refuse(module: nn.Module, state: Mapping[str, Any], prefix: str, *_rest: object) -> None:
         for name, parameter in module.named_parameters(prefix.rstrip(".")):

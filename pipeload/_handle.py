@@ -66,7 +66,7 @@ class Handle:
         return self._removed
 
     def remove(self) -> None:
-        """Give the plain model back: no hooks, no threads, weights mapped from the file where it has them raw.
+        """Give the plain model back: no hooks, no threads, weights mapped where the file has them.
 
         May be called again. The model then takes the memory it takes without pipeload.
 

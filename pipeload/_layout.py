@@ -1,4 +1,4 @@
-"""Where each weight lies in memory: pure arithmetic from byte ranges in files to offsets in a region.
+"""Where each weight lies in memory: arithmetic from byte ranges in files to offsets.
 
 [Note: why a weight keeps its place in the page] With one row of input (decoding), fp32 products go
 through a matrix-vector kernel whose rounding depends on the address of the weight modulo 16. A

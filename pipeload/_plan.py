@@ -81,7 +81,7 @@ class Plan:
     readers: int
     """Threads that read at once."""
     io_mode: str
-    """"direct" (past the page cache), "buffered" (through it), or "none" when nothing is streamed."""
+    """"direct" (past the page cache), "buffered" (through it) or "uncached" (dropped after)."""
     disk_rate: float | None
     """Bytes per second that `seconds_per_pass` assumes; None when nobody measured."""
 
@@ -142,8 +142,9 @@ class Plan:
             ),
         ]
         lines = [f"{name:<16}{format_size(max(0, size)):>10}  {note}" for name, size, note in rows]
-        reading = f"{format_size(self.bytes_per_pass)} read per pass ({self.io_mode},
-        {self.readers} readers)" if self.seconds_per_pass:
+        how = f"({self.io_mode}, {self.readers} readers)"
+        reading = f"{format_size(self.bytes_per_pass)} read per pass {how}"
+        if self.seconds_per_pass:
             reading += (
                 f", at {format_size(round(self.disk_rate or 0))}/s: {self.seconds_per_pass:.3g} s"
             )

@@ -97,7 +97,7 @@ class _Load:
 
 @dataclass(slots=True)
 class Unit:
-    """One block as the dispatcher sees it. The model's thread reads `ready`, `slot` and the placements."""
+    """One block. Only the dispatcher writes it; the model's thread reads `ready` and `slot`."""
 
     plan: UnitPlan
     resident: Placement | None
@@ -242,7 +242,7 @@ class _Dispatcher:
             )
 
     def _next_needed(self) -> int | None:
-        """The first unit after the current one that is not there. Marks used ones on the way as ready."""
+        """The first unit after the current one that is not there; used ones before it are kept."""
         index = self._current
         for _ in self.units:
             index = self._successor[index]
@@ -299,7 +299,7 @@ class _Dispatcher:
         return unit.slots[slot]
 
     def _chunk(self, placement: Placement) -> int:
-        """Small enough that all readers have a part of this unit, large enough to be worth a call."""
+        """Small enough that every reader has a part, large enough to be worth a call."""
         share = placement.nbytes // self._readers
         share += -share % _MIN_CHUNK_BYTES
         return max(_MIN_CHUNK_BYTES, min(self._chunk_bytes, share))

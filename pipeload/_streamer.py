@@ -1,4 +1,4 @@
-"""Joins the two towers: hooks ask it for a block, it has the prefetcher fetch it and binds the views."""
+"""Joins the two towers: hooks ask for a block, the prefetcher fetches it, its views are bound."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ class Streamer:
 
     @contextlib.contextmanager
     def borrowed(self, block: int) -> Iterator[Mapping[str, torch.Tensor]]:
-        """All views of a block's weights, filled; those of its streamed part are valid inside only."""
+        """All views of a block's weights, filled; streamed ones are valid inside only."""
         self.prefetcher.acquire(block)
         try:
             unit = self.prefetcher.units[block]
@@ -206,7 +206,7 @@ class Streamer:
             self._settle()
 
     def _settle(self) -> None:
-        """Everything is resident and bound: one hook that counts passes is all that is left to do."""
+        """Everything is resident and bound: one hook that counts passes is left."""
         self._settled = True
         self.detach()
         if (model := self._outermost()) is not None:

@@ -82,7 +82,7 @@ class PendingLoad:
         return found
 
     def load_rest(self, taken: Sequence[str]) -> Any:
-        """Have the library load all keys but those of the `taken` weights; returns its loading report."""
+        """Have the library load all keys but those of `taken`; returns its loading report."""
         taken_names = set(taken)
         skip = {
             source.name
@@ -187,7 +187,7 @@ class PendingLoad:
 
 @contextlib.contextmanager
 def take_over_loading(stream: Callable[[PendingLoad], Any]) -> Iterator[None]:
-    """Inside, this thread's next `from_pretrained` gives its meta model to `stream` instead of loading it.
+    """Inside, this thread's next `from_pretrained` gives its meta model to `stream`.
 
     `stream` must fill or replace every parameter and return the library's loading report.
     """
@@ -271,7 +271,7 @@ def pretrained_modules(model: nn.Module) -> list[PreTrainedModel]:
 
 
 def disable_auto_compile(model: PreTrainedModel) -> Callable[[], None]:
-    """Keep `generate` from compiling the forward: hooks and a compiled graph do not mix. Returns the undo."""
+    """Keep `generate` from compiling: hooks and graphs do not mix. Returns the undo."""
 
     def never(_self: PreTrainedModel, *_args: object, **_kwargs: object) -> bool:
         return False

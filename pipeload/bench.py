@@ -166,7 +166,7 @@ def run(
 def _round(
     model: str, limits: Sequence[int], new_tokens: int, prompt_tokens: int
 ) -> list[dict[str, Any]]:
-    """Everything once: for each limit B, T, B; then C, and B while C's process computes as T did."""
+    """Everything once: for each limit B, T, B; then C, and B while C's process computes alike."""
     shape = (str(prompt_tokens), str(new_tokens))
     results = []
     for limit in limits:
