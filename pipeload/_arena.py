@@ -1,8 +1,10 @@
 """Page-aligned anonymous memory: allocated once, cut into regions, never moved.
 
-Huge pages are asked for. Measured with direct reads on a virtual disk: 2.9 GB/s into 2 MB pages
-against 1.8 GB/s into 4 kB ones, since the kernel pins and maps 512 times fewer of them; matrix
-products over them miss the TLB less, too.
+[Note: huge pages for what is read again] Measured with direct reads on a virtual disk: 2.9 GB/s
+into 2 MB pages against 1.8 GB/s into 4 kB ones, since the kernel pins and maps 512 times fewer of
+them. But the first touch of a huge page is slow there: all of it is cleared, out of memory that
+the host may have taken back. So buffers, which are read into every pass, lie in huge pages, and
+what is read once does not. Computing took the same time in both.
 """
 
 from __future__ import annotations
@@ -43,17 +45,26 @@ DTYPE_CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 
 class Region(NamedTuple):
-    """A page-aligned part of an arena, in bytes from its start."""
+    """A page-aligned part of an arena."""
 
+    arena: Arena
     offset: int
     nbytes: int
+
+    def buffer(self, start: int, nbytes: int) -> memoryview:
+        """Writable bytes from `start` in the region, for a read to land in."""
+        return self.arena.buffer(self.offset + start, nbytes)
+
+    def tensor(self, start: int, dtype: str, shape: tuple[int, ...], nbytes: int) -> torch.Tensor:
+        """The bytes at `start` in the region as a tensor."""
+        return self.arena.tensor(self.offset + start, dtype, shape, nbytes)
 
 
 class Arena:
     """Memory of a fixed size on one device. Pages cost nothing until they are written."""
 
-    def __init__(self, nbytes: int, *, device: torch.device) -> None:
-        """Reserve `nbytes` bytes.
+    def __init__(self, nbytes: int, *, device: torch.device, huge: bool) -> None:
+        """Reserve `nbytes` bytes, in huge pages if `huge`.
 
         Raises:
             MemoryError: the system refuses the address space.
@@ -63,15 +74,13 @@ class Arena:
         self._taken = 0
         # Room to start on a huge page; the kernel would not use huge pages at the start otherwise.
         size = self.nbytes + HUGE_PAGE
-        self._map = _anonymous(size)
-        whole = torch.frombuffer(self._map, dtype=torch.uint8)
-        skip = -whole.data_ptr() % HUGE_PAGE
-        self._bytes = whole[skip : skip + self.nbytes]
+        self._map = _anonymous(size, huge=huge)
+        skip = -torch.frombuffer(self._map, dtype=torch.uint8).data_ptr() % HUGE_PAGE
         self._view = memoryview(self._map)[skip : skip + self.nbytes]
 
     def take(self, nbytes: int) -> Region:
         """The next `nbytes` bytes, rounded up to whole pages."""
-        region = Region(self._taken, ceil_page(nbytes))
+        region = Region(self, self._taken, ceil_page(nbytes))
         if region.offset + region.nbytes > self.nbytes:
             raise MemoryError(
                 f"arena of {self.nbytes} bytes has no room for {nbytes} after {self._taken}"
@@ -84,20 +93,26 @@ class Arena:
         return self._view[offset : offset + nbytes]
 
     def tensor(self, offset: int, dtype: str, shape: tuple[int, ...], nbytes: int) -> torch.Tensor:
-        """The bytes at `offset` as a tensor. Shares the memory; nothing is copied."""
+        """The bytes at `offset` as a tensor. Shares the memory; nothing is copied.
+
+        Any offset will do: the format does not align tensors, and a plain load does not either.
+        """
         # A view made in inference mode would turn the parameter it is bound to into an inference
         # tensor.
         with torch.inference_mode(False):
-            return self._bytes[offset : offset + nbytes].view(DTYPES[dtype]).view(shape)
+            if not nbytes:
+                return torch.empty(shape, dtype=DTYPES[dtype])
+            # From the buffer: a view of another tensor would have to lie at a multiple of the item.
+            return torch.frombuffer(self.buffer(offset, nbytes), dtype=DTYPES[dtype]).view(shape)
 
 
-def _anonymous(size: int) -> mmap.mmap:
+def _anonymous(size: int, *, huge: bool) -> mmap.mmap:
     if sys.platform == "win32":
         return mmap.mmap(-1, size)
     # Private: shared anonymous memory would be counted as shmem and survive a fork as one copy.
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     advice = getattr(mmap, "MADV_HUGEPAGE", None)
-    if advice is not None:
+    if huge and advice is not None:
         with contextlib.suppress(OSError):  # a kernel without huge pages: slower, still right
             memory.madvise(advice)
     return memory

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from pipeload._arena import DTYPES, HUGE_PAGE
 from pipeload._layout import Weight, ceil_page, lay_out
+from pipeload._mapped import MappedFiles, can_map
 from pipeload._memory import free_page_cache_bytes, rss_bytes
 from pipeload._placement import SCRATCH_BYTES
 from pipeload._plan import Plan, UnitSpec, choose, is_tiny, smallest_budget, split
@@ -23,8 +24,11 @@ if TYPE_CHECKING:
     from torch import nn
 
 SLOTS = 2
-READER_CHOICES = (4, 8, 16)
-"""Reader threads that are tried while the pinned weights load."""
+MAPPED = "mapped"
+"""How a model that fits is read: `Plan.io_mode`, not an option of the user's."""
+# Each direct read of 16 MB is split by the kernel into many requests at once, so more threads
+# gained nothing where it was measured; through the page cache a few more copy in parallel.
+_READERS = 4
 _CASTING_READERS = 2
 
 
@@ -77,8 +81,7 @@ def divide(model: nn.Module, weights: Mapping[str, Weight], tied: frozenset[str]
     if not blocks:
         raise UnsupportedModelError(
             f"{type(model).__name__} has no repeated blocks whose weights lie in the checkpoint, "
-            "so there is nothing "
-            "to stream. Load it without pipeload."
+            "so there is nothing to stream. Load it without pipeload."
         )
     chosen = {weight.name for spec in specs for weight in spec.weights}
     pinned = [
@@ -95,8 +98,9 @@ def make_plan(parts: Parts, files: Sequence[Path], reserve: int, options: Option
         OptionError: the files refuse the way of reading that was asked for.
     """
     limit, floor = options.memory_limit, rss_bytes()
-    pinned = lay_out(parts.pinned).nbytes
-    readers = options.readers or (_CASTING_READERS if parts.needs_scratch else READER_CHOICES[0])
+    pinned_layout = lay_out(parts.pinned)
+    pinned = pinned_layout.nbytes
+    readers = options.readers or (_CASTING_READERS if parts.needs_scratch else _READERS)
     scratch = readers * ceil_page(SCRATCH_BYTES) if parts.needs_scratch else 0
     fixed = floor + reserve + pinned + scratch + HUGE_PAGE
     least = fixed - page_table_bytes(limit) + smallest_budget(parts.specs, slots=SLOTS)
@@ -107,9 +111,14 @@ def make_plan(parts: Parts, files: Sequence[Path], reserve: int, options: Option
     units = tuple(
         split(spec, streamed) for spec, streamed in zip(parts.specs, choice.streamed, strict=True)
     )
+    kept = [unit.resident for unit in units]
     streamed_bytes = sum(unit.streamed_bytes for unit in units)
     room = free_page_cache_bytes() - max(0, limit - floor)
-    io_mode = resolve_io_mode(options.io_mode, files, fits_cache=streamed_bytes < room)
+    mapped = MappedFiles.supported() and all(map(can_map, (pinned_layout, *kept)))
+    if options.io_mode == "auto" and not streamed_bytes and mapped:
+        io_mode = MAPPED  # see [Note: mapped or copied]
+    else:
+        io_mode = resolve_io_mode(options.io_mode, files, fits_cache=streamed_bytes < room)
     return Plan(
         memory_limit=limit,
         smallest_limit=smallest,
@@ -145,12 +154,10 @@ def _too_small(
 ) -> MemoryLimitError:
     return MemoryLimitError(
         f"memory_limit={limit} bytes ({format_size(limit)}) is too small. This process holds "
-        f"{format_size(floor)} "
-        f"already, a pass needs {format_size(reserve)}, weights that are always resident take "
-        f"{format_size(pinned)}, "
-        "and two buffers for the largest block must fit. The smallest limit that works here is "
-        f"{smallest} bytes "
-        f"({format_size(smallest)}); a smaller tokens= or batch= lowers it.",
+        f"{format_size(floor)} already, a pass needs {format_size(reserve)}, weights that are "
+        f"always resident take {format_size(pinned)}, and two buffers for the largest block must "
+        f"fit. The smallest limit that works here is {smallest} bytes ({format_size(smallest)}); "
+        "a smaller tokens= or batch= lowers it.",
         limit=limit,
         smallest_limit=smallest,
     )

@@ -53,8 +53,8 @@ def reading(path: Path) -> Iterator[None]:
         raise malformed(path, "it does not exist", "Check the path, or download it.") from error
     except OSError as error:
         raise ReadError(
-            f"Cannot read {str(path)!r}: {error.strerror or error}. "
-            "Check its permissions and the disk, then try again."
+            f"Cannot read {str(path)!r}: {error.strerror or error}. Check its permissions and "
+            "the disk, then try again."
         ) from error
 
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json as json_module
+import multiprocessing
+import signal
 import sys
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +18,7 @@ import pipeload
 from pipeload._arena import Arena, Region
 from pipeload._cli_output import log, silence_libraries
 from pipeload._cli_run import DTYPES, check_model, first_line, load_tokenizer
-from pipeload._demo_model import default_model_folder, make_smollm2
+from pipeload._demo_model import STAMP, default_model_folder, make_smollm2
 from pipeload._layout import PAGE
 from pipeload._reader import FileSet, Work, resolve_io_mode, run_jobs
 from pipeload._sizes import format_size
@@ -78,7 +81,7 @@ def probe(files: Sequence[Path]) -> float:
         ReadError: the disk failed.
     """
     opened = FileSet(files, resolve_io_mode("auto", files, fits_cache=False))
-    arena = Arena(_PROBE_READERS * _PROBE_PIECE_BYTES, device=torch.device("cpu"))
+    arena = Arena(_PROBE_READERS * _PROBE_PIECE_BYTES, device=torch.device("cpu"), huge=True)
     scratch = [arena.take(_PROBE_PIECE_BYTES) for _ in range(_PROBE_READERS)]
     # Memory that was never written costs time at first touch, which is not the disk's.
     arena.tensor(0, "U8", (arena.nbytes,), arena.nbytes).zero_()
@@ -86,7 +89,7 @@ def probe(files: Sequence[Path]) -> float:
     def job(path: Path, first: int, stop: int) -> Work:
         def read(region: Region | None) -> int:
             assert region is not None  # noqa: S101 - every reader above has one
-            return opened.read_pages(path, first, stop, arena.buffer(region.offset, stop - first))
+            return opened.read_pages(path, first, stop, region.buffer(0, stop - first))
 
         return read
 
@@ -121,9 +124,14 @@ def make_demo_model(folder: Path | None = None) -> str:
         OptionError: a package that it is made from is missing.
     """
     target = folder or default_model_folder()
-    if not target.exists():
-        log.info("making SmolLM2-135M-Instruct in %s, once", target)
-    return str(make_smollm2(target))
+    if (target / STAMP).is_file():
+        return str(make_smollm2(target))
+    log.info("making SmolLM2-135M-Instruct in %s, once", target)
+    # In a process of its own: the memory it takes would count as this one's peak ever after.
+    with ProcessPoolExecutor(
+        1, multiprocessing.get_context("spawn"), signal.signal, (signal.SIGINT, signal.SIG_IGN)
+    ) as child:
+        return str(child.submit(make_smollm2, target).result())
 
 
 def choose_limit(model: str, *, debug: bool) -> int:

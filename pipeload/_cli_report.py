@@ -94,7 +94,8 @@ def count(
         read_seconds=stats.read_seconds,
         read_bytes_per_second=stats.read_rate,
         stall_seconds=stats.stall_seconds,
-        compute_seconds=stats.compute_seconds,
+        # Passes that read nothing are not timed; all of their time is computing.
+        compute_seconds=stats.compute_seconds + (later_seconds if plan.fits else 0.0),
         load_seconds=load_seconds,
         first_token_seconds=first_token_seconds,
         tokens_per_second=(new_tokens - 1) / later_seconds if later_seconds else None,

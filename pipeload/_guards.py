@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -35,11 +36,18 @@ def install(
 def _override(module: nn.Module, name: str, make: Callable[[weakref.ref[nn.Module]], Any]) -> Undo:
     # Weak: an attribute that holds its own module would keep a forgotten model alive.
     object.__setattr__(module, name, make(weakref.ref(module)))
-    return lambda: module.__dict__.pop(name, None) and None
+    return partial(forget, weakref.ref(module), name)
+
+
+def forget(reference: weakref.ref[nn.Module], name: str) -> None:
+    """Take an instance attribute off a module that may be gone."""
+    module = reference()
+    if module is not None:
+        module.__dict__.pop(name, None)
 
 
 def _apply(reference: weakref.ref[nn.Module]) -> Callable[..., nn.Module]:
-    """What to(), cuda(), half() and their like all come down to _apply(fn)."""
+    """What `to`, `cuda`, `half`, `float` and their like come down to."""
 
     def guarded(fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
         module = reference()
@@ -53,11 +61,10 @@ def _apply(reference: weakref.ref[nn.Module]) -> Callable[..., nn.Module]:
             result = fn(sample)
             if result is not sample and (result.dtype, result.device) != (dtype, device):
                 raise UnsupportedOperationError(
-                    f"this would turn {dtype} on {device} into {result.dtype} on {result.device}, "
-                    "but the weights are "
-                    "streamed from disk as they are. Pass dtype= to pipeload.from_pretrained "
-                    "instead. "
-                    f"{_WAY_OUT} if everything fits in memory."
+                    f"this would turn {dtype} on {device} into {result.dtype} on "
+                    f"{result.device}, but the weights are streamed from disk as they are. Pass "
+                    f"dtype= to pipeload.from_pretrained instead. {_WAY_OUT} if everything fits "
+                    "in memory."
                 )
             if result is not sample:
                 raise UnsupportedOperationError(
@@ -96,8 +103,7 @@ _OVERRIDES: dict[str, Callable[[weakref.ref[nn.Module]], Any]] = {
 def _refuse_state_dict(_module: nn.Module, prefix: str, _keep_vars: bool) -> None:
     raise UnsupportedOperationError(
         f"state_dict() would hold placeholders: the weights of {prefix.rstrip('.')!r} are on "
-        f"disk. {_WAY_OUT}, or read "
-        "the checkpoint itself."
+        f"disk. {_WAY_OUT}, or read the checkpoint itself."
     )
 
 
@@ -109,8 +115,7 @@ def _load_guard(owned: frozenset[int]) -> Callable[..., None]:
             if id(parameter) in owned and name in state:
                 raise UnsupportedOperationError(
                     f"load_state_dict() cannot change the weight {name!r}: it comes from the "
-                    "checkpoint on disk. "
-                    f"{_WAY_OUT}."
+                    f"checkpoint on disk. {_WAY_OUT}."
                 )
 
     return refuse

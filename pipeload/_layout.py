@@ -43,12 +43,8 @@ class Weight:
 
     @property
     def raw(self) -> bool:
-        """The file's bytes are the model's bytes, and lie where the dtype can be viewed."""
-        if self.group is not None:
-            return False
-        (source,) = self.sources
-        item = self.nbytes // max(1, _elements(self.shape))
-        return source.dtype == self.dtype and source.start % max(1, item) == 0
+        """The file's bytes are the model's bytes."""
+        return self.group is None and self.sources[0].dtype == self.dtype
 
     @property
     def read_bytes(self) -> int:
@@ -113,7 +109,8 @@ class Layout:
     def read_bytes(self) -> int:
         """Bytes that filling the region reads from disk, page borders included."""
         pages = sum(stop - start for start, stop, _ in (extent.pages for extent in self.extents))
-        return pages + sum(cast.weight.read_bytes for cast in self.casts)
+        sources = [source for cast in self.casts for source in cast.weight.sources]
+        return pages + sum(ceil_page(s.stop) - floor_page(s.start) for s in sources)
 
 
 def floor_page(value: int) -> int:
@@ -186,10 +183,3 @@ def _place_extents(stored: Sequence[TensorEntry]) -> tuple[list[Extent], dict[st
         run.append(entry)
     close()
     return extents, places, end
-
-
-def _elements(shape: Sequence[int]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count

@@ -28,6 +28,7 @@ class PassLog:
         self._cache: weakref.ref[Any] | None = None
         self._length = 0
         self._batch = 1
+        self._ended = 0
 
     @property
     def tokens(self) -> int:
@@ -45,19 +46,24 @@ class PassLog:
             self._cache = weakref.ref(cache) if cache is not None else None
         except TypeError:
             self._cache = None  # a tuple of tensors, from long ago
+        self._ended = 0
         self._started = time.perf_counter()
 
     def end(self) -> None:
         """The pass gave its output."""
-        self.passes += 1
         self.pass_seconds += time.perf_counter() - self._started
-        if self._cache is None:
-            self._tokens += self._batch  # no cache: each pass predicts one token for each sequence
+        self.count()
+
+    def count(self) -> None:
+        """One more pass, however long it takes."""
+        self.passes += 1
+        # What the pass gave at least, should its cache be gone before anybody asks.
+        self._ended = self._batch
 
     def _grown(self) -> int:
         cache = self._cache() if self._cache is not None else None
-        if cache is None:
-            return 0
+        if cache is None or not self._ended:
+            return self._ended
         grown = max(0, _length(cache) - self._length)
         # The first pass of a cache takes the whole prompt and predicts one token.
         return self._batch * (min(grown, 1) if self._length == 0 else grown)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from pipeload._arena import DTYPES, Arena, Region
+from pipeload._arena import DTYPES, Region
 from pipeload._layout import PAGE, Cast, Conversion, Extent, Layout, ceil_page, floor_page
 
 if TYPE_CHECKING:
@@ -21,15 +21,30 @@ Convert = Callable[[Conversion, Mapping[str, torch.Tensor]], Mapping[str, torch.
 """Runs the library's operations: stored tensors by checkpoint key in, weights by name out."""
 
 
+class Place(Protocol):
+    """Weights at their place: tensors that show them and jobs that fill them."""
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the layout."""
+
+    @property
+    def views(self) -> Mapping[str, torch.Tensor]:
+        """The weights by name."""
+
+    def read_jobs(self, chunk_bytes: int) -> list[Work]:
+        """Reads of at most `chunk_bytes`. They may run in any order and at once."""
+
+    def convert_jobs(self) -> list[Work]:
+        """What is to be done once all reads are."""
+
+
 class Placement:
     """Views are prepared once; filling is a list of independent jobs."""
 
-    def __init__(
-        self, layout: Layout, offset: int, arena: Arena, files: FileSet, convert: Convert
-    ) -> None:
+    def __init__(self, layout: Layout, region: Region, files: FileSet, convert: Convert) -> None:
         self._layout = layout
-        self._offset = offset
-        self._arena = arena
+        self._region = region
         self._files = files
         self._convert = convert
         self.nbytes = layout.nbytes
@@ -59,16 +74,14 @@ class Placement:
         for weight, offset in placed:
             yield (
                 weight.name,
-                self._arena.tensor(
-                    self._offset + offset, weight.dtype, weight.shape, weight.nbytes
-                ),
+                self._region.tensor(offset, weight.dtype, weight.shape, weight.nbytes),
             )
 
     def _extent_jobs(self, extent: Extent, chunk_bytes: int) -> Iterator[Work]:
         first, stop, offset = extent.pages
         for start in range(first, stop, chunk_bytes):
             end = min(start + chunk_bytes, stop)
-            into = self._arena.buffer(self._offset + offset + start - first, end - start)
+            into = self._region.buffer(offset + start - first, end - start)
             yield partial(self._read, extent, start, end, into)
 
     def _read(
@@ -93,20 +106,14 @@ class Placement:
         item = DTYPES[source.dtype].itemsize
         begin, end = source.start + start * item, source.start + stop * item
         first, last = floor_page(begin), ceil_page(end)
-        count = self._files.read_pages(
-            source.file, first, last, self._arena.buffer(scratch.offset, last - first)
-        )
-        stored = _view(
-            self._arena, scratch.offset + begin - first, source.dtype, (stop - start,), end - begin
-        )
+        count = self._files.read_pages(source.file, first, last, scratch.buffer(0, last - first))
+        stored = scratch.tensor(begin - first, source.dtype, (stop - start,), end - begin)
         self.views[cast.weight.name].view(-1)[start:stop].copy_(stored)
         return count
 
     def _run_conversion(self, conversion: Conversion, _scratch: Region | None) -> int:
         stored = {
-            source.name: _view(
-                self._arena, self._offset + offset, source.dtype, source.shape, source.nbytes
-            )
+            source.name: self._region.tensor(offset, source.dtype, source.shape, source.nbytes)
             for source, offset in conversion.sources
         }
         for name, tensor in self._convert(conversion, stored).items():
@@ -116,13 +123,3 @@ class Placement:
 
 SCRATCH_BYTES = CAST_CHUNK_BYTES + 2 * PAGE
 """Working memory that one reader needs for casts: a chunk that starts anywhere in a page."""
-
-
-def _view(
-    arena: Arena, offset: int, dtype: str, shape: tuple[int, ...], nbytes: int
-) -> torch.Tensor:
-    if offset % DTYPES[dtype].itemsize == 0:
-        return arena.tensor(offset, dtype, shape, nbytes)
-    # Some writers put tensors at odd places, where no dtype can be viewed.
-    copy = bytearray(arena.buffer(offset, nbytes))
-    return torch.frombuffer(copy, dtype=DTYPES[dtype]).view(shape)

@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 _TINY_BYTES = 16 << 10
 _TINY_VECTOR_BYTES = 64 << 10
 _MAX_PIECES = 12
+# The smallest buffers that fit are nearly always best; a few larger ones sometimes fill the limit
+# better.
+_TRIES = 24
 _GOLDEN = (math.sqrt(5) - 1) / 2
 
 
@@ -81,7 +84,8 @@ class Plan:
     readers: int
     """Threads that read at once."""
     io_mode: str
-    """"direct" (past the page cache), "buffered" (through it) or "uncached" (dropped after)."""
+    """"direct" (past the page cache), "buffered" (through it), "uncached" (dropped after), or
+    "mapped": everything fits, and its files are only read ahead."""
     disk_rate: float | None
     """Bytes per second that `seconds_per_pass` assumes; None when nobody measured."""
 
@@ -193,14 +197,18 @@ def choose(units: Sequence[UnitSpec], budget: int, *, slots: int) -> Choice | No
     menus = _menus(pieces)
     if sum(menu.total for menu in menus) <= budget:
         return Choice(tuple(() for _ in units), 0)
+    tries: list[list[int]] = []
     for slot_bytes in _slot_sizes(menus):
         picks = [menu.fit(slot_bytes) for menu in menus]
         spare = budget - _memory(menus, picks, slots)
         if spare >= 0:
             _spend(menus, picks, spare)
+            tries.append(picks)
+        if len(tries) == _TRIES:
             break
-    else:
+    if not tries:
         return None
+    picks = min(tries, key=lambda picks: _streamed(menus, picks))
     streamed = [
         tuple(
             w
@@ -281,6 +289,10 @@ def _slot_sizes(menus: Sequence[_Menu]) -> list[int]:
     return sorted(
         {size for menu in {id(m): m for m in menus}.values() for size in menu.sizes} - {0}
     )
+
+
+def _streamed(menus: Sequence[_Menu], picks: Sequence[int]) -> int:
+    return sum(menu.sizes[pick] for menu, pick in zip(menus, picks, strict=True))
 
 
 def _memory(menus: Sequence[_Menu], picks: Sequence[int], slots: int) -> int:

@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
-from pipeload._placement import Convert, Placement
+from pipeload._placement import Convert, Place, Placement
 from pipeload._reader import FileSet, Outcome, ReaderPool, Work
 from pipeload._stats import Counters
 from pipeload.errors import (
@@ -43,7 +43,7 @@ from pipeload.errors import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from pipeload._arena import Arena, Region
+    from pipeload._arena import Region
     from pipeload._plan import UnitPlan
 
 # Units being read at once: the second keeps the readers busy while the first one's last chunk ends.
@@ -89,7 +89,7 @@ class _Load:
     """The reads of one unit that are in flight."""
 
     unit: int
-    placements: list[Placement]
+    placements: list[Place]
     pending: int = 0
     converting: bool = False
     error: BaseException | None = None
@@ -100,7 +100,7 @@ class Unit:
     """One block. Only the dispatcher writes it; the model's thread reads `ready` and `slot`."""
 
     plan: UnitPlan
-    resident: Placement | None
+    resident: Place | None
     """Where the part that is never evicted lies, None when there is none."""
     loaded: bool
     """Whether that part has been read."""
@@ -125,8 +125,8 @@ class _Dispatcher:
     def __init__(
         self,
         units: list[Unit],
+        *,
         slots: Sequence[Region],
-        arena: Arena,
         files: FileSet,
         convert: Convert,
         scratch: Sequence[Region | None],
@@ -137,7 +137,7 @@ class _Dispatcher:
         self.units = units
         self._regions = slots
         self._occupants: list[int | None] = [None] * len(slots)
-        self._arena, self._files, self._convert = arena, files, convert
+        self._files, self._convert = files, convert
         self._pool = ReaderPool(self._report, scratch)
         self._readers = len(scratch)
         self._chunk_bytes = chunk_bytes
@@ -235,9 +235,8 @@ class _Dispatcher:
             self._tickets.pop(index).settle(
                 UnsupportedModelError(
                     f"block {unit.plan.name!r} runs inside {len(self._occupants)} other streamed "
-                    "blocks, which hold "
-                    "every buffer. Raise memory_limit until the model fits, or load it without "
-                    "pipeload."
+                    "blocks, which hold every buffer. Raise memory_limit until the model fits, "
+                    "or load it without pipeload."
                 )
             )
 
@@ -272,7 +271,9 @@ class _Dispatcher:
     def _start(self, index: int, slot: int | None) -> None:
         unit = self.units[index]
         unit.state, unit.ready, unit.used = UnitState.LOADING, False, False
-        placements = [unit.resident] if unit.resident is not None and not unit.loaded else []
+        placements: list[Place] = []
+        if unit.resident is not None and not unit.loaded:
+            placements.append(unit.resident)
         if unit.streams and slot is not None:
             placements.append(self._place(unit, index, slot))
         load = _Load(index, placements)
@@ -290,15 +291,11 @@ class _Dispatcher:
         self._occupants[slot], unit.slot = index, slot
         if slot not in unit.slots:
             unit.slots[slot] = Placement(
-                unit.plan.streamed,
-                self._regions[slot].offset,
-                self._arena,
-                self._files,
-                self._convert,
+                unit.plan.streamed, self._regions[slot], self._files, self._convert
             )
         return unit.slots[slot]
 
-    def _chunk(self, placement: Placement) -> int:
+    def _chunk(self, placement: Place) -> int:
         """Small enough that every reader has a part, large enough to be worth a call."""
         share = placement.nbytes // self._readers
         share += -share % _MIN_CHUNK_BYTES
@@ -389,7 +386,6 @@ class Prefetcher:
         units: list[Unit],
         *,
         slots: Sequence[Region],
-        arena: Arena,
         files: FileSet,
         convert: Convert,
         scratch: Sequence[Region | None],
@@ -400,13 +396,19 @@ class Prefetcher:
         Args:
             units: in the order they are expected to run.
             slots: one region per buffer, each large enough for any unit's streamed part.
-            arena: where slots, scratch and resident parts lie.
             files: the open checkpoint.
             convert: runs the library's conversions.
             scratch: one entry per reader thread.
             chunk_bytes: the most that one read call asks for.
         """
-        dispatcher = _Dispatcher(units, slots, arena, files, convert, scratch, chunk_bytes)
+        dispatcher = _Dispatcher(
+            units,
+            slots=slots,
+            files=files,
+            convert=convert,
+            scratch=scratch,
+            chunk_bytes=chunk_bytes,
+        )
         self._dispatcher = dispatcher
         self._inbox = dispatcher.inbox
         self._thread = threading.Thread(
@@ -466,9 +468,8 @@ class Prefetcher:
         if os.getpid() != self._pid:
             raise UnsupportedOperationError(
                 "this process was forked from the one that loaded the model, and reader threads "
-                "do not survive a "
-                "fork. Load the model in the child process, or start children with the 'spawn' "
-                "method."
+                "do not survive a fork. Load the model in the child process, or start children "
+                "with the 'spawn' method."
             )
         if not self._closer.alive:
             raise UnsupportedOperationError("streaming has ended for this model. Load it again.")

@@ -83,8 +83,8 @@ class FileSet:
             if count == 0:
                 raise ReadError(
                     f"{str(path)!r} ended at byte {first + got}, {wanted - got} bytes early: it "
-                    "was cut short "
-                    "after it was opened. Restore the file and load the model again."
+                    "was cut short after it was opened. Restore the file and load the model "
+                    "again."
                 )
             got += count
         if self.io_mode == "uncached":
@@ -102,9 +102,8 @@ class FileSet:
             if (status.st_size, status.st_mtime_ns) != (file.nbytes, file.modified_ns):
                 raise CheckpointChangedError(
                     f"checkpoint file {str(path)!r} was changed in place while the model was "
-                    "using it "
-                    f"({file.nbytes} bytes when opened, {status.st_size} now). Load the model "
-                    "again."
+                    f"using it ({file.nbytes} bytes when opened, {status.st_size} now). Load the "
+                    "model again."
                 )
 
     def reopen_name(self, path: Path) -> str:

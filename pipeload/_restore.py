@@ -59,9 +59,8 @@ class Restorer:
         if need and held + need > limit:
             raise MemoryLimitError(
                 f"remove() must hold {format_size(need)} of cast or converted weights beside "
-                f"{format_size(held)} in use, "
-                f"over the limit of {limit} bytes. The model still streams; load it with at least "
-                f"{held + need} bytes.",
+                f"{format_size(held)} in use, over the limit of {limit} bytes. The model still "
+                f"streams; load it with at least {held + need} bytes.",
                 limit=limit,
                 smallest_limit=held + need,
             )

@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from pipeload._passlog import PassLog
 from pipeload.errors import UnsupportedModelError, UnsupportedOperationError
-from pipeload_hooks import Attachment, Binding, Block, EvictedWeightWatch, PassGate, attach
+from pipeload_hooks import (
+    Attachment,
+    Binding,
+    Block,
+    EvictedWeightWatch,
+    PassGate,
+    attach,
+    discard_ended,
+    inside_compiled_call,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -102,6 +111,7 @@ class Streamer:
 
     def acquire(self, block: int) -> None:
         """Bind the block's weights, waiting for the disk if they are not there yet."""
+        _refuse_compiled()
         seat = self._seats[block]
         if not self._gate.owned():  # the block was called by itself
             module = seat.block()
@@ -138,10 +148,9 @@ class Streamer:
         """Training is not possible: weights are overwritten before backward could use them."""
         raise UnsupportedOperationError(
             f"autograd is recording: the input of block {self._seats[block].name!r} requires "
-            "grad, but streamed "
-            "weights are gone by the time of backward. For inference, wrap the call in "
-            "torch.no_grad() or "
-            "torch.inference_mode(). Training a streamed model is not possible."
+            "grad, but streamed weights are gone by the time of backward. For inference, wrap "
+            "the call in torch.no_grad() or torch.inference_mode(). Training a streamed model "
+            "is not possible."
         )
 
     @contextlib.contextmanager
@@ -158,10 +167,12 @@ class Streamer:
     # -- passes ----------------------------------------------------------------------------------
 
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        _refuse_compiled()
         if not self._gate.enter(module):
             return
         if self._open or self._held:
             self.recover()
+        discard_ended()  # another thread may have ended a pass that died in this one
         self._open = True
         self.files.check_unchanged()
         self.log.begin(args, kwargs)
@@ -215,7 +226,7 @@ class Streamer:
 
     def _count(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.log.begin(args, kwargs)
-        self.log.passes += 1
+        self.log.count()
 
     # -- evicted weights -------------------------------------------------------------------------
 
@@ -230,14 +241,21 @@ class Streamer:
 
         def refuse(function: str, name: str) -> NoReturn:
             raise UnsupportedModelError(
-                f"{function}() was called on the weight {name!r} while its block was not running, "
-                "so its values are "
-                "on disk. This model uses block weights from outside the block and cannot be "
-                "streamed; load it "
-                "without pipeload."
+                f"{function}() was called on the weight {name!r} while its block was not "
+                "running, so its values are on disk. This model uses block weights from outside "
+                "the block and cannot be streamed; load it without pipeload."
             )
 
         return EvictedWeightWatch(names, lambda key: not bindings[key].bound, refuse)
+
+
+def _refuse_compiled() -> None:
+    if inside_compiled_call():
+        raise UnsupportedOperationError(
+            "torch.compile cannot trace a streamed model, whose weights come and go. Call the "
+            "model itself, or call pipeload.handle(model).remove() before torch.compile if it "
+            "fits in memory."
+        )
 
 
 def _nothing() -> None:

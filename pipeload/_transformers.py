@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import types
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
@@ -239,8 +238,7 @@ def _refuse_quantised(load_config: Any) -> None:
         method = load_config.hf_quantizer.quantization_config.quant_method
         raise UnsupportedModelError(
             f"checkpoints quantised by {str(getattr(method, 'value', method))!r} cannot be "
-            "streamed by this version. "
-            "Use the model's float checkpoint (bf16, fp16 or fp32)."
+            "streamed by this version. Use the model's float checkpoint (bf16, fp16 or fp32)."
         )
 
 
@@ -249,8 +247,7 @@ def _refuse_devices(device_map: Mapping[str, Any] | None) -> None:
     if others:
         raise OptionError(
             f"device_map puts modules on {', '.join(sorted(others))}; pipeload places weights "
-            "itself and streams to "
-            "the CPU. Leave device_map out."
+            "itself and streams to the CPU. Leave device_map out."
         )
 
 
@@ -259,9 +256,9 @@ def _refuse_pickled(files: Sequence[str]) -> None:
         if not file.endswith(".safetensors"):
             raise CheckpointError(
                 f"{Path(file).name!r} is a pickled checkpoint: loading it can run code, and it "
-                "cannot be streamed. "
-                "If you trust it, convert it once: AutoModelForCausalLM.from_pretrained(SOURCE)"
-                ".save_pretrained(TARGET), then load TARGET."
+                "cannot be streamed. If you trust it, convert it once: "
+                "AutoModelForCausalLM.from_pretrained(SOURCE).save_pretrained(TARGET), then "
+                "load TARGET."
             )
 
 
@@ -270,13 +267,13 @@ def pretrained_modules(model: nn.Module) -> list[PreTrainedModel]:
     return [module for module in model.modules() if isinstance(module, PreTrainedModel)]
 
 
-def disable_auto_compile(model: PreTrainedModel) -> Callable[[], None]:
-    """Keep `generate` from compiling: hooks and graphs do not mix. Returns the undo."""
+AUTO_COMPILE = "_valid_auto_compile_criteria"
 
-    def never(_self: PreTrainedModel, *_args: object, **_kwargs: object) -> bool:
+
+def disable_auto_compile(model: PreTrainedModel) -> None:
+    """Keep `generate` from compiling: hooks and graphs do not mix. Set as an attribute."""
+
+    def never(*_args: object, **_kwargs: object) -> bool:
         return False
 
-    name = "_valid_auto_compile_criteria"
-    # Bound to a weak proxy: an attribute that holds its own model would keep a forgotten one alive.
-    object.__setattr__(model, name, types.MethodType(never, weakref.proxy(model)))
-    return lambda: model.__dict__.pop(name, None) and None
+    object.__setattr__(model, AUTO_COMPILE, never)

@@ -105,6 +105,7 @@ def interrupt(run: Callable[[], object], place: Place, time: int) -> bool:
     return False
 
 
+@pytest.mark.slow
 # The first pass may come by other places than later ones; a model that fits lets its threads go.
 @pytest.mark.parametrize(
     ("spare", "first"), [(0, False), (0, True), (700_000, False), (10_000_000, True)]

@@ -6,12 +6,12 @@ supplies the weights; `attach` calls it around every block.
 
 from __future__ import annotations
 
-from pipeload_hooks._attach import Attachment, attach
+from pipeload_hooks._attach import Attachment, attach, inside_compiled_call
 from pipeload_hooks._binding import Binding, placeholder, set_parameter
 from pipeload_hooks._blocks import Block, find_blocks
 from pipeload_hooks._passes import PassGate
 from pipeload_hooks._source import WeightSource
-from pipeload_hooks._watch import EvictedWeightWatch
+from pipeload_hooks._watch import EvictedWeightWatch, discard_ended
 
 __all__ = [
     "Attachment",
@@ -21,7 +21,9 @@ __all__ = [
     "PassGate",
     "WeightSource",
     "attach",
+    "discard_ended",
     "find_blocks",
+    "inside_compiled_call",
     "placeholder",
     "set_parameter",
 ]

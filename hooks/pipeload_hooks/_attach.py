@@ -69,5 +69,13 @@ def _hook(module: nn.Module, index: int, source: WeightSource) -> tuple[Removabl
     )
 
 
+def inside_compiled_call() -> bool:
+    """Whether a caller up the stack is a function that torch.compile made.
+
+    Asked of the C module: importing torch._dynamo for it would take 70 MB.
+    """
+    return torch._C._dynamo.eval_frame.get_eval_frame_callback() is not None
+
+
 def _recording(values: Sequence[object]) -> bool:
     return any(isinstance(value, torch.Tensor) and value.requires_grad for value in values)

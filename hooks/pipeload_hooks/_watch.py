@@ -70,8 +70,28 @@ class EvictedWeightWatch(TorchFunctionMode):
         self.__enter__()  # type: ignore[no-untyped-call]
 
     def discard(self) -> None:
-        """Take it off this thread's stack of modes, if a pass that died left it on top."""
+        """End it, and take it off this thread's stack of modes.
+
+        In another thread, where a pass that died may have left it, it stays behind and does nothing
+        until `discard_ended` is called there.
+        """
         self.active = False
-        depth = torch._C._len_torch_function_stack()
-        if depth and torch._C._get_function_stack_at(depth - 1) is self:
-            self.__exit__(None, None, None)
+        discard_ended()
+
+
+def discard_ended() -> None:
+    """Take all watches that have ended off this thread's stack of modes."""
+    depth = torch._C._len_torch_function_stack()
+    modes = [torch._C._get_function_stack_at(index) for index in range(depth)]
+    ended = [index for index, mode in enumerate(modes) if _has_ended(mode)]
+    if not ended:
+        return
+    for _ in modes[ended[0] :]:
+        torch._C._pop_torch_function_stack()
+    for mode in modes[ended[0] :]:
+        if not _has_ended(mode):
+            torch._C._push_on_torch_function_stack(mode)
+
+
+def _has_ended(mode: object) -> bool:
+    return isinstance(mode, EvictedWeightWatch) and not mode.active

@@ -1,0 +1,111 @@
+"""Weights that stay for good, shown as a mapping of their file, as a plain load shows them.
+
+[Note: mapped or copied] A model that fits is read once. Copying it into memory of our own would
+have the kernel clear every page before the disk overwrites it, which took longer than the reading
+itself on a virtual machine; pages of the page cache are filled without that. So a model that fits
+stays mapped, and all that is done for it is to read ahead. Under a limit that does not hold
+everything the kernel may drop mapped pages at any time, so there residents are copied.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import sys
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+
+from pipeload._arena import DTYPES
+from pipeload._layout import ceil_page, floor_page
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
+
+    from pipeload._arena import Region
+    from pipeload._layout import Layout
+    from pipeload._reader import Work
+
+_MADV_POPULATE_READ = 22  # Linux 5.14; not in Python's mmap module
+
+
+class MappedFiles:
+    """Private mappings of whole checkpoint files. They cost nothing until they are touched."""
+
+    def __init__(self, files: Sequence[Path]) -> None:
+        self._maps: dict[Path, mmap.mmap] = {}
+        self._descriptors: dict[Path, int] = {}
+        for path in files:
+            with path.open("rb") as file:
+                self._maps[path] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+
+    @staticmethod
+    def supported() -> bool:
+        """Whether this system can read a mapping ahead."""
+        return sys.platform.startswith("linux") and hasattr(os, "posix_fadvise")
+
+    def tensor(self, path: Path, start: int, nbytes: int) -> torch.Tensor:
+        """Bytes of a file, shared with its mapping."""
+        with torch.inference_mode(False):
+            view = memoryview(self._maps[path])[start : start + nbytes]
+            return torch.frombuffer(view, dtype=torch.uint8)
+
+    def populate(self, path: Path, first: int, stop: int) -> int:
+        """Bring a range into the page cache and the page tables; returns its bytes.
+
+        Both bounds lie on page borders. Where the kernel cannot do it at once, the pages come when
+        they are touched, as in a plain load.
+        """
+        stop = min(stop, len(self._maps[path]))
+        if stop <= first:
+            return 0
+        address = self.tensor(path, first, 1).data_ptr()
+        # By ctypes: it lets other threads run meanwhile, the mmap module's madvise does not.
+        advise = ctypes.CDLL(None).madvise
+        length = ctypes.c_size_t(stop - first)
+        advise(ctypes.c_void_p(address), length, mmap.MADV_WILLNEED)
+        advise(ctypes.c_void_p(address), length, _MADV_POPULATE_READ)
+        return stop - first
+
+
+class MappedPlacement:
+    """A layout of raw weights whose views are the files themselves."""
+
+    def __init__(self, layout: Layout, files: MappedFiles) -> None:
+        self._layout = layout
+        self._files = files
+        self.nbytes = layout.nbytes
+        self.views = {
+            weight.name: files.tensor(
+                weight.sources[0].file, weight.sources[0].start, weight.nbytes
+            )
+            .view(DTYPES[weight.dtype])
+            .view(weight.shape)
+            for weight, _ in layout.raw
+        }
+
+    def read_jobs(self, chunk_bytes: int) -> list[Work]:
+        """Reads of at most `chunk_bytes`, in file order."""
+        return list(self._jobs(chunk_bytes))
+
+    def convert_jobs(self) -> list[Work]:
+        """Nothing: mapped weights are the file's bytes."""
+        return []
+
+    def _jobs(self, chunk_bytes: int) -> Iterator[Work]:
+        for extent in self._layout.extents:
+            first, stop = floor_page(extent.start), ceil_page(extent.stop)
+            for start in range(first, stop, chunk_bytes):
+                end = min(start + chunk_bytes, stop)
+                yield partial(self._populate, extent.file, start, end)
+
+    def _populate(self, path: Path, start: int, end: int, _scratch: Region | None) -> int:
+        return self._files.populate(path, start, end)
+
+
+def can_map(layout: Layout) -> bool:
+    """Whether every weight of `layout` is in its file as it is."""
+    return not layout.casts and not layout.conversions

@@ -1,0 +1,99 @@
+"""What the README shows can be pasted: every snippet and every command runs."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+README = Path(__file__).resolve().parent.parent / "README.md"
+_FENCED = re.compile(r"^```(\w+)\n(.*?)^```$\n*", re.MULTILINE | re.DOTALL)
+
+
+def blocks() -> list[tuple[str, str, str]]:
+    """Kind and text of each fenced block, and the text of a `text` block right after it."""
+    text = README.read_text(encoding="utf-8")
+    found = list(_FENCED.finditer(text))
+    followers = [*found[1:], None]
+    return [
+        (
+            match[1],
+            match[2],
+            after[2] if after and after[1] == "text" and after.start() == match.end() else "",
+        )
+        for match, after in zip(found, followers, strict=True)
+    ]
+
+
+def commands() -> list[tuple[str, str]]:
+    """Each command of a console block, with the output that stands below it."""
+    found = []
+    for kind, text, _ in blocks():
+        if kind == "console":
+            for part in re.split(r"^\$ ", text, flags=re.MULTILINE)[1:]:
+                command, _, output = part.partition("\n")
+                found.append((command, output))
+    return found
+
+
+SNIPPETS = [(text, output) for kind, text, output in blocks() if kind == "python"]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory, smollm2_bf16: Path) -> Path:
+    """A folder with the demo's model in `smollm2`, and the command to be found."""
+    folder = tmp_path_factory.mktemp("reader")
+    (folder / "smollm2").symlink_to(smollm2_bf16)
+    command = folder / "bin" / "pipeload"
+    command.parent.mkdir()
+    command.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m pipeload "$@"\n')
+    command.chmod(0o755)
+    return folder
+
+
+def run(arguments: list[str], place: Path) -> str:
+    path = f"{place / 'bin'}{os.pathsep}{os.environ['PATH']}"
+    # Importable from there, installed or not.
+    imports = os.pathsep.join([str(README.parent), str(README.parent / "hooks")])
+    done = subprocess.run(
+        arguments,
+        cwd=place,
+        env={**os.environ, "PATH": path, "PYTHONPATH": imports},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_readme_has_snippets_and_commands() -> None:
+    """The tests below would pass if nothing were found."""
+    assert len(SNIPPETS) >= 2
+    assert len(commands()) >= 5
+    assert any(output for _, output in SNIPPETS)
+    assert {kind for kind, _, _ in blocks()} <= {"python", "console", "sh", "text"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("code", "output"), SNIPPETS)
+def test_snippet(code: str, output: str, place: Path) -> None:
+    """It runs, and prints what the block below it says."""
+    printed = run([sys.executable, "-W", "ignore", "-c", code], place)
+    if output:
+        assert printed == output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("command", "output"), commands())
+def test_command(command: str, output: str, place: Path) -> None:
+    """It succeeds, and prints what stands below it."""
+    printed = run(["bash", "-c", command], place)
+    if output:
+        assert printed == output
