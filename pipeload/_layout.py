@@ -21,8 +21,9 @@ if TYPE_CHECKING:
 
 PAGE = 4096
 _ALIGN = 64
-# Neighbours this close are read in one go: a seek costs more than the bytes between them.
-_MAX_GAP_BYTES = 64 << 10
+# Neighbours this close are read in one go. Wider gaps would cost memory that the plan, which weighs
+# weights one by one and grants each a page for its borders, does not count.
+_MAX_GAP_BYTES = PAGE
 
 
 @dataclass(frozen=True, slots=True)

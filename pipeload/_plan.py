@@ -26,9 +26,6 @@ if TYPE_CHECKING:
 _TINY_BYTES = 16 << 10
 _TINY_VECTOR_BYTES = 64 << 10
 _MAX_PIECES = 12
-# The smallest buffers that fit are nearly always best; a few larger ones sometimes fill the limit
-# better.
-_TRIES = 24
 _GOLDEN = (math.sqrt(5) - 1) / 2
 
 
@@ -197,18 +194,9 @@ def choose(units: Sequence[UnitSpec], budget: int, *, slots: int) -> Choice | No
     menus = _menus(pieces)
     if sum(menu.total for menu in menus) <= budget:
         return Choice(tuple(() for _ in units), 0)
-    tries: list[list[int]] = []
-    for slot_bytes in _slot_sizes(menus):
-        picks = [menu.fit(slot_bytes) for menu in menus]
-        spare = budget - _memory(menus, picks, slots)
-        if spare >= 0:
-            _spend(menus, picks, spare)
-            tries.append(picks)
-        if len(tries) == _TRIES:
-            break
-    if not tries:
+    picks = _best_picks(menus, budget, slots)
+    if picks is None:
         return None
-    picks = min(tries, key=lambda picks: _streamed(menus, picks))
     streamed = [
         tuple(
             w
@@ -221,6 +209,25 @@ def choose(units: Sequence[UnitSpec], budget: int, *, slots: int) -> Choice | No
     return Choice(
         tuple(streamed), max(menu.sizes[pick] for menu, pick in zip(menus, picks, strict=True))
     )
+
+
+def _best_picks(menus: Sequence[_Menu], budget: int, slots: int) -> list[int] | None:
+    """The split that streams least: mostly that with the smallest buffers that fit.
+
+    Larger buffers may fill the budget better, but not by more than they take.
+    """
+    best: list[int] | None = None
+    everything = sum(menu.total for menu in menus)
+    for slot_bytes in _slot_sizes(menus):
+        if best is not None and _streamed(menus, best) <= everything + slots * slot_bytes - budget:
+            break
+        picks = [menu.fit(slot_bytes) for menu in menus]
+        spare = budget - _memory(menus, picks, slots)
+        if spare >= 0:
+            _spend(menus, picks, spare)
+            if best is None or _streamed(menus, picks) < _streamed(menus, best):
+                best = picks
+    return best
 
 
 def smallest_budget(units: Sequence[UnitSpec], *, slots: int) -> int:

@@ -108,7 +108,7 @@ class Unit:
     state: UnitState = UnitState.ON_DISK
     slot: int | None = None
     used: bool = False
-    """It has run since it was read, so its slot may be taken."""
+    """It has run since it was read, or is not expected to come next: its slot may be taken."""
     ready: bool = False
     failed: bool = False
     """The last read ahead failed; only an acquire tries again."""
@@ -171,6 +171,7 @@ class _Dispatcher:
             self.counters.hits += 1
         else:
             self.counters.misses += 1
+            self._doubt_read_ahead()
         self._tickets[ticket.unit] = ticket
 
     def released(self, index: int) -> None:
@@ -240,6 +241,15 @@ class _Dispatcher:
                 )
             )
 
+    def _doubt_read_ahead(self) -> None:
+        """After a surprise: what was read ahead counts as used until it is found to come next.
+
+        Safe here only, while the model's thread waits: see [Note: the ready flag].
+        """
+        for occupant in self._occupants:
+            if occupant is not None and self.units[occupant].state is not UnitState.IN_USE:
+                self.units[occupant].used, self.units[occupant].ready = True, False
+
     def _next_needed(self) -> int | None:
         """The first unit after the current one that is not there; used ones before it are kept."""
         index = self._current
@@ -250,6 +260,8 @@ class _Dispatcher:
                 return index
             if unit.state is UnitState.RESIDENT and not unit.ready:
                 unit.used, unit.ready = False, True
+            elif unit.state is UnitState.LOADING:
+                unit.used = False
             if index == self._current:
                 break
         return None
@@ -315,7 +327,7 @@ class _Dispatcher:
             unit.loaded = True
             self._unread -= 1
         if ticket is None:
-            unit.state, unit.ready = UnitState.RESIDENT, True
+            unit.state, unit.ready = UnitState.RESIDENT, not unit.used
         else:
             unit.state = UnitState.IN_USE
             ticket.settle()

@@ -73,6 +73,8 @@ class Streamer:
         self._held: set[int] = set()
         self._open = False
         self._alone: int | None = None
+        self._bindings: dict[int, Binding] = {}
+        """By the `id` of each of their parameters."""
         self._watch: EvictedWeightWatch | None = self._make_watch()
         self._attachment = Attachment()
         self._pass_hooks: list[RemovableHandle] = []
@@ -232,12 +234,17 @@ class Streamer:
 
     def _make_watch(self) -> EvictedWeightWatch:
         names: dict[int, str] = {}
-        bindings: dict[int, Binding] = {}
         for seat in self._seats:
             for binding in (seat.resident, seat.streamed):
                 for name, parameter in binding.parameters.items():
                     names[id(parameter)] = name
-                    bindings[id(parameter)] = binding
+                    self._bindings[id(parameter)] = binding
+        # Weak: a pass that died leaves its watch on its thread's stack of modes.
+        reference = weakref.WeakMethod(self._is_evicted)
+
+        def is_evicted(key: int) -> bool:
+            method = reference()
+            return method is not None and method(key)
 
         def refuse(function: str, name: str) -> NoReturn:
             raise UnsupportedModelError(
@@ -246,7 +253,12 @@ class Streamer:
                 "the block and cannot be streamed; load it without pipeload."
             )
 
-        return EvictedWeightWatch(names, lambda key: not bindings[key].bound, refuse)
+        watch = EvictedWeightWatch(names, is_evicted, refuse)
+        weakref.finalize(self, watch.end).atexit = False
+        return watch
+
+    def _is_evicted(self, key: int) -> bool:
+        return not self._bindings[key].bound
 
 
 def _refuse_compiled() -> None:

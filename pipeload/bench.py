@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
-_READ_SECONDS = 0.7
+_READ_SECONDS = 1.0
 _ALL = 1 << 50
 
 

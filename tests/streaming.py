@@ -34,7 +34,7 @@ IDS = torch.arange(3, 20)[None]
 @contextlib.contextmanager
 def steady_floor() -> Iterator[None]:
     """Plans made inside all start from the same process size."""
-    with mock.patch.object(_build, "rss_bytes", lambda: FLOOR_BYTES):
+    with mock.patch.object(_build, "rss_bytes", return_value=FLOOR_BYTES):
         yield
 
 

@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import threading
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -27,7 +28,6 @@ from tests.streaming import (
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
     from tests.conftest import TinyCheckpoint
 
@@ -84,7 +84,7 @@ def at_layer(model: Any, layer: int, action: Callable[[], object]) -> None:
 def test_a_failing_disk_is_named(
     tiny: TinyCheckpoint, disk: SickDisk, expected: tuple[torch.Tensor, list[int]]
 ) -> None:
-    """The error of a read says block, file, place and cause; then the disk recovers, and so do we."""
+    """The error says block, file, place and cause; then the disk recovers, and so do we."""
     model = load_streamed(tiny("llama"))
     finish_messages(prefetcher_of(model))
     for _ in range(3):
@@ -144,7 +144,7 @@ def test_short_reads_are_continued(
 
 
 def test_a_file_cut_short_during_a_pass(folder: Path) -> None:
-    """The pass ends with an error that names block and file; the next says that the file changed."""
+    """The pass ends with an error that names both; the next says that the file changed."""
     model = load_streamed(folder, io_mode="buffered")
     finish_messages(prefetcher_of(model))
 
@@ -211,7 +211,7 @@ def test_a_folder_deleted(folder: Path, expected: tuple[torch.Tensor, list[int]]
 
 def test_a_file_that_cannot_be_opened(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Opening is a read, too: the error names the file, and no descriptor stays open."""
-    original, before = os.open, os.listdir("/proc/self/fd")
+    original, before = os.open, len(list(Path("/proc/self/fd").iterdir()))
     victim = str(sorted(folder.glob("*.safetensors"))[-1])
 
     def refuse(path: Any, flags: int, *args: Any, **kwargs: Any) -> int:
@@ -223,7 +223,7 @@ def test_a_file_that_cannot_be_opened(folder: Path, monkeypatch: pytest.MonkeyPa
     with pytest.raises(ReadError, match=re.escape(victim)):
         load_streamed(folder)
     monkeypatch.undo()
-    assert len(os.listdir("/proc/self/fd")) == len(before)
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
 def test_a_missing_shard_is_named(folder: Path) -> None:

@@ -126,7 +126,7 @@ def test_moving_to_where_it_is_does_nothing(model: Any) -> None:
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="cuda() has something to move to")
 def test_cuda_without_a_device(model: Any) -> None:
     """The error is torch's own, and nothing has moved."""
-    with pytest.raises((AssertionError, RuntimeError), match="CUDA|NVIDIA|cuda"):
+    with pytest.raises((AssertionError, RuntimeError), match=r"CUDA|NVIDIA|cuda"):
         model.cuda()
 
 
@@ -188,8 +188,8 @@ def test_remove_gives_the_plain_model_back(
 ) -> None:
     """Exact, without a trace, from the start or later, streamed or resident."""
     threads = threading.active_count()
-    with load_streamed(folder, spare=spare).pipeload as handle:
-        model = handle._model()
+    model = load_streamed(folder, spare=spare)
+    with model.pipeload as handle:
         for _ in range(passes):
             logits(model)
     assert handle.removed

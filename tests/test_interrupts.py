@@ -9,7 +9,7 @@ from __future__ import annotations
 import dis
 import sys
 import threading
-from functools import lru_cache
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 _FOLDERS = tuple(str(Path(package.__file__ or "").parent) for package in (pipeload, pipeload_hooks))
 
 
-@lru_cache(maxsize=None)
+@cache
 def checked_offsets(code: CodeType) -> frozenset[int]:
     """Where in `code` a signal's exception can come up."""
     if not code.co_filename.startswith(_FOLDERS) and code.co_filename != threading.__file__:
@@ -65,11 +65,7 @@ class Interrupter:
 
     def _step(self, frame: FrameType, event: str, _value: object) -> Any:
         place = (frame.f_code, frame.f_lasti)
-        if (
-            event == "opcode"
-            and place[1] in checked_offsets(place[0])
-            and self._at(place)
-        ):
+        if event == "opcode" and place[1] in checked_offsets(place[0]) and self._at(place):
             sys.settrace(None)
             raise KeyboardInterrupt(str(place))
         return self._step
@@ -123,7 +119,7 @@ def test_an_interrupt_anywhere(tiny: TinyCheckpoint, spare: int, first: bool) ->
     for place, count in places.items():
         if first:
             model = load_streamed(folder, spare=spare)
-        struck += interrupt(lambda model=model: logits(model), place, (count + 1) // 2)
+        struck += interrupt(partial(logits, model), place, (count + 1) // 2)
         where = f"{place[0].co_qualname} at {place[1]}"
         other = in_thread(logits, model).result(WAIT_SECONDS)
         assert torch.equal(other, expected), where

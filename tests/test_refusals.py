@@ -58,8 +58,8 @@ class HonestModel(PreTrainedModel):
 
     def __init__(self, config: PreTrainedConfig) -> None:
         super().__init__(config)
-        self.blocks = nn.ModuleList(Block() for _ in range(5))
-        self.post_init()
+        self.blocks: Any = nn.ModuleList(Block() for _ in range(5))
+        self.post_init()  # type: ignore[no-untyped-call]
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
@@ -79,8 +79,8 @@ class SideDoorModel(HonestModel):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         last = self.blocks[4]
-        assert isinstance(last, Block)
-        return last.down(torch.relu(last.up(super().forward(hidden))))
+        result: torch.Tensor = last.down(torch.relu(last.up(super().forward(hidden))))
+        return result
 
 
 class EditingModel(HonestModel):
@@ -100,7 +100,9 @@ class AskingModel(HonestModel):
         weight = self.blocks[2].up.weight
         assert weight.requires_grad
         hidden = hidden.to(weight.dtype).to(weight.device)
-        return super().forward(hidden) / weight.shape[0] * weight.size(0) / weight.numel()
+        result: torch.Tensor = super().forward(hidden) / weight.shape[0] * weight.size(0)
+        result /= weight.numel()
+        return result
 
 
 def saved(kind: type[HonestModel], folder: Path) -> Path:
@@ -141,17 +143,12 @@ def test_a_model_that_does_not(kind: type[HonestModel], tmp_path: Path) -> None:
 
 
 def test_rwkv(tmp_path: Path) -> None:
-    """The library's own model that edits its blocks' weights is refused, or right."""
+    """The library's own model that edits its blocks' weights from outside."""
     options = {"hidden_size": 96, "num_hidden_layers": 6, "vocab_size": 128, "rescale_every": 2}
     config = transformers.AutoConfig.for_model("rwkv", **options)
-    save_random(config, tmp_path, "fp32", seed=1)
-    ids = torch.arange(3, 9)[None]
-    expected = logits(load_plain(tmp_path), ids)
-    model = load_streamed(tmp_path)
-    try:
-        assert torch.equal(logits(model, ids), expected)
-    except UnsupportedModelError as error:
-        assert "rwkv.blocks" in str(error)  # noqa: PT017
+    model = load_streamed(save_random(config, tmp_path, "fp32", seed=1))
+    with pytest.raises(UnsupportedModelError, match=r"div_\(\) was called on .*'rwkv\.blocks"):
+        logits(model)
 
 
 def test_a_model_without_blocks(tmp_path: Path) -> None:
@@ -163,7 +160,7 @@ def test_a_model_without_blocks(tmp_path: Path) -> None:
         def __init__(self, config: PreTrainedConfig) -> None:
             super().__init__(config)
             self.map = nn.Linear(96, 96)
-            self.post_init()
+            self.post_init()  # type: ignore[no-untyped-call]
 
     model = Flat(PreTrainedConfig())
     model.save_pretrained(tmp_path)
@@ -238,7 +235,7 @@ def test_a_missing_folder_is_the_librarys_error(tmp_path: Path) -> None:
         pipeload.from_pretrained(tmp_path / "nowhere")
 
 
-# -- limits ------------------------------------------------------------------------------------------
+# -- limits ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("options", [{}, {"dtype": torch.float32}, {"tokens": 64, "batch": 3}])
@@ -263,7 +260,7 @@ def test_every_option_of_the_hint_counts(folder: Path) -> None:
     """More tokens or sequences need a larger limit."""
     with steady_floor():
         base = smallest_limit(folder)
-        assert FLOOR_BYTES < base
+        assert base > FLOOR_BYTES
         assert smallest_limit(folder, tokens=2000) > base
         assert smallest_limit(folder, batch=8) > base
 

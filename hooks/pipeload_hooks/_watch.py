@@ -70,13 +70,17 @@ class EvictedWeightWatch(TorchFunctionMode):
         self.__enter__()  # type: ignore[no-untyped-call]
 
     def discard(self) -> None:
-        """End it, and take it off this thread's stack of modes.
+        """End it, and take it off this thread's stack of modes."""
+        self.end()
+        discard_ended()
+
+    def end(self) -> None:
+        """Let everything pass from now on.
 
         In another thread, where a pass that died may have left it, it stays behind and does nothing
         until `discard_ended` is called there.
         """
         self.active = False
-        discard_ended()
 
 
 def discard_ended() -> None:

@@ -75,16 +75,14 @@ def convert(
 
 
 class Rig:
-    """A prefetcher over fake files. `kinds`, one letter a unit: Streamed, Resident, Both, Converted."""
+    """A prefetcher over fake files. `kinds`: Streamed, Resident, Both or Converted, each unit."""
 
     def __init__(self, kinds: str, *, slots: int = 2, readers: int = 2) -> None:
         self.kinds = kinds
         self.files = FakeFiles()
         files = cast("FileSet", self.files)
         slot_bytes = 2 * UNIT_BYTES
-        arena = Arena(
-            (len(kinds) + 2 * slots) * UNIT_BYTES, device=torch.device("cpu"), huge=False
-        )
+        arena = Arena((len(kinds) + 2 * slots) * UNIT_BYTES, device=torch.device("cpu"), huge=False)
         units = []
         for index, kind in enumerate(kinds):
             kept = [weight(index, RESIDENT)] if kind in "RB" else []

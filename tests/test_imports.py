@@ -1,0 +1,165 @@
+"""Imports go down only: the picture in the design, held by the syntax trees."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+FILES = sorted([*(ROOT / "pipeload").glob("*.py"), *(ROOT / "hooks").glob("*/*.py")])
+
+# A module may import those on lower floors, at run time. A new module needs a floor.
+FLOORS = (
+    {"errors", "_stats", "_layout", "_memory", "_passlog", "_reserve", "_demo_tokenizer"},
+    {"_bench_reader", "_sizes", "_checkpoint_json", "_arena", "_reader", "_guards"},
+    {"_checkpoint_folder", "_plan", "_placement", "_mapped", "_restore", "_demo_model"},
+    {"_checkpoint", "_prefetcher", "_streamer", "_build", "_handle"},
+    {"_transformers"},
+    {"_assembly"},
+    {"_api"},
+    {"__init__"},
+    {"_bench_worker", "_cli_output", "_cli_report", "bench"},
+    {"_cli_run"},
+    {"_cli_plan"},
+    {"cli"},
+    {"__main__"},
+)
+FLOOR = {name: number for number, names in enumerate(FLOORS) for name in names}
+
+# Pure: sizes, byte ranges and records. They can be used, and tested, without torch.
+WITHOUT_TORCH = {
+    "errors",
+    "_checkpoint",
+    "_checkpoint_folder",
+    "_checkpoint_json",
+    "_layout",
+    "_memory",
+    "_plan",
+    "_sizes",
+    "_stats",
+}
+THE_LIBRARYS_FILES = {
+    "_api",
+    "_transformers",
+    # On top of everything, where a user's script would be:
+    "_bench_worker",
+    "_cli_output",
+    "_cli_run",
+}
+FILES_ON_THE_HOOKS = {"_assembly", "_build", "_streamer"}
+
+
+class Imports(NamedTuple):
+    """What one module imports, wherever in it; not what it names for type checkers alone."""
+
+    module: str
+    hooks: bool
+    ours: set[str]
+    others: set[str]
+
+
+def imports_of(file: Path) -> Imports:
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    found: set[str] = set()
+    for node in walk_without_typing(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{file.name}: imports are absolute"
+            source = node.module or ""
+            found |= {f"{source}.{alias.name}" for alias in node.names}
+    ours = {own_module(name) for name in found if name.split(".")[0] == "pipeload"}
+    others = {name.split(".")[0] for name in found} - {"pipeload"}
+    return Imports(file.stem, file.parent.name == "pipeload_hooks", ours, others)
+
+
+def walk_without_typing(node: ast.AST) -> list[ast.AST]:
+    if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+        return [inner for child in node.orelse for inner in walk_without_typing(child)]
+    children = [
+        inner for child in ast.iter_child_nodes(node) for inner in walk_without_typing(child)
+    ]
+    return [node, *children]
+
+
+def own_module(name: str) -> str:
+    """The file that `pipeload.a.b` or `pipeload.name` comes from."""
+    part = name.split(".")[1] if "." in name else "__init__"
+    return part if (ROOT / "pipeload" / f"{part}.py").exists() else "__init__"
+
+
+ALL = [imports_of(file) for file in FILES]
+PRODUCT = [imports for imports in ALL if not imports.hooks]
+
+
+def test_every_module_has_a_floor() -> None:
+    """The list above is complete, and names nothing that is gone."""
+    assert {imports.module for imports in PRODUCT} == set(FLOOR)
+
+
+@pytest.mark.parametrize("imports", PRODUCT, ids=lambda imports: imports.module)
+def test_imports_go_down(imports: Imports) -> None:
+    """No module imports one of its own floor or a higher one."""
+    up = {name for name in imports.ours if FLOOR[name] >= FLOOR[imports.module]}
+    assert up == set()
+
+
+@pytest.mark.parametrize("imports", [i for i in ALL if i.hooks], ids=lambda imports: imports.module)
+def test_the_hooks_know_torch_alone(imports: Imports) -> None:
+    """The lower package could be taken out and used by itself."""
+    assert imports.ours == set()
+    allowed = {"torch", "pipeload_hooks", *sys.stdlib_module_names}
+    assert imports.others - allowed == set()
+
+
+def users_of(package: str) -> set[str]:
+    return {imports.module for imports in PRODUCT if package in imports.others}
+
+
+def test_who_imports_what() -> None:
+    """The library is touched in few files, the hooks in fewer, torch not in the pure ones."""
+    assert users_of("transformers") <= THE_LIBRARYS_FILES
+    assert users_of("pipeload_hooks") == FILES_ON_THE_HOOKS
+    assert users_of("torch") & WITHOUT_TORCH == set()
+    assert users_of("psutil") == {"_memory"}
+
+
+def fresh(code: str) -> str:
+    """What a new interpreter prints."""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env={"PYTHONPATH": f"{ROOT}:{ROOT / 'hooks'}"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return done.stdout.strip()
+
+
+HEAVY = "print(*sorted({'torch', 'transformers', 'psutil', 'numpy'} & set(sys.modules)))"
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import pipeload",
+        "import pipeload; pipeload.MemoryLimitError, pipeload.__version__, dir(pipeload)",
+        "import pipeload; pipeload.Plan, pipeload.Stats",
+        *(f"import pipeload.{name}" for name in sorted(WITHOUT_TORCH - {"_memory"})),
+    ],
+)
+def test_light_imports(code: str) -> None:
+    """The package, its errors and everything pure load none of the heavy libraries."""
+    assert fresh(f"import sys; {code}; {HEAVY}") == ""
+
+
+def test_the_rest_is_loaded_when_asked_for() -> None:
+    """The first use of from_pretrained imports what it needs."""
+    code = "import sys, pipeload; pipeload.from_pretrained; print('transformers' in sys.modules)"
+    assert fresh(code) == "True"
