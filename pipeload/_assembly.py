@@ -15,10 +15,11 @@ from pipeload._handle import Handle
 from pipeload._layout import Layout, Weight, lay_out
 from pipeload._mapped import MappedFiles, MappedPlacement
 from pipeload._placement import SCRATCH_BYTES, Placement
-from pipeload._prefetcher import Prefetcher, Unit
+from pipeload._prefetcher import Prefetcher
 from pipeload._reader import FileSet, run_jobs
 from pipeload._restore import Restorer
 from pipeload._streamer import Streamer
+from pipeload._unit import Unit
 from pipeload_hooks import placeholder, set_parameter
 
 if TYPE_CHECKING:

@@ -10,9 +10,10 @@ from pipeload._layout import Weight, ceil_page, lay_out
 from pipeload._mapped import MappedFiles, can_map
 from pipeload._memory import free_page_cache_bytes, rss_bytes
 from pipeload._placement import SCRATCH_BYTES
-from pipeload._plan import Plan, UnitSpec, choose, is_tiny, smallest_budget, split
+from pipeload._plan import Plan
 from pipeload._reader import resolve_io_mode
 from pipeload._reserve import limit_for, page_table_bytes
+from pipeload._residency import UnitSpec, choose, is_tiny, smallest_budget, split
 from pipeload._sizes import format_size
 from pipeload.errors import MemoryLimitError, UnsupportedModelError
 from pipeload_hooks import Block, find_blocks

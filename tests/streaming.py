@@ -12,8 +12,8 @@ import torch
 
 import pipeload
 from pipeload import _build
-from pipeload._prefetcher import UnitState
 from pipeload._reader import FileSet
+from pipeload._unit import UnitState
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

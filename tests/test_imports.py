@@ -17,8 +17,9 @@ FILES = sorted([*(ROOT / "pipeload").glob("*.py"), *(ROOT / "hooks").glob("*/*.p
 FLOORS = (
     {"errors", "_stats", "_layout", "_memory", "_passlog", "_reserve", "_demo_tokenizer"},
     {"_bench_reader", "_sizes", "_checkpoint_json", "_arena", "_reader", "_guards"},
-    {"_checkpoint_folder", "_plan", "_placement", "_mapped", "_restore", "_demo_model"},
-    {"_checkpoint", "_prefetcher", "_streamer", "_build", "_handle"},
+    {"_checkpoint_folder", "_plan", "_placement", "_mapped", "_restore", "_demo_model", "_unit"},
+    {"_checkpoint", "_dispatcher", "_residency", "_handle"},
+    {"_prefetcher", "_streamer", "_build"},
     {"_transformers"},
     {"_assembly"},
     {"_api"},
@@ -40,6 +41,7 @@ WITHOUT_TORCH = {
     "_layout",
     "_memory",
     "_plan",
+    "_residency",
     "_sizes",
     "_stats",
 }

@@ -17,7 +17,7 @@ import torch
 from torch.overrides import _get_current_function_mode_stack
 
 from pipeload import UnsupportedOperationError
-from pipeload._prefetcher import _Dispatcher
+from pipeload._dispatcher import Dispatcher
 from pipeload_hooks import discard_ended
 from tests.models import load_plain
 from tests.streaming import (
@@ -174,7 +174,7 @@ def test_a_block_costs_two_hooks_and_two_messages(
         return counted
 
     for name in ("entered", "wanted", "released", "reset"):
-        monkeypatch.setattr(_Dispatcher, name, count(name, getattr(_Dispatcher, name)))
+        monkeypatch.setattr(Dispatcher, name, count(name, getattr(Dispatcher, name)))
     for owner, name in ((os, "open"), (gc, "collect"), (os, "fstat")):
         monkeypatch.setattr(owner, name, count(name, getattr(owner, name)))
     for _ in range(3):

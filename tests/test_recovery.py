@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from pipeload import UnsupportedOperationError
-from pipeload._prefetcher import _Ticket
+from pipeload._unit import Ticket
 from tests.models import load_plain
 from tests.streaming import (
     IDS,
@@ -254,9 +254,9 @@ def test_an_interrupt_while_waiting_for_the_disk(
 
 
 def interrupt_while_waiting(model: Any, main: int, patch: pytest.MonkeyPatch) -> None:
-    gate, waiting, original = ReadGate(patch), threading.Event(), _Ticket.wait
+    gate, waiting, original = ReadGate(patch), threading.Event(), Ticket.wait
 
-    def wait(ticket: _Ticket, alive: Any) -> None:
+    def wait(ticket: Ticket, alive: Any) -> None:
         waiting.set()
         original(ticket, alive)
 
@@ -265,7 +265,7 @@ def interrupt_while_waiting(model: Any, main: int, patch: pytest.MonkeyPatch) ->
         assert waiting.wait(WAIT_SECONDS)
         signal.pthread_kill(main, signal.SIGINT)
 
-    patch.setattr(_Ticket, "wait", wait)
+    patch.setattr(Ticket, "wait", wait)
     sent = in_thread(interrupt)
     with pytest.raises(KeyboardInterrupt):
         logits(model)

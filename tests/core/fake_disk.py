@@ -13,7 +13,8 @@ from pipeload._checkpoint import TensorEntry
 from pipeload._layout import Conversion, Weight, lay_out
 from pipeload._placement import Placement
 from pipeload._plan import UnitPlan
-from pipeload._prefetcher import Prefetcher, Unit
+from pipeload._prefetcher import Prefetcher
+from pipeload._unit import Unit
 from pipeload.errors import ReadError
 from tests.streaming import WAIT_SECONDS, finish_messages
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 
 from pipeload._layout import PAGE, Layout, Weight, ceil_page, floor_page, lay_out
-from pipeload._plan import _hold_bytes
+from pipeload._residency import _hold_bytes
 from tests.core.weights import FILES, Writer, weight_lists
 
 if TYPE_CHECKING:

@@ -14,9 +14,9 @@ from pipeload import MemoryLimitError
 from pipeload import _build as build
 from pipeload._build import Options, Parts, make_plan
 from pipeload._layout import PAGE, Weight
-from pipeload._plan import (
+from pipeload._reserve import page_table_bytes
+from pipeload._residency import (
     Choice,
-    Plan,
     UnitSpec,
     _hold_bytes,
     choose,
@@ -24,11 +24,12 @@ from pipeload._plan import (
     smallest_budget,
     split,
 )
-from pipeload._reserve import page_table_bytes
 from tests.core.weights import Writer, unit_lists, weight_lists
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from pipeload._plan import Plan
 
 SLOTS = 2
 FLOOR = 300_000_000

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pipeload import ReadError, UnsupportedModelError, UnsupportedOperationError
-from pipeload._prefetcher import UnitState
+from pipeload._unit import UnitState
 from tests.core.fake_disk import Rig
 from tests.streaming import WAIT_SECONDS, in_thread
 
@@ -225,7 +225,7 @@ def test_a_forgotten_prefetcher_ends_its_threads() -> None:
 
 def test_a_dead_dispatcher_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A bug in the one thread that everything depends on is an error, not a hang."""
-    monkeypatch.setattr("pipeload._prefetcher._LIVENESS_SECONDS", 0.01)
+    monkeypatch.setattr("pipeload._unit._LIVENESS_SECONDS", 0.01)
     monkeypatch.setattr(threading, "excepthook", lambda *_args: None)
     rig = Rig("SSSS")
     rig.rest()

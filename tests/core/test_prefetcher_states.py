@@ -17,7 +17,7 @@ from hypothesis.stateful import (
 )
 
 from pipeload import ReadError, UnsupportedModelError
-from pipeload._prefetcher import UnitState, _Ticket
+from pipeload._unit import Ticket, UnitState
 from tests.core.fake_disk import Rig
 from tests.streaming import WAIT_SECONDS, finish_messages, in_thread
 
@@ -83,7 +83,7 @@ class PrefetcherMachine(RuleBasedStateMachine):
     def die_while_waiting(self, index: int) -> None:
         """Ctrl-C in an acquire: nobody waits for the ticket any more; the next pass resets."""
         dispatcher = self.alive.dispatcher
-        ticket = _Ticket(index)
+        ticket = Ticket(index)
         dispatcher.inbox.put(lambda: dispatcher.wanted(ticket))
         self.reset()
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from pipeload._checkpoint import TensorEntry
 from pipeload._layout import Weight
-from pipeload._plan import UnitSpec
+from pipeload._residency import UnitSpec
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -1,0 +1,310 @@
+"""Decides what is read when: the one writer of all units' states.
+
+[Note: one writer] All state belongs to one dispatcher thread, which handles messages one by one;
+readers and the model's thread only send them. A KeyboardInterrupt strikes the main thread between
+any two instructions, so a lock it holds, or a state it has half written, could be left behind for
+ever. Sending to a SimpleQueue and waiting on a fresh lock that nobody else needs cannot.
+
+[Note: the ready flag] A block that was read ahead is marked `ready`; the model's thread may then
+bind it without asking. That is safe because nothing but that thread's own requests ever revokes
+the mark, and it clears the mark itself before it says that the block is released.
+"""
+
+from __future__ import annotations
+
+import queue
+import time
+from functools import partial
+from typing import TYPE_CHECKING
+
+from pipeload._placement import Convert, Place, Placement
+from pipeload._reader import FileSet, Outcome, ReaderPool, Work
+from pipeload._stats import Counters
+from pipeload._unit import Load, Ticket, Unit, UnitState
+from pipeload.errors import (
+    PipeloadError,
+    ReadError,
+    UnsupportedModelError,
+    UnsupportedOperationError,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from pipeload._arena import Region
+
+# Units being read at once: the second keeps the readers busy while the first one's last chunk ends.
+_MAX_LOADING = 2
+_MIN_CHUNK_BYTES = 1 << 20
+
+
+class Dispatcher:
+    """The one writer. It holds no reference to the model, so a forgotten model can go."""
+
+    def __init__(
+        self,
+        units: list[Unit],
+        *,
+        slots: Sequence[Region],
+        files: FileSet,
+        convert: Convert,
+        scratch: Sequence[Region | None],
+        chunk_bytes: int,
+    ) -> None:
+        self.inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self.counters = Counters()
+        self.units = units
+        self._regions = slots
+        self._occupants: list[int | None] = [None] * len(slots)
+        self._files, self._convert = files, convert
+        self._pool = ReaderPool(self._report, scratch)
+        self._readers = len(scratch)
+        self._chunk_bytes = chunk_bytes
+        self._successor = [(index + 1) % len(units) for index in range(len(units))]
+        self._current = len(units) - 1
+        self._loading = 0
+        self._reading_since = 0.0
+        self._jobs = 0
+        self._tickets: dict[int, Ticket] = {}
+        self._unread = sum(not unit.loaded for unit in units)
+
+    # -- messages; each runs in the dispatcher's thread --
+
+    def entered(self, index: int) -> None:
+        """The model's thread took a ready unit."""
+        self.counters.hits += 1
+        self._arrive(index)
+        self.units[index].state = UnitState.IN_USE
+
+    def wanted(self, ticket: Ticket) -> None:
+        """The model's thread waits for a unit that was not ready."""
+        unit = self.units[ticket.unit]
+        self._arrive(ticket.unit)
+        unit.failed = False
+        if unit.state in (UnitState.RESIDENT, UnitState.IN_USE):
+            unit.state, unit.ready = UnitState.IN_USE, False
+            self.counters.hits += 1
+            ticket.settle()
+            return
+        if unit.state is UnitState.LOADING:
+            self.counters.hits += 1
+        else:
+            self.counters.misses += 1
+            self._doubt_read_ahead()
+        self._tickets[ticket.unit] = ticket
+
+    def released(self, index: int) -> None:
+        """The block has run."""
+        unit = self.units[index]
+        if unit.state is UnitState.IN_USE:
+            unit.state, unit.used = UnitState.RESIDENT, True
+            unit.ready = not unit.streams
+
+    def reset(self, ticket: Ticket) -> None:
+        """A pass died: whatever it used or waited for is given back."""
+        self._tickets.clear()
+        for unit in self.units:
+            if unit.state in (UnitState.IN_USE, UnitState.RESIDENT):
+                unit.state, unit.used = UnitState.RESIDENT, True
+                unit.ready = not unit.streams
+        ticket.settle()
+
+    def _finished(self, outcome: Outcome) -> None:
+        load = outcome.tag
+        assert isinstance(load, Load)  # noqa: S101 - only `_start` submits
+        self._account(outcome)
+        load.pending -= 1
+        load.error = load.error or outcome.error
+        if load.pending:
+            return
+        if load.error is None and not load.converting:
+            load.converting = True
+            if jobs := [job for placement in load.placements for job in placement.convert_jobs()]:
+                self._submit(load, jobs)
+                return
+        self._settle(load)
+
+    # -- decisions -------------------------------------------------------------------------------
+
+    def schedule(self) -> None:
+        """Start what should be read now: units somebody waits for, then the ones that come next."""
+        for index in [*self._tickets]:
+            if self.units[index].state is UnitState.ON_DISK:
+                self._serve(index)
+        while self._loading < _MAX_LOADING and (self._unread or self._free_slot() is not None):
+            wanted = self._next_needed()
+            # Asked again: what is needed sooner has just been kept, perhaps in that very slot.
+            slot = self._free_slot()
+            if wanted is None or (slot is None and self.units[wanted].streams):
+                return
+            self._start(wanted, slot)
+
+    def _serve(self, index: int) -> None:
+        """Start a unit that is waited for.
+
+        This may evict what was read ahead, prefetching may not: a slot read ahead is given back
+        only after its own block ran, which may be after the one that is waited for here.
+        """
+        unit = self.units[index]
+        slot = self._free_slot() if unit.streams else None
+        if unit.streams and slot is None:
+            slot = self._evictable_slot()
+        if slot is not None or not unit.streams:
+            self._start(index, slot)
+        elif all(self.units[i].state is UnitState.IN_USE for i in self._occupants if i is not None):
+            self._tickets.pop(index).settle(
+                UnsupportedModelError(
+                    f"block {unit.plan.name!r} runs inside {len(self._occupants)} other streamed "
+                    "blocks, which hold every buffer. Raise memory_limit until the model fits, "
+                    "or load it without pipeload."
+                )
+            )
+
+    def _doubt_read_ahead(self) -> None:
+        """After a surprise: what was read ahead counts as used until it is found to come next.
+
+        Safe here only, while the model's thread waits: see [Note: the ready flag].
+        """
+        for occupant in self._occupants:
+            if occupant is not None and self.units[occupant].state is not UnitState.IN_USE:
+                self.units[occupant].used, self.units[occupant].ready = True, False
+
+    def _next_needed(self) -> int | None:
+        """The first unit after the current one that is not there; used ones before it are kept."""
+        index = self._current
+        for _ in self.units:
+            index = self._successor[index]
+            unit = self.units[index]
+            if unit.state is UnitState.ON_DISK and not unit.failed:
+                return index
+            if unit.state is UnitState.RESIDENT and not unit.ready:
+                unit.used, unit.ready = False, True
+            elif unit.state is UnitState.LOADING:
+                unit.used = False
+            if index == self._current:
+                break
+        return None
+
+    def _free_slot(self) -> int | None:
+        for slot, occupant in enumerate(self._occupants):
+            if occupant is None or (
+                self.units[occupant].state is UnitState.RESIDENT and self.units[occupant].used
+            ):
+                return slot
+        return None
+
+    def _evictable_slot(self) -> int | None:
+        for slot, occupant in enumerate(self._occupants):
+            if occupant is None or self.units[occupant].state is UnitState.RESIDENT:
+                return slot
+        return None
+
+    def _start(self, index: int, slot: int | None) -> None:
+        unit = self.units[index]
+        unit.state, unit.ready, unit.used = UnitState.LOADING, False, False
+        placements: list[Place] = []
+        if unit.resident is not None and not unit.loaded:
+            placements.append(unit.resident)
+        if unit.streams and slot is not None:
+            placements.append(self._place(unit, index, slot))
+        load = Load(index, placements)
+        self._loading += 1
+        jobs = [
+            job for placement in placements for job in placement.read_jobs(self._chunk(placement))
+        ]
+        self._submit(load, jobs or [lambda _scratch: 0])
+
+    def _place(self, unit: Unit, index: int, slot: int) -> Placement:
+        previous = self._occupants[slot]
+        if previous is not None and previous != index:
+            evicted = self.units[previous]
+            evicted.state, evicted.slot, evicted.ready = UnitState.ON_DISK, None, False
+        self._occupants[slot], unit.slot = index, slot
+        if slot not in unit.slots:
+            unit.slots[slot] = Placement(
+                unit.plan.streamed, self._regions[slot], self._files, self._convert
+            )
+        return unit.slots[slot]
+
+    def _chunk(self, placement: Place) -> int:
+        """Small enough that every reader has a part, large enough to be worth a call."""
+        share = placement.nbytes // self._readers
+        share += -share % _MIN_CHUNK_BYTES
+        return max(_MIN_CHUNK_BYTES, min(self._chunk_bytes, share))
+
+    def _settle(self, load: Load) -> None:
+        unit = self.units[load.unit]
+        self._loading -= 1
+        ticket = self._tickets.pop(load.unit, None)
+        if load.error is not None:
+            self._give_slot_back(unit)
+            unit.state, unit.failed = UnitState.ON_DISK, True
+            if ticket is not None:
+                ticket.settle(_name_block(load.error, unit.plan.name))
+            return
+        if not unit.loaded:
+            unit.loaded = True
+            self._unread -= 1
+        if ticket is None:
+            unit.state, unit.ready = UnitState.RESIDENT, not unit.used
+        else:
+            unit.state = UnitState.IN_USE
+            ticket.settle()
+
+    def _give_slot_back(self, unit: Unit) -> None:
+        if unit.slot is not None:
+            self._occupants[unit.slot] = None
+            unit.slot = None
+
+    def _arrive(self, index: int) -> None:
+        # What followed last time is expected to follow again: early exit, repeated blocks, skipped
+        # towers.
+        self._successor[self._current] = index
+        self._current = index
+
+    # -- reads -----------------------------------------------------------------------------------
+
+    def _submit(self, load: Load, jobs: Sequence[Work]) -> None:
+        if not self._jobs:
+            self._reading_since = time.perf_counter()
+        self._jobs += len(jobs)
+        load.pending = len(jobs)
+        for job in jobs:
+            self._pool.submit(load, job)
+
+    def _report(self, outcome: Outcome) -> None:
+        self.inbox.put(partial(self._finished, outcome))
+
+    def _account(self, outcome: Outcome) -> None:
+        self._jobs -= 1
+        self.counters.reads += outcome.nbytes > 0
+        self.counters.bytes_read += outcome.nbytes
+        if outcome.finished > self._reading_since:  # readers may report out of order
+            self.counters.read_seconds += outcome.finished - self._reading_since
+            self._reading_since = outcome.finished
+
+    def close(self) -> None:
+        """End the readers; tell whoever waits."""
+        self._pool.close()
+        for ticket in self._tickets.values():
+            ticket.settle(
+                UnsupportedOperationError("streaming was removed while a pass waited for weights")
+            )
+        self._pool.join(5.0)
+
+
+def dispatch(dispatcher: Dispatcher) -> None:
+    """Handle messages until a None comes."""
+    while (message := dispatcher.inbox.get()) is not None:
+        message()
+        del message
+        dispatcher.schedule()
+    dispatcher.close()
+
+
+def _name_block(error: BaseException, block: str) -> BaseException:
+    if isinstance(error, PipeloadError):
+        return type(error)(f"block {block!r}: {error}") if type(error) is ReadError else error
+    return ReadError(
+        f"block {block!r}: its weights could not be made: {type(error).__name__}: {error}"
+    )

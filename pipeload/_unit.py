@@ -1,0 +1,100 @@
+"""One block on its way between disk and memory, and who waits for it.
+
+States of a unit:
+
+            prefetch/acquire        read ok              acquire
+  ON_DISK ------------------> LOADING -----> RESIDENT <----------> IN_USE
+     ^                          |               |       release
+     |        read failed       |    evict      |
+     `--------------------------+---------------'
+"""
+
+from __future__ import annotations
+
+import enum
+import threading
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from pipeload.errors import UnsupportedOperationError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pipeload._placement import Place, Placement
+    from pipeload._plan import UnitPlan
+
+_LIVENESS_SECONDS = 1.0
+
+
+class UnitState(enum.Enum):
+    """Where the bytes of a unit are."""
+
+    ON_DISK = enum.auto()  # nothing held but its resident part
+    LOADING = enum.auto()  # a slot is taken and reads are in flight
+    RESIDENT = enum.auto()  # all bytes there; evictable if it has been used
+    IN_USE = enum.auto()  # bound to the module; never evicted
+
+
+@dataclass(slots=True)
+class Unit:
+    """One block. Only the dispatcher writes it; the model's thread reads `ready` and `slot`."""
+
+    plan: UnitPlan
+    resident: Place | None
+    """Where the part that is never evicted lies, None when there is none."""
+    loaded: bool
+    """Whether that part has been read."""
+    slots: dict[int, Placement] = field(default_factory=dict)
+    state: UnitState = UnitState.ON_DISK
+    slot: int | None = None
+    used: bool = False
+    """It has run since it was read, or is not expected to come next: its slot may be taken."""
+    ready: bool = False
+    failed: bool = False
+    """The last read ahead failed; only an acquire tries again."""
+
+    @property
+    def streams(self) -> bool:
+        """Whether it needs a slot."""
+        return self.plan.streamed.nbytes > 0
+
+
+class Ticket:
+    """One wait of the model's thread for one unit."""
+
+    def __init__(self, unit: int) -> None:
+        self.unit = unit
+        self.error: BaseException | None = None
+        self._done = threading.Lock()
+        self._done.acquire()
+
+    def settle(self, error: BaseException | None = None) -> None:
+        """Let the waiting thread go on, or raise `error` there."""
+        self.error = error
+        self._done.release()
+
+    def wait(self, alive: Callable[[], bool]) -> None:
+        """Return once it is settled, or raise what it was settled with.
+
+        Raises:
+            UnsupportedOperationError: `alive` says that nobody is there any more to settle it.
+        """
+        while not self._done.acquire(timeout=_LIVENESS_SECONDS):
+            if not alive():
+                raise UnsupportedOperationError(
+                    "the thread that dispatches reads has ended. Load the model again."
+                )
+        if self.error is not None:
+            raise self.error
+
+
+@dataclass(slots=True)
+class Load:
+    """The reads of one unit that are in flight."""
+
+    unit: int
+    placements: list[Place]
+    pending: int = 0
+    converting: bool = False
+    error: BaseException | None = None
