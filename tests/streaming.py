@@ -72,6 +72,11 @@ def prefetcher_of(model: nn.Module) -> Prefetcher:
     return pipeload.handle(model)._streamer.prefetcher
 
 
+def our_threads() -> set[threading.Thread]:
+    """Those of pipeload alone: the library's loading threads end when they like."""
+    return {thread for thread in threading.enumerate() if thread.name.startswith("pipeload-")}
+
+
 def finish_messages(prefetcher: Prefetcher) -> None:
     """Return once the dispatcher has handled everything that was sent so far."""
     if not prefetcher._closer.alive:

@@ -120,7 +120,7 @@ def test_an_interrupt_anywhere(tiny: TinyCheckpoint, spare: int, first: bool) ->
         if first:
             model = load_streamed(folder, spare=spare)
         struck += interrupt(partial(logits, model), place, (count + 1) // 2)
-        where = f"{place[0].co_qualname} at {place[1]}"
+        where = f"{place[0].co_name} at {place[1]}"
         other = in_thread(logits, model).result(WAIT_SECONDS)
         assert torch.equal(other, expected), where
         assert torch.equal(logits(model), expected), where

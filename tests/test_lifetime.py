@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,10 +26,12 @@ from tests.streaming import (
     generated,
     load_streamed,
     logits,
+    our_threads,
     prefetcher_of,
 )
 
 if TYPE_CHECKING:
+    import threading
     from collections.abc import Callable
 
     from tests.conftest import TinyCheckpoint
@@ -103,13 +104,15 @@ def test_a_forgotten_model_leaves_nothing(folder: Path, use: str, spare: int) ->
 
 @pytest.mark.parametrize("spare", SPARES)
 def test_thirty_loads_and_removes(folder: Path, spare: int) -> None:
-    """Threads and descriptors are as many after thirty as after one."""
-    counts = set()
+    """No thread is left, and descriptors are as many after thirty as after one."""
+    gc.collect()
+    before, counts = our_threads(), set()
     for _ in range(30):
         model = load_streamed(folder, spare=spare)
         with model.pipeload:
             logits(model)
-        counts.add((threading.active_count(), descriptors()))
+        assert our_threads() <= before
+        counts.add(descriptors())
     assert len(counts) == 1
 
 
@@ -136,14 +139,14 @@ def test_nothing_is_written_to_disk(
 def test_a_model_that_fits_is_left_alone(folder: Path) -> None:
     """After its first pass no block carries a hook, the model carries one, and no thread runs."""
     plain = load_plain(folder)
-    before = threading.active_count()
+    before = our_threads()  # those of an earlier test may still end
     model = load_streamed(folder, spare=10_000_000)
     assert hooks_of(model.model.layers) > 0
     for number in range(1, 4):
         assert torch.equal(logits(model), logits(plain))
         assert hooks_of(model.model) == 0
         assert (len(model._forward_pre_hooks), len(model._forward_hooks)) == (1, 0)
-        assert threading.active_count() == before
+        assert our_threads() <= before
         assert model.pipeload.stats().passes == number
     assert generated(model) == generated(plain)
     assert_nothing_held(model)
