@@ -93,10 +93,6 @@ def from_pretrained(
         )
     if not built:
         raise _nothing_loaded(pretrained, auto_class)
-    if not built:
-        raise OptionError(
-            f"{pretrained!r} was not loaded from safetensors files, so there is nothing to stream."
-        )
     built[0].finish(result[0] if isinstance(result, tuple) else result)
     return result
 

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from torch import nn
 
 SLOTS = 2
+SMALLEST_SLACK_BYTES = 2_000_000
+"""What a limit that is reported as workable has beyond what was needed when it was computed."""
 MAPPED = "mapped"
 """How a model that fits is read: `Plan.io_mode`, not an option of the user's."""
 # Each direct read of 16 MB is split by the kernel into many requests at once, so more threads
@@ -49,6 +51,18 @@ class Parts(NamedTuple):
     blocks: list[Block]
     specs: list[UnitSpec]
     pinned: list[Weight]
+    others_bytes: int
+    """Bytes of the parameters that the library loads or initialises itself."""
+
+    @property
+    def conversion_bytes(self) -> int:
+        """The most that one run of the library's operations takes beside sources and results."""
+        groups: dict[str, list[Weight]] = {}
+        for spec in self.specs:
+            for weight in spec.weights:
+                if weight.group is not None:
+                    groups.setdefault(weight.group, []).append(weight)
+        return max((_transient_bytes(group) for group in groups.values()), default=0)
 
     @property
     def needs_scratch(self) -> bool:
@@ -88,7 +102,13 @@ def divide(model: nn.Module, weights: Mapping[str, Weight], tied: frozenset[str]
     pinned = [
         weight for name, weight in weights.items() if name not in chosen and weight.group is None
     ]
-    return Parts(blocks, specs, pinned)
+    taken = chosen | {weight.name for weight in pinned}
+    others = sum(
+        parameter.numel() * parameter.element_size()
+        for name, parameter in model.named_parameters()
+        if name not in taken and name not in tied  # a tied one shares the other's memory
+    )
+    return Parts(blocks, specs, pinned, others)
 
 
 def make_plan(parts: Parts, files: Sequence[Path], reserve: int, options: Options) -> Plan:
@@ -103,9 +123,12 @@ def make_plan(parts: Parts, files: Sequence[Path], reserve: int, options: Option
     pinned = pinned_layout.nbytes
     readers = options.readers or (_CASTING_READERS if parts.needs_scratch else _READERS)
     scratch = readers * ceil_page(SCRATCH_BYTES) if parts.needs_scratch else 0
+    pinned += parts.others_bytes
+    reserve += parts.conversion_bytes
     fixed = floor + reserve + pinned + scratch + HUGE_PAGE
     least = fixed - page_table_bytes(limit) + smallest_budget(parts.specs, slots=SLOTS)
-    smallest = limit_for(least)  # not `limit`'s page tables, but its own
+    # Not `limit`'s page tables, but its own; and the process grows a little by being told.
+    smallest = limit_for(least) + SMALLEST_SLACK_BYTES
     choice = choose(parts.specs, limit - fixed, slots=SLOTS)
     if choice is None:
         raise _too_small(limit, smallest, floor=floor, reserve=reserve, pinned=pinned)
@@ -134,6 +157,13 @@ def make_plan(parts: Parts, files: Sequence[Path], reserve: int, options: Option
         io_mode=io_mode,
         disk_rate=options.disk_rate,
     )
+
+
+def _transient_bytes(group: Sequence[Weight]) -> int:
+    """Experts are stacked, then concatenated: two copies, and a third when they are cast first."""
+    made = sum(weight.nbytes for weight in group)
+    cast = any(source.dtype != group[0].dtype for source in group[0].sources)
+    return made * (3 if cast else 2)
 
 
 def _streamable(weight: Weight, tied: frozenset[str]) -> bool:

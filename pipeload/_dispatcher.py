@@ -177,7 +177,7 @@ class Dispatcher:
             unit = self.units[index]
             if unit.state is UnitState.ON_DISK and not unit.failed:
                 return index
-            if unit.state is UnitState.RESIDENT and not unit.ready:
+            if unit.state is UnitState.RESIDENT and unit.used and not unit.ready:
                 unit.used, unit.ready = False, True
             elif unit.state is UnitState.LOADING:
                 unit.used = False

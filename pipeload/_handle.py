@@ -36,20 +36,25 @@ class Handle:
         self.plan = plan
         """What the limit was planned to buy. Frozen; all sizes in bytes."""
         self._model = weakref.ref(model)
-        self._streamer = streamer
+        # None once removed: they hold the memory that streaming took.
+        self._streamer: Streamer | None = streamer
+        self._restore: Callable[[nn.Module], None] | None = restore
         self._undo = list(undo)
-        self._restore = restore
-        self._removed = False
+        self._last_stats: Stats | None = None
 
     def stats(self) -> Stats:
         """A frozen snapshot of the work so far."""
-        log, counters = self._streamer.log, self._streamer.prefetcher.counters
+        if self._last_stats is not None:
+            return self._last_stats
+        streamer = self._streamer
+        assert streamer is not None  # noqa: S101 - there until the last statistics are
+        log, counters, pinned = streamer.log, streamer.prefetcher.counters, streamer.pinned_read
         return Stats(
             passes=log.passes,
             tokens=log.tokens,
-            bytes_read=self._streamer.pinned_read.nbytes + counters.bytes_read,
-            reads=self._streamer.pinned_read.reads + counters.reads,
-            read_seconds=self._streamer.pinned_read.seconds + counters.read_seconds,
+            bytes_read=pinned.nbytes + counters.bytes_read,
+            reads=pinned.reads + counters.reads,
+            read_seconds=pinned.seconds + counters.read_seconds,
             stall_seconds=log.stall_seconds,
             compute_seconds=max(0.0, log.pass_seconds - log.stall_seconds),
             hits=counters.hits,
@@ -63,7 +68,7 @@ class Handle:
     @property
     def removed(self) -> bool:
         """Whether `remove` has been called."""
-        return self._removed
+        return self._streamer is None
 
     def remove(self) -> None:
         """Give the plain model back: no hooks, no threads, weights mapped where the file has them.
@@ -74,17 +79,18 @@ class Handle:
             MemoryLimitError: weights that were cast or converted do not fit the limit all at once.
             UnsupportedOperationError: a forward pass is running.
         """
-        model = self._model()
-        if self._removed or model is None:
+        model, streamer, restore = self._model(), self._streamer, self._restore
+        if model is None or streamer is None or restore is None:
             return
-        self._restore(model)
-        self._streamer.detach()
+        restore(model)
+        streamer.detach()
         for undo in self._undo:
             undo()
         self._undo.clear()
-        self._streamer.prefetcher.close()
-        self._streamer.files.close()
-        self._removed = True
+        self._last_stats = self.stats()
+        streamer.prefetcher.close()
+        streamer.files.close()
+        self._streamer = self._restore = None
 
     def __enter__(self) -> Self:
         return self
@@ -98,5 +104,5 @@ class Handle:
         self.remove()
 
     def __repr__(self) -> str:
-        state = "removed" if self._removed else f"limit {self.plan.memory_limit} bytes"
+        state = "removed" if self.removed else f"limit {self.plan.memory_limit} bytes"
         return f"<pipeload.Handle: {len(self.plan.units)} blocks, {state}>"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
@@ -19,6 +20,10 @@ CAST_CHUNK_BYTES = 4 << 20
 
 Convert = Callable[[Conversion, Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]]
 """Runs the library's operations: stored tensors by checkpoint key in, weights by name out."""
+
+
+# The plan has memory for one at a time.
+_one_conversion = threading.Lock()
 
 
 class Place(Protocol):
@@ -116,8 +121,9 @@ class Placement:
             source.name: self._region.tensor(offset, source.dtype, source.shape, source.nbytes)
             for source, offset in conversion.sources
         }
-        for name, tensor in self._convert(conversion, stored).items():
-            self.views[name].copy_(tensor)
+        with _one_conversion:
+            for name, tensor in self._convert(conversion, stored).items():
+                self.views[name].copy_(tensor)
         return 0
 
 

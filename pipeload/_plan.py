@@ -41,7 +41,8 @@ class Plan:
     floor_bytes: int
     """Interpreter, libraries and everything else that was there before."""
     reserve_bytes: int
-    """Kept free for cache, activations and logits of the hint, and for the kernel's own tables."""
+    """Kept free for cache, activations and logits of the hint, for conversions of weights that the
+    checkpoint holds in another form, and for the kernel's own tables."""
     pinned_bytes: int
     """Always resident: embeddings, head, and the small parameters of every block."""
     units: tuple[UnitPlan, ...] = field(repr=False)
@@ -51,7 +52,7 @@ class Plan:
     slots: int
     """Number of buffers."""
     scratch_bytes: int
-    """Working memory of the readers for dtype casts and conversions."""
+    """Working memory of the readers for dtype casts."""
     readers: int
     """Threads that read at once."""
     io_mode: str
@@ -99,7 +100,7 @@ class Plan:
             (
                 "reserve",
                 self.reserve_bytes,
-                "cache, activations and logits of the hint; kernel tables",
+                "cache, activations, logits, conversions; kernel tables",
             ),
             ("always resident", self.pinned_bytes, "embeddings, head, small parameters"),
             (
@@ -108,7 +109,7 @@ class Plan:
                 f"parts of {len(self.units)} blocks",
             ),
             ("buffers", self.buffers, f"{self.slots} x {format_size(self.slot_bytes)}"),
-            ("scratch", self.scratch_bytes, "casts and conversions"),
+            ("scratch", self.scratch_bytes, "dtype casts while reading"),
             ("unused", self.memory_limit - used, "smaller than the smallest piece"),
             (
                 "memory limit",

@@ -14,12 +14,29 @@ from pipeload._unit import Ticket, Unit
 from pipeload.errors import UnsupportedOperationError
 
 if TYPE_CHECKING:
+    import queue
     from collections.abc import Callable, Sequence
 
     from pipeload._arena import Region
     from pipeload._placement import Convert
     from pipeload._reader import FileSet
     from pipeload._stats import Counters
+
+
+_THREAD_PREFIX = "pipeload-"
+_END_SECONDS = 10.0
+
+
+def _end(inbox: queue.SimpleQueue[Callable[[], None] | None], thread: threading.Thread) -> None:
+    """End the dispatcher and its readers, and wait for them.
+
+    Waiting frees their memory now, and at exit it keeps a reader from being torn out of torch,
+    which aborts the process.
+    """
+    inbox.put(None)
+    # In a forked child the thread is not there, and a thread of ours cannot wait for itself.
+    if thread.is_alive() and not threading.current_thread().name.startswith(_THREAD_PREFIX):
+        thread.join(_END_SECONDS)
 
 
 class Prefetcher:
@@ -62,7 +79,7 @@ class Prefetcher:
         self._thread.start()
         self._inbox.put(lambda: None)
         # The threads know the dispatcher only: when nobody holds this object any more, they end.
-        self._closer = weakref.finalize(self, self._inbox.put, None)
+        self._closer = weakref.finalize(self, _end, self._inbox, self._thread)
 
     @property
     def units(self) -> Sequence[Unit]:
@@ -107,8 +124,6 @@ class Prefetcher:
     def close(self) -> None:
         """End all threads. May be called again."""
         self._closer()
-        if self._pid == os.getpid():
-            self._thread.join(10.0)
 
     def _ask(self, ticket: Ticket, message: Callable[[], None]) -> None:
         if os.getpid() != self._pid:

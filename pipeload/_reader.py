@@ -182,10 +182,11 @@ class ReaderPool:
     def __init__(self, report: Callable[[Outcome], None], scratch: Sequence[Region | None]) -> None:
         """One thread per entry of `scratch`, which is that thread's working memory."""
         self._jobs: queue.SimpleQueue[tuple[object, Work] | None] = queue.SimpleQueue()
+        self._closed = threading.Event()
         self._threads = [
             threading.Thread(
                 target=_read_forever,
-                args=(self._jobs, report, region),
+                args=(self._jobs, self._closed, report, region),
                 name=f"pipeload-reader-{number}",
                 daemon=True,
             )
@@ -199,7 +200,8 @@ class ReaderPool:
         self._jobs.put((tag, work))
 
     def close(self) -> None:
-        """Let every thread end after the jobs that are queued. Does not wait."""
+        """Let every thread end after the job it is at; queued ones are dropped. Does not wait."""
+        self._closed.set()
         for _ in self._threads:
             self._jobs.put(None)
 
@@ -212,11 +214,12 @@ class ReaderPool:
 
 def _read_forever(
     jobs: queue.SimpleQueue[tuple[object, Work] | None],
+    closed: threading.Event,
     report: Callable[[Outcome], None],
     scratch: Region | None,
 ) -> None:
     # A function, not a method: a thread must not keep alive whoever owns the pool.
-    while (job := jobs.get()) is not None:
+    while (job := jobs.get()) is not None and not closed.is_set():
         tag, work = job
         try:
             nbytes, error = work(scratch), None

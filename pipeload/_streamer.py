@@ -115,11 +115,14 @@ class Streamer:
         """Bind the block's weights, waiting for the disk if they are not there yet."""
         _refuse_compiled()
         seat = self._seats[block]
-        if not self._gate.owned():  # the block was called by itself
+        # Called by itself; or still held by a pass of this thread that died, which only a new pass,
+        # or the gate's look at the stack, can tell.
+        if not self._gate.owned() or block in self._held:
             module = seat.block()
             if module is not None:
                 self._begin(module, (), {})
-                self._alone = block
+                if self._gate.is_outermost(module):
+                    self._alone = block
         self._held.add(block)
         self.log.stall_seconds += self.prefetcher.acquire(block)
         unit = self.prefetcher.units[block]

@@ -14,6 +14,7 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -66,11 +67,13 @@ class Worker:
     def __init__(self, *arguments: str) -> None:
         policy = os.environ.get("OMP_WAIT_POLICY", "passive")
         environment = os.environ | {"OMP_WAIT_POLICY": policy}
+        # A file: nobody reads a pipe while the child works, and a full one would stop it.
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed with the worker
         self._process = subprocess.Popen(  # noqa: S603 - our own interpreter and module
             [sys.executable, "-m", "pipeload._bench_worker", *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stderr=self._errors,
             text=True,
             env=environment,
         )
@@ -95,8 +98,9 @@ class Worker:
         assert self._process.stdout is not None  # noqa: S101 - it was asked for
         line = self._process.stdout.readline()
         if not line:
-            _, errors = self._process.communicate()
-            last = ["", *errors.strip().splitlines()][-1]
+            self._process.communicate()
+            self._errors.seek(0)
+            last = ["", *self._errors.read().strip().splitlines()][-1]
             status = self._process.returncode
             raise PipeloadError(f"the measured process ended with status {status}: {last}")
         answer: dict[str, Any] = json.loads(line)
@@ -112,6 +116,7 @@ class Worker:
         trace: TracebackType | None,
     ) -> None:
         self._process.communicate()  # closes its input, which ends it
+        self._errors.close()
 
 
 def measure_disk(files: Sequence[str], seconds: float = _READ_SECONDS) -> float:

@@ -29,6 +29,8 @@ ROOMY = 4_000_000_000
 def steady_floor(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every plan of the test assumes that this process holds `FLOOR_BYTES`."""
     monkeypatch.setattr("pipeload._build.rss_bytes", lambda: FLOOR_BYTES)
+    # A process that never grows needs none, and a tiny model would fit in it.
+    monkeypatch.setattr("pipeload._build.SMALLEST_SLACK_BYTES", 0)
 
 
 def smallest_limit(folder: Path, **options: Any) -> int:

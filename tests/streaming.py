@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from pipeload._prefetcher import Prefetcher
+    from pipeload._streamer import Streamer
 
 WAIT_SECONDS = 30.0
 """Long enough for any machine: reached only by a test that fails."""
@@ -34,7 +35,11 @@ IDS = torch.arange(3, 20)[None]
 @contextlib.contextmanager
 def steady_floor() -> Iterator[None]:
     """Plans made inside all start from the same process size."""
-    with mock.patch.object(_build, "rss_bytes", return_value=FLOOR_BYTES):
+    with (
+        mock.patch.object(_build, "rss_bytes", return_value=FLOOR_BYTES),
+        # A process that never grows needs none, and a tiny model would fit in it.
+        mock.patch.object(_build, "SMALLEST_SLACK_BYTES", 0),
+    ):
         yield
 
 
@@ -68,8 +73,14 @@ def generated(model: Any, ids: torch.Tensor = IDS) -> list[int]:
     return tokens
 
 
+def streamer_of(model: nn.Module) -> Streamer:
+    streamer = pipeload.handle(model)._streamer
+    assert streamer is not None, "removed"
+    return streamer
+
+
 def prefetcher_of(model: nn.Module) -> Prefetcher:
-    return pipeload.handle(model)._streamer.prefetcher
+    return streamer_of(model).prefetcher
 
 
 def our_threads() -> set[threading.Thread]:
@@ -88,7 +99,7 @@ def finish_messages(prefetcher: Prefetcher) -> None:
 
 def assert_nothing_held(model: nn.Module) -> None:
     """No pass is open, no unit in use, no two units in one slot."""
-    streamer = pipeload.handle(model)._streamer
+    streamer = streamer_of(model)
     assert not streamer.busy
     assert streamer._held == set()
     prefetcher = streamer.prefetcher

@@ -103,6 +103,23 @@ def test_a_forgotten_model_leaves_nothing(folder: Path, use: str, spare: int) ->
 
 
 @pytest.mark.parametrize("spare", SPARES)
+def test_del_is_enough(folder: Path, spare: int) -> None:
+    """The memory comes back at `del`, with no garbage collection: nothing is in a cycle."""
+    model = load_streamed(folder, spare=spare)
+    generated(model)
+    threads = threads_of(model)
+    arenas = [weakref.ref(prefetcher_of(model)._dispatcher)]
+    gc.collect()
+    gc.disable()
+    try:
+        del model
+        assert [thread for thread in threads if thread.is_alive()] == []
+        assert [reference() for reference in arenas if reference() is not None] == []
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("spare", SPARES)
 def test_thirty_loads_and_removes(folder: Path, spare: int) -> None:
     """No thread is left, and descriptors are as many after thirty as after one."""
     gc.collect()

@@ -30,23 +30,25 @@ def find_blocks(model: nn.Module) -> list[Block]:
     """
     marked = frozenset(getattr(model, "_no_split_modules", None) or ())
     found: list[Block] = []
-    seen: set[int] = set()
-
-    def walk(path: str, module: nn.Module) -> None:
-        children = list(module.named_children())
-        siblings = [child for _, child in children]
-        for name, child in children:
-            child_path = f"{path}.{name}" if path else name
-            if id(child) in seen:
-                continue
-            seen.add(id(child))
-            if isinstance(module, _CONTAINERS) and _is_block(child, siblings, marked):
-                found.append(Block(child_path, child))
-            else:
-                walk(child_path, child)
-
-    walk("", model)
+    _walk("", model, marked, found, set())
     return found
+
+
+def _walk(
+    path: str, module: nn.Module, marked: frozenset[str], found: list[Block], seen: set[int]
+) -> None:
+    # Not a closure: one that calls itself is a cycle, and would keep the whole model alive.
+    children = list(module.named_children())
+    siblings = [child for _, child in children]
+    for name, child in children:
+        child_path = f"{path}.{name}" if path else name
+        if id(child) in seen:
+            continue
+        seen.add(id(child))
+        if isinstance(module, _CONTAINERS) and _is_block(child, siblings, marked):
+            found.append(Block(child_path, child))
+        else:
+            _walk(child_path, child, marked, found, seen)
 
 
 def _is_block(child: nn.Module, siblings: Sequence[nn.Module], marked: frozenset[str]) -> bool:

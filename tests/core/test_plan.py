@@ -158,8 +158,13 @@ def test_what_is_tiny(nbytes: int, shape: tuple[int, ...], tiny: bool) -> None:
 
 def planned(units: list[UnitSpec], pinned: list[Weight], limit: int, reserve: int) -> Plan:
     options = Options(limit, "buffered", None, 1e9)
-    with mock.patch.object(build, "rss_bytes", return_value=FLOOR):
-        return make_plan(Parts([], units, pinned), [], reserve + page_table_bytes(limit), options)
+    with (
+        mock.patch.object(build, "rss_bytes", return_value=FLOOR),
+        mock.patch.object(build, "SMALLEST_SLACK_BYTES", 0),
+    ):
+        return make_plan(
+            Parts([], units, pinned, 0), [], reserve + page_table_bytes(limit), options
+        )
 
 
 @given(unit_lists(), weight_lists(), st.floats(0, 1.1), st.integers(0, 10_000_000))

@@ -1,0 +1,69 @@
+"""Casts and conversions, which hold bytes twice for a while, stay within the limit, too."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import MixtralConfig
+
+from tests.models import save_random
+
+_CHILD = """
+import json, sys, torch, transformers, pipeload
+transformers.utils.logging.disable_progress_bar()
+folder, dtype, passes = sys.argv[1], getattr(torch, sys.argv[2]), int(sys.argv[3])
+try:
+    pipeload.plan(folder, memory_limit=1, dtype=dtype)
+except pipeload.MemoryLimitError as error:
+    limit = error.smallest_limit
+model = pipeload.from_pretrained(folder, memory_limit=limit, dtype=dtype, io_mode="direct")
+for _ in range(passes):
+    model.generate(torch.arange(3, 20)[None], max_new_tokens=3, do_sample=False, pad_token_id=0)
+stats = model.pipeload.stats()
+print(json.dumps({"over": stats.peak_rss_bytes - limit, "read": stats.bytes_read,
+    "streamed": model.pipeload.plan.bytes_per_pass}))
+"""
+
+
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Mixtral of 180 MB whose experts lie one by one in the file and are stacked when read."""
+    config = MixtralConfig(
+        vocab_size=512,
+        hidden_size=512,
+        intermediate_size=1536,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        num_local_experts=8,
+        max_position_embeddings=256,
+        pad_token_id=0,
+    )
+    folder = tmp_path_factory.mktemp("experts")
+    return save_random(config, folder, torch.bfloat16, seed=3)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("passes", [0, 2])
+def test_the_reported_limit_works_and_holds(experts: Path, dtype: str, passes: int) -> None:
+    """The very limit that the error names; also for a script that ends while weights are read."""
+    done = subprocess.run(
+        [sys.executable, "-c", _CHILD, str(experts), dtype, str(passes)],
+        cwd=Path(__file__).parent.parent,
+        env=os.environ | {"OMP_WAIT_POLICY": "passive"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert result["over"] <= 0
+    assert result["streamed"] > 0
+    assert result["read"] >= passes * result["streamed"]
