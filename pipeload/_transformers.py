@@ -27,7 +27,6 @@ from transformers.core_model_loading import (
     dot_natural_key,
     rename_source_key,
 )
-from transformers.utils import logging
 
 from pipeload._arena import DTYPE_CODES, DTYPES
 from pipeload._checkpoint import Checkpoint, TensorEntry, open_checkpoint
@@ -96,8 +95,7 @@ class PendingLoad:
                 opened = stack.enter_context(safe_open(file, framework="pt"))
                 kept = [key for key in opened.keys() if key not in skip]  # noqa: SIM118 - no dict
                 rest.update((key, opened.get_slice(key)) for key in kept)
-            with _no_empty_bar(rest):
-                info, _ = convert_and_load_state_dict_in_model(self.model, rest, self._config, None)
+            info, _ = convert_and_load_state_dict_in_model(self.model, rest, self._config, None)
         info.missing_keys.difference_update(taken_names)
         # Kept for saving after remove(): a conversion counts as used when any key matched it.
         pairs = zip(self._config.weight_mapping or [], self._mapping, strict=True)
@@ -184,19 +182,6 @@ class PendingLoad:
                 dtype: torch.dtype = plan[groups[match.lastgroup]]
                 return dtype
         return parameter.dtype
-
-
-@contextlib.contextmanager
-def _no_empty_bar(items: Mapping[str, Any]) -> Iterator[None]:
-    """Without this, loading nothing shows a progress bar that never moves."""
-    shown = logging.is_progress_bar_enabled()
-    if not items and shown:
-        logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()
 
 
 @contextlib.contextmanager
