@@ -67,5 +67,6 @@ def test_a_child_capped_at_the_limit_lives_and_stays_flat(
     assert result["misses"] == 0
     # Flat: the last generations take nothing that the first did not.
     assert max(result["resident"][10:]) - result["resident"][2] < 8_000_000
-    # The kernel may still swap stale cache pages for fresh ones, but it never has to fight.
-    assert result["fails"][-1] - result["fails"][5] < 200
+    # The kernel may still swap stale cache pages for fresh ones: hundreds of failed charges, the
+    # number is its own. Fighting for memory in use would be a million.
+    assert result["fails"][-1] - result["fails"][5] < 20_000
