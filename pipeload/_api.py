@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,13 +12,15 @@ import transformers
 
 from pipeload import _transformers
 from pipeload._assembly import Assembly
-from pipeload._build import Options, Parts, divide, make_plan
+from pipeload._build import Build, Options, make_plan
 from pipeload._checkpoint import check_folder
 from pipeload._handle import Handle
-from pipeload._memory import auto_limit_bytes, return_freed_memory
+from pipeload._memory import parse_limit, return_freed_memory
+from pipeload._pass_needs import PassNeeds
+from pipeload._probe import touched_outside
 from pipeload._reader import IO_MODES
 from pipeload._reserve import PassHint, reserve_bytes
-from pipeload._sizes import parse_size
+from pipeload._sites import Divider
 from pipeload.errors import OptionError
 
 if TYPE_CHECKING:
@@ -82,10 +85,11 @@ def from_pretrained(
     built: list[Assembly] = []
 
     def stream(pending: _transformers.PendingLoad) -> Any:
-        parts, plan = _plan(pending, PassHint(tokens, batch), options)
-        return_freed_memory()
-        built.append(Assembly(pending, parts, plan))
-        return pending.load_rest(parts.taken)
+        needs = PassNeeds(pending.model, pending.model.config)
+        hint = PassHint(tokens, batch)
+        build = _plan(pending, needs, hint, options)
+        built.append(Assembly(pending, build, needs, hint))
+        return pending.load_rest(build.parts.taken)
 
     with _transformers.take_over_loading(stream):
         result = (auto_class or transformers.AutoModelForCausalLM).from_pretrained(
@@ -133,7 +137,8 @@ def plan(
     _check_folder(pretrained, kwargs)
 
     def stop(pending: _transformers.PendingLoad) -> Any:
-        raise _Planned(_plan(pending, PassHint(tokens, batch), options)[1])
+        needs = PassNeeds(pending.model, pending.model.config)
+        raise _Planned(_plan(pending, needs, PassHint(tokens, batch), options).plan)
 
     try:
         with _transformers.take_over_loading(stop):
@@ -169,13 +174,14 @@ def _nothing_loaded(pretrained: object, auto_class: type[Any] | None) -> OptionE
 
 
 def _plan(
-    pending: _transformers.PendingLoad, hint: PassHint, options: Options
-) -> tuple[Parts, Plan]:
+    pending: _transformers.PendingLoad, needs: PassNeeds, hint: PassHint, options: Options
+) -> Build:
+    return_freed_memory()
     model = pending.model
-    tied = model.all_tied_weights_keys or {}
-    parts = divide(model, pending.weights(), frozenset(tied) | frozenset(tied.values()))
-    reserve = reserve_bytes(model, model.config, hint, options.memory_limit)
-    return parts, make_plan(parts, pending.checkpoint.files, reserve, options)
+    divider = Divider(model, pending.weights(), model.all_tied_weights_keys or {})
+    reserve = reserve_bytes(needs, hint, options.memory_limit)
+    touched = partial(touched_outside, model)
+    return make_plan(divider, touched, pending.checkpoint.files, reserve, options)
 
 
 def _options(
@@ -196,8 +202,7 @@ def _options(
         )
     if io_mode not in IO_MODES:
         raise OptionError(f"io_mode={io_mode!r} is unknown. Choose one of {', '.join(IO_MODES)}.")
-    limit = auto_limit_bytes() if memory_limit == "auto" else parse_size(memory_limit)
-    return Options(limit, io_mode, readers, disk_rate)
+    return Options(parse_limit(memory_limit), io_mode, readers, disk_rate)
 
 
 def _is_whole(value: object) -> bool:

@@ -16,9 +16,11 @@ from typing import NamedTuple
 
 import torch
 
-from pipeload._layout import ceil_page
+from pipeload._layout import ceil_page, floor_page
 
 HUGE_PAGE = 2 << 20
+# Not in the mmap module before Python 3.13. The number holds for Linux on x86 and ARM.
+MAP_NORESERVE: int = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
 
 DTYPES: dict[str, torch.dtype] = {
     "BOOL": torch.bool,
@@ -59,12 +61,24 @@ class Region(NamedTuple):
         """The bytes at `start` in the region as a tensor."""
         return self.arena.tensor(self.offset + start, dtype, shape, nbytes)
 
+    def discard(self, start: int = 0) -> None:
+        """Give everything from `start` on back to the system; it reads as zeros then."""
+        self.arena.discard(self.offset + start, self.nbytes - start)
+
 
 class Arena:
-    """Memory of a fixed size on one device. Pages cost nothing until they are written."""
+    """Memory of a fixed size on one device. Pages cost nothing until they are written.
 
-    def __init__(self, nbytes: int, *, device: torch.device, huge: bool) -> None:
-        """Reserve `nbytes` bytes, in huge pages if `huge`.
+    Nothing is set aside for it either (MAP_NORESERVE): an arena may be larger than memory if only
+    parts of it are ever written.
+    """
+
+    def __init__(
+        self, nbytes: int, *, device: torch.device, huge: bool, sparse: bool = False
+    ) -> None:
+        """Reserve address space for `nbytes` bytes, in huge pages if `huge`.
+
+        With `sparse` the kernel puts small pages there whatever its settings.
 
         Raises:
             MemoryError: the system refuses the address space.
@@ -74,9 +88,9 @@ class Arena:
         self._taken = 0
         # Room to start on a huge page; the kernel would not use huge pages at the start otherwise.
         size = self.nbytes + HUGE_PAGE
-        self._map = _anonymous(size, huge=huge)
-        skip = -torch.frombuffer(self._map, dtype=torch.uint8).data_ptr() % HUGE_PAGE
-        self._view = memoryview(self._map)[skip : skip + self.nbytes]
+        self._map = _anonymous(size, huge=huge, sparse=sparse)
+        self._skip = -torch.frombuffer(self._map, dtype=torch.uint8).data_ptr() % HUGE_PAGE
+        self._view = memoryview(self._map)[self._skip : self._skip + self.nbytes]
 
     def take(self, nbytes: int) -> Region:
         """The next `nbytes` bytes, rounded up to whole pages."""
@@ -87,6 +101,12 @@ class Arena:
             )
         self._taken += region.nbytes
         return region
+
+    def discard(self, offset: int, nbytes: int) -> None:
+        """Give the whole pages of a part back to the system; they read as zeros from then on."""
+        start, stop = ceil_page(offset), floor_page(offset + nbytes)
+        if stop > start and hasattr(mmap, "MADV_DONTNEED"):
+            self._map.madvise(mmap.MADV_DONTNEED, self._skip + start, stop - start)
 
     def buffer(self, offset: int, nbytes: int) -> memoryview:
         """Writable bytes, for a read to land in."""
@@ -106,13 +126,15 @@ class Arena:
             return torch.frombuffer(self.buffer(offset, nbytes), dtype=DTYPES[dtype]).view(shape)
 
 
-def _anonymous(size: int, *, huge: bool) -> mmap.mmap:
+def _anonymous(size: int, *, huge: bool, sparse: bool) -> mmap.mmap:
     if sys.platform == "win32":
         return mmap.mmap(-1, size)
     # Private: shared anonymous memory would be counted as shmem and survive a fork as one copy.
-    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    advice = getattr(mmap, "MADV_HUGEPAGE", None)
-    if huge and advice is not None:
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    memory = mmap.mmap(-1, size, flags=flags | MAP_NORESERVE)
+    wish = "MADV_HUGEPAGE" if huge else "MADV_NOHUGEPAGE"
+    advice = getattr(mmap, wish, None)
+    if (huge or sparse) and advice is not None:
         with contextlib.suppress(OSError):  # a kernel without huge pages: slower, still right
             memory.madvise(advice)
     return memory

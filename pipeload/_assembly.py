@@ -9,105 +9,145 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pipeload import _guards, _transformers
+from pipeload._accountant import ACCOUNTANT
 from pipeload._arena import DTYPES, Arena, Region
-from pipeload._build import MAPPED, Parts
+from pipeload._build import MAPPED, SLOTS, TABLE_KEEP_BYTES, Build
+from pipeload._governor import Governor
 from pipeload._handle import Handle
-from pipeload._layout import Layout, Weight, lay_out
-from pipeload._mapped import MappedFiles, MappedPlacement
-from pipeload._placement import SCRATCH_BYTES, Placement
+from pipeload._home import Home
+from pipeload._layout import Weight, lay_out
+from pipeload._placement import SCRATCH_BYTES
+from pipeload._places import Places
 from pipeload._prefetcher import Prefetcher
 from pipeload._reader import FileSet, run_jobs
 from pipeload._restore import Restorer
+from pipeload._rows import RowTable
+from pipeload._seats import Seat
 from pipeload._streamer import Streamer
+from pipeload._tables import TableSeat
 from pipeload._unit import Unit
 from pipeload_hooks import placeholder, set_parameter
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
     from torch import nn
 
-    from pipeload._placement import Convert, Place
-    from pipeload._plan import Plan, UnitPlan
+    from pipeload._pass_needs import PassNeeds
+    from pipeload._placement import Place
+    from pipeload._plan import Plan
+    from pipeload._reserve import PassHint
 
 CHUNK_BYTES = 16 << 20
 """The most one read call asks for."""
+_CPU = torch.device("cpu")
 
 
 class Assembly:
     """A model between the library's loader and its first pass: weights there, hooks to come."""
 
-    def __init__(self, pending: _transformers.PendingLoad, parts: Parts, plan: Plan) -> None:
-        """Allocate memory, read what is always resident, and start reading the first blocks.
+    def __init__(
+        self,
+        pending: _transformers.PendingLoad,
+        build: Build,
+        needs: PassNeeds,
+        hint: PassHint,
+    ) -> None:
+        """Allocate memory, read what is always resident, and start reading the first units.
 
         Raises:
             ReadError: the disk failed.
         """
-        model = pending.model
+        parts, plan = build.parts, build.plan
         self._parts = parts
-        pinned = lay_out(parts.pinned)
-        files = FileSet(pending.checkpoint.files, plan.io_mode)
-        held = 0 if plan.io_mode == MAPPED else plan.resident
-        device = torch.device("cpu")
-        kept = Arena(held, device=device, huge=False)
-        passing = Arena(plan.buffers + plan.scratch_bytes, device=device, huge=True)
-        scratch = _scratch(passing, plan)
+        paths = pending.checkpoint.files
+        files = FileSet(paths, build.stream_mode)
         convert = pending.converter()
-        if plan.io_mode == MAPPED:
-            mapped = MappedFiles(pending.checkpoint.files)
-            place: Callable[[Layout], Place] = partial(MappedPlacement, files=mapped)
-        else:
-            place = partial(_take_place, arena=kept, files=files, convert=convert)
-        pinned_place = place(pinned)
-        read = run_jobs(pinned_place.read_jobs(CHUNK_BYTES), scratch)
-        self.plan = plan
-        self._filled = _set_parameters(model, parts, pinned_place)
-        units = [_unit(unit, place) for unit in plan.units]
-        slots = [passing.take(plan.slot_bytes) for _ in range(plan.slots)]
+        wholes = [site.whole for site in parts.sites if site.whole is not None]
+        mapped = list(paths) if plan.io_mode == MAPPED else None
+        places = Places(files, convert, wholes, mapped)
+        scratch = _scratch(plan)
+        pinned = places.make(lay_out(parts.pinned))
+        read = run_jobs(pinned.read_jobs(CHUNK_BYTES), scratch)
+        self._filled = _set_parameters(pending.model, build, pinned)
         prefetcher = Prefetcher(
-            units,
-            slots=slots,
+            [_unit(build, index, places) for index in range(len(plan.units))],
+            slots=_slots(build),
             files=files,
             convert=convert,
             scratch=scratch,
             chunk_bytes=CHUNK_BYTES,
         )
-        parameters = [(self._of(unit.resident), self._of(unit.streamed)) for unit in plan.units]
-        self._streamer = Streamer(parts.blocks, parameters, prefetcher, files, read)
+        self._governor = Governor(build, needs, hint, prefetcher.counters)
+        self._streamer = Streamer(
+            self._seats(),
+            self._tables(files),
+            prefetcher,
+            self._governor,
+            files,
+            read,
+            places.whole,
+        )
 
-    def _of(self, layout: Layout) -> dict[str, nn.Parameter]:
-        return {weight.name: self._filled[weight.name][0] for weight in layout.weights}
+    def _seats(self) -> list[Seat]:
+        tables = {table.weight.name for table in self._parts.tables}
+        seats = []
+        for site in self._parts.sites:
+            specs = (self._parts.specs[index] for index in site.units)
+            weights = [site.whole] if site.whole else [w for spec in specs for w in spec.weights]
+            names = [weight.name for weight in weights]
+            parameters = {name: self._filled[name][0] for name in names}
+            seats.append(Seat(site, parameters, shared=not tables.isdisjoint(names)))
+        return seats
+
+    def _tables(self, files: FileSet) -> list[TableSeat]:
+        return [
+            TableSeat(
+                table.modules,
+                table.weight.name,
+                self._filled[table.weight.name][0],
+                RowTable(table.weight, files, keep_bytes=TABLE_KEEP_BYTES),
+            )
+            for table in self._parts.tables
+        ]
 
     def finish(self, model: Any) -> None:
         """Put hooks and guards on the loaded model and give it its handle."""
-        blocks = self._parts.blocks
         modules = _transformers.pretrained_modules(model)
-        self._streamer.attach(blocks, modules)
-        undo = _guards.install(model, modules, [block.module for block in blocks])
+        self._streamer.attach(modules)
+        undo = _guards.install(model, modules, [site.module for site in self._parts.sites])
         _transformers.disable_auto_compile(model)
         for name in (_transformers.AUTO_COMPILE, "pipeload"):
             undo.append(partial(_guards.forget, weakref.ref(model), name))
-        handle = Handle(
-            model,
-            self.plan,
-            self._streamer,
-            undo,
-            Restorer(self.plan, self._streamer, self._filled),
-        )
+        self._governor.adopt = _weak_adopt(self._streamer)
+        ACCOUNTANT.join(self._governor, self._governor.plan.memory_limit)
+        handle = Handle(model, self._streamer, undo, Restorer(self._streamer, self._filled))
         object.__setattr__(model, "pipeload", handle)
 
 
+def _weak_adopt(streamer: Streamer) -> Any:
+    """The streamer holds its governor; a reference back would keep both until a collection."""
+    reference = weakref.WeakMethod(streamer.adopt)
+
+    def adopt(plan: Plan) -> bool:
+        method = reference()
+        return method is not None and method(plan)
+
+    return adopt
+
+
 def _set_parameters(
-    model: nn.Module, parts: Parts, pinned: Place
+    model: nn.Module, build: Build, pinned: Place
 ) -> Mapping[str, tuple[nn.Parameter, Weight]]:
     """Replace every meta parameter that is ours: pinned ones by values, others by placeholders."""
     originals = dict(model.named_parameters())
     filled: dict[str, tuple[nn.Parameter, Weight]] = {}
-    streamed = [weight for spec in parts.specs for weight in spec.weights]
-    for weight in (*parts.pinned, *streamed):
+    parts = build.parts
+    weights = [*parts.pinned, *(t.weight for t in parts.tables), *parts.streamed.values()]
+    for weight in {weight.name: weight for weight in weights}.values():
         data = pinned.views.get(weight.name)
         if data is None:
-            data = placeholder(weight.shape, DTYPES[weight.dtype], torch.device("cpu"))
+            data = placeholder(weight.shape, DTYPES[weight.dtype], _CPU)
         parameter = set_parameter(
             model, weight.name, data, requires_grad=originals[weight.name].requires_grad
         )
@@ -117,17 +157,21 @@ def _set_parameters(
     return filled
 
 
-def _unit(plan: UnitPlan, place: Callable[[Layout], Place]) -> Unit:
-    if not plan.resident.nbytes:
-        return Unit(plan, None, loaded=True)
-    return Unit(plan, place(plan.resident), loaded=False)
+def _unit(build: Build, index: int, places: Places) -> Unit:
+    plan, (first, *_) = build.plan.units[index], build.parts.specs[index].weights
+    rows = (first.first_row, first.first_row + first.shape[0]) if first.whole else (0, 0)
+    return Unit(plan, Home(places.make, plan.resident), rows=rows)
 
 
-def _take_place(layout: Layout, *, arena: Arena, files: FileSet, convert: Convert) -> Place:
-    return Placement(layout, arena.take(layout.nbytes), files, convert)
+def _slots(build: Build) -> list[Region]:
+    """Address space for the largest unit with nothing of it resident; pages come as they are used."""
+    largest = max(lay_out(spec.weights).nbytes for spec in build.parts.specs)
+    arena = Arena(SLOTS * largest, device=_CPU, huge=True)
+    return [arena.take(largest) for _ in range(SLOTS)]
 
 
-def _scratch(arena: Arena, plan: Plan) -> list[Region | None]:
+def _scratch(plan: Plan) -> list[Region | None]:
     if not plan.scratch_bytes:
         return [None] * plan.readers
+    arena = Arena(plan.scratch_bytes, device=_CPU, huge=True)
     return [arena.take(SCRATCH_BYTES) for _ in range(plan.readers)]

@@ -53,7 +53,7 @@ def describe(model: Any) -> dict[str, Any]:
     head = model.get_output_embeddings()
     tied = head is not None and head.weight is table
     total = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
-    units = [unit.resident.nbytes + unit.streamed.nbytes for unit in plan.units]
+    units = [unit.resident_bytes + unit.streamed.nbytes for unit in plan.units]
     return {
         "memory_limit": plan.memory_limit,
         "floor": plan.floor_bytes,
@@ -72,7 +72,7 @@ def describe(model: Any) -> dict[str, Any]:
 
 
 def _extents(unit: Any) -> list[Any]:
-    return [*unit.resident.extents, *unit.streamed.extents]
+    return [e for layout in (*unit.resident, unit.streamed) for e in layout.extents]
 
 
 def decode(

@@ -1,28 +1,36 @@
-"""From a model on the meta device and a checkpoint to a plan: what is streamed, what stays."""
+"""From a model on the meta device and a checkpoint to a plan: what is streamed, what stays.
+
+[Note: the price of memory] While reading is the bottleneck, a byte that is not held costs the time
+of reading it in every pass, whatever it belongs to: blocks, head, cache. Embedding rows cost next
+to nothing to read, so a table is never held. How finely to cut is weighed in the same currency:
+smaller units leave smaller buffers, and each costs the time of handing it over.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from pipeload._arena import DTYPES, HUGE_PAGE
-from pipeload._layout import Weight, ceil_page, lay_out
+from pipeload._accountant import ACCOUNTANT
+from pipeload._arena import HUGE_PAGE
+from pipeload._layout import ceil_page, lay_out
 from pipeload._mapped import MappedFiles, can_map
 from pipeload._memory import free_page_cache_bytes, rss_bytes
 from pipeload._placement import SCRATCH_BYTES
 from pipeload._plan import Plan
 from pipeload._reader import resolve_io_mode
 from pipeload._reserve import limit_for, page_table_bytes
-from pipeload._residency import UnitSpec, choose, is_tiny, smallest_budget, split
+from pipeload._residency import Residency
+from pipeload._sites import CHUNKS, Grain
 from pipeload._sizes import format_size
-from pipeload.errors import MemoryLimitError, UnsupportedModelError
-from pipeload_hooks import Block, find_blocks
+from pipeload.errors import MemoryLimitError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
-    from torch import nn
+    from pipeload._residency import Choice
+    from pipeload._sites import Divider, Parts
 
 SLOTS = 2
 SMALLEST_SLACK_BYTES = 2_000_000
@@ -33,6 +41,11 @@ MAPPED = "mapped"
 # gained nothing where it was measured; through the page cache a few more copy in parallel.
 _READERS = 4
 _CASTING_READERS = 2
+TABLE_KEEP_BYTES = 4 << 20
+"""How much of an embedding table stays once its rows were read."""
+# For weighing alone: no disk was measured yet, and the order of choices hardly depends on it.
+_TYPICAL_RATE = 2e9
+_UNIT_SECONDS = 2e-4
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,139 +58,121 @@ class Options:
     disk_rate: float | None
 
 
-class Parts(NamedTuple):
-    """Which weights are streamed block by block, and which are always there."""
+class Build(NamedTuple):
+    """A plan, and what it was made from."""
 
-    blocks: list[Block]
-    specs: list[UnitSpec]
-    pinned: list[Weight]
-    others_bytes: int
-    """Bytes of the parameters that the library loads or initialises itself."""
-
-    @property
-    def conversion_bytes(self) -> int:
-        """The most that one run of the library's operations takes beside sources and results."""
-        groups: dict[str, list[Weight]] = {}
-        for spec in self.specs:
-            for weight in spec.weights:
-                if weight.group is not None:
-                    groups.setdefault(weight.group, []).append(weight)
-        return max((_transient_bytes(group) for group in groups.values()), default=0)
-
-    @property
-    def needs_scratch(self) -> bool:
-        """Whether any weight is cast while it is read."""
-        streamed = (weight for spec in self.specs for weight in spec.weights)
-        return any(w.group is None and not w.raw for w in (*self.pinned, *streamed))
-
-    @property
-    def taken(self) -> list[str]:
-        """Names of all weights that are not left to the library."""
-        return [w.name for w in self.pinned] + [w.name for spec in self.specs for w in spec.weights]
+    parts: Parts
+    residency: Residency
+    plan: Plan
+    stream_mode: str
+    """How files are read; `plan.io_mode` unless everything is mapped."""
 
 
-def divide(model: nn.Module, weights: Mapping[str, Weight], tied: frozenset[str]) -> Parts:
-    """Group `weights` by the block that holds them; small, tied and integer ones are pinned.
-
-    Raises:
-        UnsupportedModelError: the model has no repeated blocks with weights to stream.
-    """
-    blocks: list[Block] = []
-    specs: list[UnitSpec] = []
-    for block in find_blocks(model):
-        names = [f"{block.name}.{name}" for name, _ in block.module.named_parameters()]
-        streamed = [
-            weights[name] for name in names if name in weights and _streamable(weights[name], tied)
-        ]
-        streamed = _whole_groups(streamed, weights)
-        if streamed:
-            blocks.append(block)
-            specs.append(UnitSpec(block.name, tuple(streamed)))
-    if not blocks:
-        raise UnsupportedModelError(
-            f"{type(model).__name__} has no repeated blocks whose weights lie in the checkpoint, "
-            "so there is nothing to stream. Load it without pipeload."
-        )
-    chosen = {weight.name for spec in specs for weight in spec.weights}
-    pinned = [
-        weight for name, weight in weights.items() if name not in chosen and weight.group is None
-    ]
-    taken = chosen | {weight.name for weight in pinned}
-    others = sum(
-        parameter.numel() * parameter.element_size()
-        for name, parameter in model.named_parameters()
-        if name not in taken and name not in tied  # a tied one shares the other's memory
-    )
-    return Parts(blocks, specs, pinned, others)
-
-
-def make_plan(parts: Parts, files: Sequence[Path], reserve: int, options: Options) -> Plan:
+def make_plan(
+    divider: Divider,
+    touched: Callable[[], frozenset[str] | None],
+    files: Sequence[Path],
+    reserve: int,
+    options: Options,
+) -> Build:
     """Split the limit between what is there, what a pass needs, residents and buffers.
 
+    Args:
+        divider: cuts the model into units.
+        touched: names of weights that are used while the module that owns them does not run; None
+            when that cannot be known. Asked only when whole blocks do not fit.
+        files: the checkpoint's.
+        reserve: bytes that a pass needs beside weights.
+        options: what the user asked for.
+
     Raises:
-        MemoryLimitError: it is too small; says the smallest that works.
+        MemoryLimitError: the limit is too small; says the smallest that works.
         OptionError: the files refuse the way of reading that was asked for.
     """
-    limit, floor = options.memory_limit, rss_bytes()
-    pinned_layout = lay_out(parts.pinned)
-    pinned = pinned_layout.nbytes
-    readers = options.readers or (_CASTING_READERS if parts.needs_scratch else _READERS)
-    scratch = readers * ceil_page(SCRATCH_BYTES) if parts.needs_scratch else 0
-    pinned += parts.others_bytes
-    reserve += parts.conversion_bytes
-    fixed = floor + reserve + pinned + scratch + HUGE_PAGE
-    least = fixed - page_table_bytes(limit) + smallest_budget(parts.specs, slots=SLOTS)
+    cuts = list(_cuts(divider, touched, options))
+    # After cutting: trying out products of rows has made torch take on what it takes on.
+    limit, floor = options.memory_limit, rss_bytes() + ACCOUNTANT.untouched_bytes()
+    best: tuple[float, _Cut, Choice] | None = None
+    smallest = None
+    for cut in cuts:
+        fixed = floor + reserve + cut.fixed
+        least = fixed - page_table_bytes(limit) + cut.residency.smallest
+        smallest = least if smallest is None else min(smallest, least)
+        if best is not None and cut.grain.modules and not best[1].grain.modules:
+            continue  # whole blocks fit
+        choice = cut.residency.choose(limit - fixed)
+        if choice is None:
+            continue
+        price = _price(cut.residency, choice)
+        if best is None or price < best[0]:
+            best = price, cut, choice
+    assert smallest is not None  # noqa: S101 - there is always a first cut
     # Not `limit`'s page tables, but its own; and the process grows a little by being told.
-    smallest = limit_for(least) + SMALLEST_SLACK_BYTES
-    choice = choose(parts.specs, limit - fixed, slots=SLOTS)
-    if choice is None:
-        raise _too_small(limit, smallest, floor=floor, reserve=reserve, pinned=pinned)
-    units = tuple(
-        split(spec, streamed) for spec, streamed in zip(parts.specs, choice.streamed, strict=True)
-    )
-    kept = [unit.resident for unit in units]
+    smallest = limit_for(smallest) + SMALLEST_SLACK_BYTES
+    if best is None:
+        raise _too_small(limit, smallest, floor=floor, reserve=reserve, pinned=cut.pinned)
+    _, cut, choice = best
+    units = cut.residency.plans(choice)
     streamed_bytes = sum(unit.streamed_bytes for unit in units)
     room = free_page_cache_bytes() - max(0, limit - floor)
-    mapped = MappedFiles.supported() and all(map(can_map, (pinned_layout, *kept)))
-    if options.io_mode == "auto" and not streamed_bytes and mapped:
-        io_mode = MAPPED  # see [Note: mapped or copied]
-    else:
-        io_mode = resolve_io_mode(options.io_mode, files, fits_cache=streamed_bytes < room)
-    return Plan(
+    kept = [layout for unit in units for layout in unit.resident]
+    mapped = MappedFiles.supported() and all(map(can_map, (cut.pinned_layout, *kept)))
+    stream_mode = resolve_io_mode(
+        options.io_mode, files, fits_cache=0 < streamed_bytes < room
+    )
+    fits = options.io_mode == "auto" and not streamed_bytes and mapped
+    plan = Plan(
         memory_limit=limit,
         smallest_limit=smallest,
         floor_bytes=floor,
-        reserve_bytes=reserve + HUGE_PAGE,
-        pinned_bytes=pinned,
+        reserve_bytes=reserve + cut.parts.conversion_bytes + HUGE_PAGE,
+        pinned_bytes=cut.pinned,
         units=units,
         slot_bytes=max(unit.streamed.nbytes for unit in units),
         slots=SLOTS if streamed_bytes else 0,
-        scratch_bytes=scratch,
-        readers=readers,
-        io_mode=io_mode,
+        scratch_bytes=cut.scratch,
+        readers=cut.readers,
+        io_mode=MAPPED if fits else stream_mode,  # see [Note: mapped or copied]
         disk_rate=options.disk_rate,
     )
+    return Build(cut.parts, cut.residency, plan, stream_mode)
 
 
-def _transient_bytes(group: Sequence[Weight]) -> int:
-    """Experts are stacked, then concatenated: two copies, and a third when they are cast first."""
-    made = sum(weight.nbytes for weight in group)
-    cast = any(source.dtype != group[0].dtype for source in group[0].sources)
-    return made * (3 if cast else 2)
+class _Cut:
+    """A model cut at one grain, and the memory that this takes whatever is streamed. In bytes."""
+
+    def __init__(self, parts: Parts, grain: Grain, options: Options) -> None:
+        self.parts, self.grain = parts, grain
+        self.residency = Residency(parts.specs, slots=SLOTS)
+        casting = parts.needs_scratch
+        self.readers = options.readers or (_CASTING_READERS if casting else _READERS)
+        self.scratch = self.readers * ceil_page(SCRATCH_BYTES) if casting else 0
+        self.pinned_layout = lay_out(parts.pinned)
+        tables = sum(min(table.weight.nbytes, TABLE_KEEP_BYTES) for table in parts.tables)
+        self.pinned = self.pinned_layout.nbytes + tables + parts.others_bytes
+        self.fixed = parts.conversion_bytes + self.pinned + self.scratch + HUGE_PAGE
 
 
-def _streamable(weight: Weight, tied: frozenset[str]) -> bool:
-    # An evicted float is NaN and shows when it is read too early; an integer has no such value.
-    return (
-        weight.name not in tied and not is_tiny(weight) and DTYPES[weight.dtype].is_floating_point
-    )
+def _cuts(
+    divider: Divider, touched: Callable[[], frozenset[str] | None], options: Options
+) -> Iterator[_Cut]:
+    """From coarse to fine."""
+    chunks = [size for size in CHUNKS if size <= divider.largest_block] or [CHUNKS[-1]]
+    for chunk_bytes in chunks:
+        grain = Grain(modules=False, chunk_bytes=chunk_bytes)
+        yield _Cut(divider.divide(grain, frozenset()), grain, options)
+    outside = touched()
+    if outside is None:
+        return
+    for chunk_bytes in chunks:
+        grain = Grain(modules=True, chunk_bytes=chunk_bytes)
+        yield _Cut(divider.divide(grain, outside), grain, options)
 
 
-def _whole_groups(streamed: Sequence[Weight], everything: Mapping[str, Weight]) -> list[Weight]:
-    """Drop conversions that do not stay within the block; the library loads those."""
-    names = {weight.name for weight in streamed}
-    broken = {w.group for w in everything.values() if w.group is not None and w.name not in names}
-    return [weight for weight in streamed if weight.group is None or weight.group not in broken]
+def _price(residency: Residency, choice: Choice) -> float:
+    """Seconds per pass: see [Note: the price of memory]."""
+    streamed = [unit for unit in residency.plans(choice) if unit.streamed.nbytes]
+    return sum(u.streamed_bytes for u in streamed) / _TYPICAL_RATE + _UNIT_SECONDS * len(streamed)
 
 
 def _too_small(

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from pipeload._placement import Convert, Place, Placement
 from pipeload._reader import FileSet, Outcome, ReaderPool, Work
 from pipeload._stats import Counters
-from pipeload._unit import Load, Ticket, Unit, UnitState
+from pipeload._unit import Load, Split, Ticket, Unit, UnitState
 from pipeload.errors import (
     PipeloadError,
     ReadError,
@@ -57,8 +57,8 @@ class Dispatcher:
         self._regions = slots
         self._occupants: list[int | None] = [None] * len(slots)
         self._files, self._convert = files, convert
-        self._pool = ReaderPool(self._report, scratch)
-        self._readers = len(scratch)
+        self._pool: ReaderPool | None = None
+        self._scratch = scratch
         self._chunk_bytes = chunk_bytes
         self._successor = [(index + 1) % len(units) for index in range(len(units))]
         self._current = len(units) - 1
@@ -66,7 +66,9 @@ class Dispatcher:
         self._reading_since = 0.0
         self._jobs = 0
         self._tickets: dict[int, Ticket] = {}
-        self._unread = sum(not unit.loaded for unit in units)
+        self._unread = sum(bool(unit.home.unread) for unit in units)
+        self._touched = [0] * len(slots)
+        self._split: Split | None = None
 
     # -- messages; each runs in the dispatcher's thread --
 
@@ -109,6 +111,10 @@ class Dispatcher:
                 unit.ready = not unit.streams
         ticket.settle()
 
+    def resplit(self, split: Split) -> None:
+        """Units are to keep and stream other parts; done once no read is in flight."""
+        self._split = split
+
     def _finished(self, outcome: Outcome) -> None:
         load = outcome.tag
         assert isinstance(load, Load)  # noqa: S101 - only `_start` submits
@@ -128,6 +134,10 @@ class Dispatcher:
 
     def schedule(self) -> None:
         """Start what should be read now: units somebody waits for, then the ones that come next."""
+        if self._split is not None:
+            if self._loading:
+                return
+            self._adopt(self._split)
         for index in [*self._tickets]:
             if self.units[index].state is UnitState.ON_DISK:
                 self._serve(index)
@@ -159,6 +169,26 @@ class Dispatcher:
                     "or load it without pipeload."
                 )
             )
+
+    def _adopt(self, split: Split) -> None:
+        """Give back first; what stays from now on is read when its unit comes by.
+
+        A unit in use keeps what it has: its memory cannot be taken from under it.
+        """
+        for index, (unit, plan) in enumerate(zip(self.units, split.plans, strict=True)):
+            if unit.plan is not plan and unit.state is not UnitState.IN_USE:
+                self._give_slot_back(unit)
+                self.counters.resident_bytes -= unit.home.nbytes
+                unit.adopt(plan)
+                self.counters.resident_bytes += unit.home.nbytes
+        self._unread = sum(bool(unit.home.unread) for unit in self.units)
+        for slot, region in enumerate(self._regions):
+            if self._occupants[slot] is None and self._touched[slot] > split.slot_bytes:
+                region.discard(split.slot_bytes)
+                self.counters.buffer_bytes -= self._touched[slot] - split.slot_bytes
+                self._touched[slot] = split.slot_bytes
+        self._split = None
+        split.ticket.settle()
 
     def _doubt_read_ahead(self) -> None:
         """After a surprise: what was read ahead counts as used until it is found to come next.
@@ -202,9 +232,9 @@ class Dispatcher:
     def _start(self, index: int, slot: int | None) -> None:
         unit = self.units[index]
         unit.state, unit.ready, unit.used = UnitState.LOADING, False, False
-        placements: list[Place] = []
-        if unit.resident is not None and not unit.loaded:
-            placements.append(unit.resident)
+        placements: list[Place] = [*unit.home.unread]
+        # Counted before it is there: nobody is to promise the same bytes to somebody else.
+        self.counters.resident_bytes += sum(place.nbytes for place in placements)
         if unit.streams and slot is not None:
             placements.append(self._place(unit, index, slot))
         load = Load(index, placements)
@@ -224,11 +254,14 @@ class Dispatcher:
             unit.slots[slot] = Placement(
                 unit.plan.streamed, self._regions[slot], self._files, self._convert
             )
+        touched = max(0, unit.plan.streamed.nbytes - self._touched[slot])
+        self.counters.buffer_bytes += touched
+        self._touched[slot] += touched
         return unit.slots[slot]
 
     def _chunk(self, placement: Place) -> int:
         """Small enough that every reader has a part, large enough to be worth a call."""
-        share = placement.nbytes // self._readers
+        share = placement.nbytes // len(self._scratch)
         share += -share % _MIN_CHUNK_BYTES
         return max(_MIN_CHUNK_BYTES, min(self._chunk_bytes, share))
 
@@ -238,12 +271,13 @@ class Dispatcher:
         ticket = self._tickets.pop(load.unit, None)
         if load.error is not None:
             self._give_slot_back(unit)
+            self.counters.resident_bytes -= sum(place.nbytes for place in unit.home.unread)
             unit.state, unit.failed = UnitState.ON_DISK, True
             if ticket is not None:
                 ticket.settle(_name_block(load.error, unit.plan.name))
             return
-        if not unit.loaded:
-            unit.loaded = True
+        if unit.home.unread:
+            unit.home.mark_read()
             self._unread -= 1
         if ticket is None:
             unit.state, unit.ready = UnitState.RESIDENT, not unit.used
@@ -269,6 +303,7 @@ class Dispatcher:
             self._reading_since = time.perf_counter()
         self._jobs += len(jobs)
         load.pending = len(jobs)
+        assert self._pool is not None  # noqa: S101 - only `dispatch` calls
         for job in jobs:
             self._pool.submit(load, job)
 
@@ -283,8 +318,13 @@ class Dispatcher:
             self.counters.read_seconds += outcome.finished - self._reading_since
             self._reading_since = outcome.finished
 
+    def open(self) -> None:
+        """Start the readers."""
+        self._pool = ReaderPool(self._report, self._scratch)
+
     def close(self) -> None:
         """End the readers; tell whoever waits."""
+        assert self._pool is not None  # noqa: S101 - only `dispatch` calls
         self._pool.close()
         for ticket in self._tickets.values():
             ticket.settle(

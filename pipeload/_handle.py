@@ -5,8 +5,10 @@ from __future__ import annotations
 import weakref
 from typing import TYPE_CHECKING
 
-from pipeload._memory import peak_rss_bytes
+from pipeload._accountant import ACCOUNTANT
+from pipeload._memory import parse_limit, peak_rss_bytes
 from pipeload._stats import Stats
+from pipeload.errors import UnsupportedOperationError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -28,19 +30,45 @@ class Handle:
     def __init__(
         self,
         model: nn.Module,
-        plan: Plan,
         streamer: Streamer,
         undo: Sequence[Callable[[], None]],
         restore: Callable[[nn.Module], None],
     ) -> None:
-        self.plan = plan
-        """What the limit was planned to buy. Frozen; all sizes in bytes."""
+        self._plan = streamer.governor.plan
         self._model = weakref.ref(model)
         # None once removed: they hold the memory that streaming took.
         self._streamer: Streamer | None = streamer
         self._restore: Callable[[nn.Module], None] | None = restore
         self._undo = list(undo)
         self._last_stats: Stats | None = None
+
+    @property
+    def plan(self) -> Plan:
+        """What the limit buys now. Frozen; all sizes in bytes.
+
+        Another one takes its place when residents yield to a longer cache or come back after it.
+        """
+        return self._plan if self._streamer is None else self._streamer.governor.plan
+
+    def set_memory_limit(self, memory_limit: int | str) -> None:
+        """Change the limit of this process, for this model and all others that stream in it.
+
+        What has to be given back is given back before this returns; if a pass is running, before
+        its next block. What may be held in addition is read as it streams by.
+
+        Args:
+            memory_limit: bytes, "3GB", "50%" or "auto", as for `pipeload.from_pretrained`.
+
+        Raises:
+            MemoryLimitError: it is too small; nothing changes. Says the smallest that works.
+            OptionError: it is no size.
+            UnsupportedOperationError: the model is not streamed any more.
+        """
+        if self._streamer is None:
+            raise UnsupportedOperationError(
+                "set_memory_limit() after remove(): the model is a plain one. Load it again."
+            )
+        ACCOUNTANT.set_limit(parse_limit(memory_limit))
 
     def stats(self) -> Stats:
         """A frozen snapshot of the work so far."""
@@ -49,10 +77,11 @@ class Handle:
         streamer = self._streamer
         assert streamer is not None  # noqa: S101 - there until the last statistics are
         log, counters, pinned = streamer.log, streamer.prefetcher.counters, streamer.pinned_read
+        rows = sum(table.bytes_read for table in streamer.tables)
         return Stats(
             passes=log.passes,
             tokens=log.tokens,
-            bytes_read=pinned.nbytes + counters.bytes_read,
+            bytes_read=pinned.nbytes + rows + counters.bytes_read,
             reads=pinned.reads + counters.reads,
             read_seconds=pinned.seconds + counters.read_seconds,
             stall_seconds=log.stall_seconds,
@@ -87,7 +116,8 @@ class Handle:
         for undo in self._undo:
             undo()
         self._undo.clear()
-        self._last_stats = self.stats()
+        self._last_stats, self._plan = self.stats(), self.plan
+        ACCOUNTANT.leave(streamer.governor)
         streamer.prefetcher.close()
         streamer.files.close()
         self._streamer = self._restore = None
@@ -105,4 +135,4 @@ class Handle:
 
     def __repr__(self) -> str:
         state = "removed" if self.removed else f"limit {self.plan.memory_limit} bytes"
-        return f"<pipeload.Handle: {len(self.plan.units)} blocks, {state}>"
+        return f"<pipeload.Handle: {len(self.plan.units)} units, {state}>"

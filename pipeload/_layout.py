@@ -10,7 +10,7 @@ to 64 bytes.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -41,6 +41,10 @@ class Weight:
     """Checkpoint tensors it is made of."""
     group: str | None = None
     """First weight made by the same conversion, None when there is only a read (and a cast)."""
+    whole: str | None = None
+    """The weight that this one is a range of rows of, None when it is a weight of its own."""
+    first_row: int = 0
+    """Number of its first row in the whole weight."""
 
     @property
     def raw(self) -> bool:
@@ -51,6 +55,29 @@ class Weight:
     def read_bytes(self) -> int:
         """Bytes read from disk for it alone."""
         return sum(source.nbytes for source in self.sources)
+
+    def rows(self, start: int, stop: int) -> Weight:
+        """The range of rows from `start` to `stop` as a weight that is read by itself."""
+        (source,) = self.sources
+        share = source.nbytes // self.shape[0]
+        name, shape = f"[{start}:{stop}]", (stop - start, *self.shape[1:])
+        return replace(
+            self,
+            name=self.name + name,
+            shape=shape,
+            nbytes=self.nbytes // self.shape[0] * (stop - start),
+            sources=(
+                replace(
+                    source,
+                    name=source.name + name,
+                    shape=shape,
+                    start=source.start + start * share,
+                    stop=source.start + stop * share,
+                ),
+            ),
+            whole=self.name,
+            first_row=start,
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,6 +70,11 @@ class MappedFiles:
         advise(ctypes.c_void_p(address), length, _MADV_POPULATE_READ)
         return stop - first
 
+    def discard(self, path: Path, first: int, stop: int) -> None:
+        """Let the pages of a range go. Both bounds lie on page borders."""
+        if stop > first:
+            self._maps[path].madvise(mmap.MADV_DONTNEED, first, stop - first)
+
 
 class MappedPlacement:
     """A layout of raw weights whose views are the files themselves."""
@@ -94,6 +99,11 @@ class MappedPlacement:
     def convert_jobs(self) -> list[Work]:
         """Nothing: mapped weights are the file's bytes."""
         return []
+
+    def drop(self) -> None:
+        """Unmap nothing, but let the pages go; they come back from the file if they are touched."""
+        for extent in self._layout.extents:
+            self._files.discard(extent.file, ceil_page(extent.start), floor_page(extent.stop))
 
     def _jobs(self, chunk_bytes: int) -> Iterator[Work]:
         for extent in self._layout.extents:

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import psutil
 
+from pipeload._sizes import parse_share, parse_size
+
 # glibc keeps freed blocks below this for later. Left at its dynamic default it grows to 32 MB, and
 # a prompt's freed activations stay in the process; at 1 MB they go back at once.
 _MMAP_THRESHOLD_BYTES = 1 << 20
@@ -47,16 +49,35 @@ def cgroup_limit_bytes() -> int | None:
 
 
 def auto_limit_bytes() -> int:
-    """What the process may use: the least of control group, available and physical memory.
+    """What the process may use: a tenth less than `allowed_bytes`.
 
-    A tenth of it, at least 256 MB, stays free for everything else on the machine.
+    At least 256 MB stay free for everything else on the machine.
+    """
+    least = allowed_bytes()
+    return least - max(least // 10, min(256_000_000, least // 4))
+
+
+def allowed_bytes() -> int:
+    """The least of control group, available and physical memory. What is held counts as available.
     """
     memory = psutil.virtual_memory()
     choices = [int(memory.total), int(memory.available) + rss_bytes()]
     if (group := cgroup_limit_bytes()) is not None:
         choices.append(group)
-    least = min(choices)
-    return least - max(least // 10, min(256_000_000, least // 4))
+    return min(choices)
+
+
+def parse_limit(memory_limit: int | str) -> int:
+    """A limit in bytes: a size, "auto", or a share such as "50%" of what "auto" starts from.
+
+    Raises:
+        OptionError: it is none of these.
+    """
+    if memory_limit == "auto":
+        return auto_limit_bytes()
+    if isinstance(memory_limit, str) and memory_limit.strip().endswith("%"):
+        return int(allowed_bytes() * parse_share(memory_limit))
+    return parse_size(memory_limit)
 
 
 def free_page_cache_bytes() -> int:

@@ -10,7 +10,16 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from pipeload._arena import DTYPES, Region
-from pipeload._layout import PAGE, Cast, Conversion, Extent, Layout, ceil_page, floor_page
+from pipeload._layout import (
+    PAGE,
+    Cast,
+    Conversion,
+    Extent,
+    Layout,
+    Weight,
+    ceil_page,
+    floor_page,
+)
 
 if TYPE_CHECKING:
     from pipeload._checkpoint import TensorEntry
@@ -43,6 +52,9 @@ class Place(Protocol):
     def convert_jobs(self) -> list[Work]:
         """What is to be done once all reads are."""
 
+    def drop(self) -> None:
+        """Give the memory back to the system. The views show nothing of use from then on."""
+
 
 class Placement:
     """Views are prepared once; filling is a list of independent jobs."""
@@ -70,13 +82,24 @@ class Placement:
             partial(self._run_conversion, conversion) for conversion in self._layout.conversions
         ]
 
-    def _make_views(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def drop(self) -> None:
+        """Give the memory back to the system. The views read as zeros from then on."""
+        for weight, offset in self._placed():
+            if weight.whole is None:
+                self._region.discard()
+            else:  # its first and last page hold rows of its neighbours
+                self._region.arena.discard(self._region.offset + offset, weight.nbytes)
+
+    def _placed(self) -> list[tuple[Weight, int]]:
         placed = list(self._layout.raw) + [
             (cast.weight, cast.offset) for cast in self._layout.casts
         ]
         for conversion in self._layout.conversions:
             placed += zip(conversion.weights, conversion.offsets, strict=True)
-        for weight, offset in placed:
+        return placed
+
+    def _make_views(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for weight, offset in self._placed():
             yield (
                 weight.name,
                 self._region.tensor(offset, weight.dtype, weight.shape, weight.nbytes),

@@ -8,21 +8,27 @@ from typing import TYPE_CHECKING
 from pipeload._sizes import format_size
 
 if TYPE_CHECKING:
-    from pipeload._layout import Layout
+    from pipeload._layout import Layout, Weight
 
 
 @dataclass(frozen=True, slots=True)
 class UnitPlan:
-    """What one block keeps and what it reads each pass."""
+    """What one unit keeps and what it reads each pass."""
 
     name: str
-    resident: Layout
+    resident: tuple[Layout, ...]
+    """One for each piece that stays or goes by itself."""
     streamed: Layout
 
     @property
     def resident_bytes(self) -> int:
-        """Bytes held for good once the block ran."""
-        return self.resident.nbytes
+        """Bytes held once the block ran, until the limit is needed for something else."""
+        return sum(layout.nbytes for layout in self.resident)
+
+    @property
+    def resident_weights(self) -> tuple[Weight, ...]:
+        """Everything that is held."""
+        return tuple(weight for layout in self.resident for weight in layout.weights)
 
     @property
     def streamed_bytes(self) -> int:
@@ -44,9 +50,11 @@ class Plan:
     """Kept free for cache, activations and logits of the hint, for conversions of weights that the
     checkpoint holds in another form, and for the kernel's own tables."""
     pinned_bytes: int
-    """Always resident: embeddings, head, and the small parameters of every block."""
+    """Always resident: small parameters, the rows of embedding tables that are kept, and whatever
+    cannot be streamed."""
     units: tuple[UnitPlan, ...] = field(repr=False)
-    """One per block, in the order they run."""
+    """What is read at once, in the order it is needed: blocks, or where these are too large their
+    modules and ranges of rows; the head always in ranges of rows."""
     slot_bytes: int
     """Size of one buffer."""
     slots: int
@@ -102,11 +110,11 @@ class Plan:
                 self.reserve_bytes,
                 "cache, activations, logits, conversions; kernel tables",
             ),
-            ("always resident", self.pinned_bytes, "embeddings, head, small parameters"),
+            ("always resident", self.pinned_bytes, "small parameters, embedding rows"),
             (
-                "resident blocks",
+                "resident units",
                 self.resident - self.pinned_bytes,
-                f"parts of {len(self.units)} blocks",
+                f"parts of {len(self.units)} units: blocks, modules or ranges of rows",
             ),
             ("buffers", self.buffers, f"{self.slots} x {format_size(self.slot_bytes)}"),
             ("scratch", self.scratch_bytes, "dtype casts while reading"),

@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from pipeload._dispatcher import Dispatcher, dispatch
-from pipeload._unit import Ticket, Unit
+from pipeload._unit import Split, Ticket, Unit
 from pipeload.errors import UnsupportedOperationError
 
 if TYPE_CHECKING:
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from pipeload._arena import Region
     from pipeload._placement import Convert
+    from pipeload._plan import UnitPlan
     from pipeload._reader import FileSet
     from pipeload._stats import Counters
 
@@ -72,10 +73,15 @@ class Prefetcher:
         )
         self._dispatcher = dispatcher
         self._inbox = dispatcher.inbox
+        self.start()
+
+    def start(self) -> None:
+        """Start the threads; after `close`, they go on where they were. Read the next units."""
         self._thread = threading.Thread(
-            target=dispatch, args=(dispatcher,), name="pipeload-dispatcher", daemon=True
+            target=dispatch, args=(self._dispatcher,), name="pipeload-dispatcher", daemon=True
         )
         self._pid = os.getpid()
+        self._dispatcher.open()
         self._thread.start()
         self._inbox.put(lambda: None)
         # The threads know the dispatcher only: when nobody holds this object any more, they end.
@@ -121,8 +127,18 @@ class Prefetcher:
         ticket = Ticket(-1)
         self._ask(ticket, partial(self._dispatcher.reset, ticket))
 
+    def resplit(self, plans: Sequence[UnitPlan], slot_bytes: int) -> None:
+        """Have units keep and stream other parts; returns once memory has been given back.
+
+        Units in use keep what they have. To be called from the thread of the running pass, or while
+        no pass runs.
+        """
+        ticket = Ticket(-1)
+        split = Split(plans, slot_bytes, ticket)
+        self._ask(ticket, partial(self._dispatcher.resplit, split))
+
     def close(self) -> None:
-        """End all threads. May be called again."""
+        """End all threads. May be called again, and `start` after it."""
         self._closer()
 
     def _ask(self, ticket: Ticket, message: Callable[[], None]) -> None:

@@ -39,9 +39,9 @@ class UnitSpec:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Which pieces of each unit are streamed."""
+    """Which pieces of each unit are streamed: a bit mask over its pieces."""
 
-    streamed: tuple[tuple[Weight, ...], ...]
+    streamed: tuple[int, ...]
     slot_bytes: int
 
 
@@ -70,30 +70,60 @@ class _Menu:
         return bisect.bisect_right(self.sizes, slot_bytes) - 1
 
 
-def choose(units: Sequence[UnitSpec], budget: int, *, slots: int) -> Choice | None:
-    """Split every unit so that residents and `slots` buffers fit `budget` and least is read.
+class Residency:
+    """All that a budget for residents and buffers can buy for one set of units.
 
-    Returns None when the budget is too small for any split.
+    Asked again whenever the budget changes while the model runs, so everything that does not depend
+    on it is computed once.
     """
-    pieces = [_pieces(unit.weights) for unit in units]
-    menus = _menus(pieces)
-    if sum(menu.total for menu in menus) <= budget:
-        return Choice(tuple(() for _ in units), 0)
-    picks = _best_picks(menus, budget, slots)
-    if picks is None:
-        return None
-    streamed = [
-        tuple(
-            w
-            for bit, piece in enumerate(part)
-            if menu.masks[pick] >> bit & 1
-            for w in piece.weights
+
+    def __init__(self, units: Sequence[UnitSpec], *, slots: int) -> None:
+        self.units = tuple(units)
+        self._slots = slots
+        self._pieces = [_pieces(unit.weights) for unit in units]
+        self._menus = _menus(self._pieces)
+        self._plans: dict[tuple[int, int], UnitPlan] = {}
+        self.everything = sum(menu.total for menu in self._menus)
+        """The budget, in bytes, from which on nothing is streamed."""
+        self.smallest = self._smallest_budget()
+        """The smallest budget, in bytes, for which `choose` finds a split."""
+
+    def choose(self, budget: int) -> Choice | None:
+        """Split every unit so that residents and buffers fit `budget` and least is read.
+
+        Returns None when the budget is too small for any split.
+        """
+        if self.everything <= budget:
+            return Choice(tuple(0 for _ in self.units), 0)
+        menus = self._menus
+        picks = _best_picks(menus, budget, self._slots) if budget >= self.smallest else None
+        if picks is None:
+            return None
+        slot_bytes = max(menu.sizes[pick] for menu, pick in zip(menus, picks, strict=True))
+        masks = (menu.masks[pick] for menu, pick in zip(menus, picks, strict=True))
+        return Choice(tuple(masks), slot_bytes)
+
+    def plans(self, choice: Choice) -> tuple[UnitPlan, ...]:
+        """Lay out both parts of every unit; a unit split as before gets the same object."""
+        return tuple(self._plan(index, mask) for index, mask in enumerate(choice.streamed))
+
+    def _plan(self, index: int, mask: int) -> UnitPlan:
+        plan = self._plans.get((index, mask))
+        if plan is None:
+            pieces = self._pieces[index]
+            kept = [p.weights for bit, p in enumerate(pieces) if not mask >> bit & 1]
+            passing = [w for bit, p in enumerate(pieces) if mask >> bit & 1 for w in p.weights]
+            plan = UnitPlan(self.units[index].name, tuple(map(lay_out, kept)), lay_out(passing))
+            self._plans[index, mask] = plan
+        return plan
+
+    def _smallest_budget(self) -> int:
+        menus = self._menus
+        splits = (
+            _memory(menus, [menu.fit(size) for menu in menus], self._slots)
+            for size in _slot_sizes(menus)
         )
-        for part, menu, pick in zip(pieces, menus, picks, strict=True)
-    ]
-    return Choice(
-        tuple(streamed), max(menu.sizes[pick] for menu, pick in zip(menus, picks, strict=True))
-    )
+        return min(self.everything, *splits) if menus else 0
 
 
 def _best_picks(menus: Sequence[_Menu], budget: int, slots: int) -> list[int] | None:
@@ -115,26 +145,9 @@ def _best_picks(menus: Sequence[_Menu], budget: int, slots: int) -> list[int] | 
     return best
 
 
-def smallest_budget(units: Sequence[UnitSpec], *, slots: int) -> int:
-    """The least memory for residents and buffers with which `choose` finds a split."""
-    menus = _menus([_pieces(unit.weights) for unit in units])
-    everything = sum(menu.total for menu in menus)
-    splits = (
-        _memory(menus, [menu.fit(size) for menu in menus], slots) for size in _slot_sizes(menus)
-    )
-    return min(everything, *splits) if menus else 0
-
-
 def is_tiny(weight: Weight) -> bool:
     """Whether a weight is too small to stream."""
     return weight.nbytes <= (_TINY_BYTES if len(weight.shape) > 1 else _TINY_VECTOR_BYTES)
-
-
-def split(unit: UnitSpec, streamed: Sequence[Weight]) -> UnitPlan:
-    """Lay out both parts of a unit."""
-    names = {weight.name for weight in streamed}
-    kept = [weight for weight in unit.weights if weight.name not in names]
-    return UnitPlan(unit.name, lay_out(kept), lay_out(streamed))
 
 
 def _pieces(weights: Sequence[Weight]) -> list[_Piece]:

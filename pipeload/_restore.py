@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
 from safetensors import safe_open
 
 from pipeload._memory import rss_bytes
@@ -14,11 +15,9 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    import torch
     from torch import nn
 
     from pipeload._layout import Weight
-    from pipeload._plan import Plan
     from pipeload._streamer import Streamer
 
 
@@ -26,10 +25,9 @@ class Restorer:
     """Puts real weights back into a model's parameters."""
 
     def __init__(
-        self, plan: Plan, streamer: Streamer, parameters: Mapping[str, tuple[nn.Parameter, Weight]]
+        self, streamer: Streamer, parameters: Mapping[str, tuple[nn.Parameter, Weight]]
     ) -> None:
         """`parameters` are all that pipeload fills, by name, with where their values come from."""
-        self._plan = plan
         self._streamer = streamer
         self._parameters = parameters
 
@@ -52,10 +50,9 @@ class Restorer:
 
     def _make_converted(self) -> dict[str, torch.Tensor]:
         """Copies of the streamed weights that the file does not hold as they are."""
-        need = sum(
-            w.nbytes for unit in self._plan.units for w in unit.streamed.weights if not w.raw
-        )
-        limit, held = self._plan.memory_limit, rss_bytes()
+        plan = self._streamer.governor.plan
+        need = sum(w.nbytes for u in plan.units for w in u.streamed.weights if not w.raw)
+        limit, held = plan.memory_limit, rss_bytes()
         if need and held + need > limit:
             raise MemoryLimitError(
                 f"remove() must hold {format_size(need)} of cast or converted weights beside "
@@ -65,14 +62,26 @@ class Restorer:
                 smallest_limit=held + need,
             )
         made: dict[str, torch.Tensor] = {}
-        for index, unit in enumerate(self._plan.units):
-            kept = [w.name for w in unit.resident.weights if not w.raw]
-            passing = [w.name for w in unit.streamed.weights if not w.raw]
-            if kept or passing:
-                with self._streamer.borrowed(index) as views:
-                    made.update((name, views[name]) for name in kept)
-                    made.update((name, views[name].clone()) for name in passing)
+        for index, unit in enumerate(plan.units):
+            passing = {weight.name for weight in unit.streamed.weights}
+            weights = [
+                w for w in (*unit.resident_weights, *unit.streamed.weights) if not w.raw
+            ]
+            if not weights:
+                continue
+            with self._streamer.borrowed(index) as views:
+                for weight in weights:
+                    view = views[weight.name]
+                    if weight.whole is not None:
+                        whole = made.setdefault(weight.whole, self._empty(weight.whole))
+                        whole[weight.first_row : weight.first_row + view.shape[0]].copy_(view)
+                    else:
+                        made[weight.name] = view.clone() if weight.name in passing else view
         return made
+
+    def _empty(self, name: str) -> torch.Tensor:
+        parameter, _ = self._parameters[name]
+        return torch.empty(parameter.shape, dtype=parameter.dtype)
 
     def _map_raw(self) -> dict[str, torch.Tensor]:
         """Lazily mapped tensors for everything that is in the file as it is."""

@@ -7,7 +7,7 @@ from typing import Final
 
 from pipeload.errors import OptionError
 
-__all__ = ["format_size", "parse_size"]
+__all__ = ["format_size", "parse_share", "parse_size"]
 
 _DECIMAL_UNITS: Final = ("B", "kB", "MB", "GB", "TB", "PB")
 _BINARY_UNITS: Final = ("KiB", "MiB", "GiB", "TiB", "PiB")
@@ -25,6 +25,8 @@ _MOST_BITS_SHOWN: Final = 256  # Python refuses to write out an int of many thou
 
 # At most 20 digits: longer numbers are beyond _LARGEST, and slow to read.
 _SIZE: Final = re.compile(r"(?P<whole>[0-9]{1,20})(?:\.(?P<part>[0-9]{1,20}))? *(?P<unit>[a-z]*)")
+
+_SHARE: Final = re.compile(r"(?P<percent>[0-9]{1,3}(?:\.[0-9]{1,20})?) *%")
 
 
 def parse_size(value: int | str, *, name: str = "memory_limit") -> int:
@@ -48,6 +50,19 @@ def parse_size(value: int | str, *, name: str = "memory_limit") -> int:
     if nbytes > _LARGEST:
         raise _refusal(name, value, "is larger than any memory")
     return nbytes
+
+
+def parse_share(text: str, *, name: str = "memory_limit") -> float:
+    """Turn "50%" into 0.5.
+
+    Raises:
+        OptionError: it is no percentage, or not more than 0 and at most 100.
+    """
+    match = _SHARE.fullmatch(text.strip())
+    share = float(match["percent"]) / 100 if match is not None else 0.0
+    if not 0 < share <= 1:
+        raise _refusal(name, text, "is no percentage from 0 to 100")
+    return share
 
 
 def format_size(nbytes: int) -> str:
@@ -80,7 +95,7 @@ def _parse_text(text: str, name: str) -> int:
 def _refusal(name: str, value: object, reason: str) -> OptionError:
     return OptionError(
         f"{name}={_show(value)} {reason}. Pass bytes as an int, or a number with a unit: "
-        '"2GB" (2 * 10^9 bytes), "1.5GiB" (1.5 * 2^30 bytes), "512MB", "800 kB".'
+        '"2GB" (2 * 10^9 bytes), "1.5GiB" (1.5 * 2^30 bytes), "512MB", "50%", "auto".'
     )
 
 

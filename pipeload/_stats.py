@@ -14,6 +14,10 @@ class Counters:
     read_seconds: float = 0.0
     hits: int = 0
     misses: int = 0
+    resident_bytes: int = 0
+    """Weights that units keep, read or being read."""
+    buffer_bytes: int = 0
+    """The part of the buffers that was ever written to."""
 
 
 @dataclass(frozen=True, slots=True)

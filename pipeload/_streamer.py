@@ -1,20 +1,23 @@
-"""Joins the two towers: hooks ask for a block, the prefetcher fetches it, its views are bound."""
+"""Joins the two towers: hooks ask for a site, the prefetcher fetches it, its views are bound."""
 
 from __future__ import annotations
 
 import contextlib
+import time
 import weakref
 from typing import TYPE_CHECKING, Any, NoReturn
 
+import torch
+
 from pipeload._passlog import PassLog
+from pipeload._seats import Seat
 from pipeload.errors import UnsupportedModelError, UnsupportedOperationError
 from pipeload_hooks import (
     Attachment,
-    Binding,
-    Block,
     EvictedWeightWatch,
     PassGate,
     attach,
+    attach_split,
     discard_ended,
     inside_compiled_call,
 )
@@ -22,31 +25,22 @@ from pipeload_hooks import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    import torch
     from torch import nn
     from torch.utils.hooks import RemovableHandle
 
+    from pipeload._governor import Governor
+    from pipeload._layout import Weight
+    from pipeload._plan import Plan
     from pipeload._prefetcher import Prefetcher
     from pipeload._reader import FileSet, PinnedRead
+    from pipeload._tables import TableSeat
 
 
-class _Seat:
-    """One block on the model's side: its parameters and the views prepared for them."""
-
-    __slots__ = ("block", "name", "pairs", "resident", "settled", "streamed")
-
-    def __init__(self, block: Block, resident: Binding, streamed: Binding) -> None:
-        self.name = block.name
-        self.block = weakref.ref(block.module)
-        self.resident = resident
-        self.streamed = streamed
-        self.pairs: dict[int, list[tuple[nn.Parameter, torch.Tensor]]] = {}
-        self.settled = False
-        """Its resident part is bound for good."""
+_IDLE_SECONDS = 0.01
 
 
 class Streamer:
-    """A `WeightSource` for the blocks of one model, and the life of its passes.
+    """A `WeightSource` for the sites of one model, and the life of its passes.
 
     It holds parameters and weak references to modules, never the model: a forgotten model goes, and
     takes this, the prefetcher and its threads along.
@@ -54,54 +48,78 @@ class Streamer:
 
     def __init__(
         self,
-        blocks: Sequence[Block],
-        parameters: Sequence[tuple[Mapping[str, nn.Parameter], Mapping[str, nn.Parameter]]],
+        seats: Sequence[Seat],
+        tables: Sequence[TableSeat],
         prefetcher: Prefetcher,
+        governor: Governor,
         files: FileSet,
         pinned_read: PinnedRead,
+        whole: Callable[[Weight], torch.Tensor],
     ) -> None:
-        """`parameters` holds, for each block, the resident and the streamed ones by name."""
+        """`whole` shows a weight whose ranges of rows are all resident."""
         self.pinned_read = pinned_read
         self.prefetcher = prefetcher
+        self.governor = governor
         self.log = PassLog()
         self.files = files
-        self._seats = [
-            _Seat(block, Binding(resident), Binding(streamed))
-            for block, (resident, streamed) in zip(blocks, parameters, strict=True)
-        ]
+        self._seats = seats
+        self.tables = tables
+        self._whole = whole
         self._gate = PassGate()
         self._held: set[int] = set()
+        """Units in use."""
+        self._inside: set[int] = set()
+        """Sites that are running."""
         self._open = False
         self._alone: int | None = None
-        self._bindings: dict[int, Binding] = {}
-        """By the `id` of each of their parameters."""
+        """The `id` of the module that was called by itself and is a pass of its own."""
         self._watch: EvictedWeightWatch | None = self._make_watch()
         self._attachment = Attachment()
+        self._pass_modules: list[weakref.ref[nn.Module]] = []
         self._pass_hooks: list[RemovableHandle] = []
-        self._outermost: Callable[[], nn.Module | None] = _nothing
         self._settled = False
 
     # -- hooks -----------------------------------------------------------------------------------
 
-    def attach(self, blocks: Sequence[Block], pass_modules: Sequence[nn.Module]) -> None:
-        """Put the hooks on: around every block, and around every module a pass may begin at."""
-        self._attachment = attach(blocks, self)
-        self._outermost = weakref.ref(pass_modules[0])
-        for module in pass_modules:
-            self._pass_hooks += [
-                module.register_forward_pre_hook(self._begin, prepend=True, with_kwargs=True),
-                module.register_forward_hook(self._end, always_call=True),
-            ]
+    def attach(self, pass_modules: Sequence[nn.Module]) -> None:
+        """Put the hooks on: around every site, and around every module a pass may begin at."""
+        self._pass_modules = [weakref.ref(module) for module in pass_modules]
+        self._attach_sites()
+        self._attach_passes()
+
+    def _attach_sites(self) -> None:
+        hooked = set(self._attachment.sites())
+        for index, seat in enumerate(self._seats):
+            module = seat.module()
+            if index in hooked or module is None:
+                continue
+            put_on = attach if seat.whole is None else attach_split
+            self._attachment.add(index, *put_on(module, index, self))
+        for table in self.tables:
+            table.attach(self)
+
+    def _attach_passes(self) -> None:
+        for reference in self._pass_modules:
+            if (module := reference()) is not None:
+                self._pass_hooks += [
+                    module.register_forward_pre_hook(self._begin, prepend=True, with_kwargs=True),
+                    module.register_forward_hook(self._end, always_call=True),
+                ]
 
     def detach(self) -> None:
         """Take all hooks off. The weights stay as they are."""
         self._attachment.remove()
+        for table in self.tables:
+            table.detach()
+        self._detach_passes()
+
+    def _detach_passes(self) -> None:
         while self._pass_hooks:
             self._pass_hooks.pop().remove()
 
     @property
-    def hooked_blocks(self) -> int:
-        """Blocks that still carry hooks."""
+    def hooked_sites(self) -> int:
+        """Sites that still carry hooks."""
         return len(self._attachment)
 
     @property
@@ -109,65 +127,100 @@ class Streamer:
         """Whether a pass is running in any thread."""
         return self._gate.busy
 
-    # -- WeightSource ----------------------------------------------------------------------------
+    # -- what the hooks call ---------------------------------------------------------------------
 
-    def acquire(self, block: int) -> None:
-        """Bind the block's weights, waiting for the disk if they are not there yet."""
-        _refuse_compiled()
-        seat = self._seats[block]
-        # Called by itself; or still held by a pass of this thread that died, which only a new pass,
-        # or the gate's look at the stack, can tell.
-        if not self._gate.owned() or block in self._held:
-            module = seat.block()
-            if module is not None:
-                self._begin(module, (), {})
-                if self._gate.is_outermost(module):
-                    self._alone = block
-        self._held.add(block)
-        self.log.stall_seconds += self.prefetcher.acquire(block)
-        unit = self.prefetcher.units[block]
-        if not seat.settled:
-            if unit.resident is not None:
-                seat.resident.bind(seat.resident.pair(unit.resident.views))
-            seat.settled = True
-        if unit.slot is not None:
-            pairs = seat.pairs.get(unit.slot)
-            if pairs is None:
-                pairs = seat.pairs[unit.slot] = seat.streamed.pair(unit.slots[unit.slot].views)
-            seat.streamed.bind(pairs)
+    def acquire(self, site: int) -> bool:
+        """Bind the site's weights, waiting for the disk if they are not there yet.
 
-    def release(self, block: int) -> None:
-        """Unbind what is streamed. Does nothing for a block that is not held."""
-        if block not in self._held:
+        Returns False for a site whose ranges of rows come one by one, through `chunks`.
+        """
+        seat = self._seats[site]
+        self.enter(seat.module(), again=site in self._inside)
+        self._inside.add(site)
+        if (plan := self.governor.inside_pass()) is not None:
+            self._adopt(plan)
+        units = self.prefetcher.units
+        if seat.whole is None:
+            (index,) = seat.units
+            self._take(index)
+            seat.bind(units[index])
+            return True
+        if any(units[index].streams for index in seat.units):
+            return False
+        for index in () if seat.settled(units) else seat.units:
+            self._take(index)
+            self._give(index)
+        seat.bind_whole(self._whole)
+        return True
+
+    def chunks(self, site: int) -> Iterator[tuple[int, int, torch.Tensor]]:
+        """The ranges of rows of a split weight: (first row, last row + 1, their values)."""
+        # No `finally`: a generator that an interrupt left behind would run it much later. Whoever
+        # stops halfway calls `release`, or the next pass recovers.
+        for index in self._seats[site].units:
+            self._take(index)
+            unit = self.prefetcher.units[index]
+            views = unit.home.views if unit.slot is None else unit.slots[unit.slot].views
+            ((_, rows),) = views.items()
+            yield (*unit.rows, rows)
+            self._give(index)
+
+    def release(self, site: int) -> None:
+        """Unbind what is streamed. Does nothing for a site that is not running."""
+        if site not in self._inside:
             return
-        seat = self._seats[block]
-        seat.streamed.unbind()
-        self.prefetcher.release(block)
-        self._held.discard(block)
-        if self._alone == block:
-            module = seat.block()
-            if module is not None:
-                self._end(module, (), None)
+        seat = self._seats[site]
+        seat.unbind()
+        for index in seat.units:
+            if index in self._held:
+                self._give(index)
+        self._inside.discard(site)
+        self.leave(seat.module())
 
-    def refuse_recording(self, block: int) -> NoReturn:
+    def enter(self, module: nn.Module | None, *, again: bool = False) -> None:
+        """A site is called: a pass begins with it if none is running in this thread.
+
+        `again`: it is on record as running, which only a new pass, or the gate's look at the stack,
+        can tell from a pass of this thread that died.
+        """
+        _refuse_compiled()
+        if (not self._gate.owned() or again) and module is not None:
+            self._begin(module, (), {})
+            if self._gate.is_outermost(module):
+                self._alone = id(module)
+
+    def leave(self, module: nn.Module | None) -> None:
+        """The site that `enter` was called for has run."""
+        if module is not None and self._alone == id(module):
+            self._end(module, (), None)
+
+    def refuse_recording(self, site: int) -> NoReturn:
         """Training is not possible: weights are overwritten before backward could use them."""
         raise UnsupportedOperationError(
-            f"autograd is recording: the input of block {self._seats[block].name!r} requires "
+            f"autograd is recording: the input of block {self._seats[site].name!r} requires "
             "grad, but streamed weights are gone by the time of backward. For inference, wrap "
             "the call in torch.no_grad() or torch.inference_mode(). Training a streamed model "
             "is not possible."
         )
 
+    def _take(self, index: int) -> None:
+        self._held.add(index)
+        self.log.stall_seconds += self.prefetcher.acquire(index)
+
+    def _give(self, index: int) -> None:
+        self.prefetcher.release(index)
+        self._held.discard(index)
+
     @contextlib.contextmanager
-    def borrowed(self, block: int) -> Iterator[Mapping[str, torch.Tensor]]:
-        """All views of a block's weights, filled; streamed ones are valid inside only."""
-        self.prefetcher.acquire(block)
+    def borrowed(self, index: int) -> Iterator[Mapping[str, torch.Tensor]]:
+        """All views of a unit's weights, filled; streamed ones are valid inside only."""
+        self.prefetcher.acquire(index)
         try:
-            unit = self.prefetcher.units[block]
+            unit = self.prefetcher.units[index]
             streamed = unit.slots[unit.slot].views if unit.slot is not None else {}
-            yield {**(unit.resident.views if unit.resident is not None else {}), **streamed}
+            yield {**unit.home.views, **streamed}
         finally:
-            self.prefetcher.release(block)
+            self.prefetcher.release(index)
 
     # -- passes ----------------------------------------------------------------------------------
 
@@ -180,6 +233,8 @@ class Streamer:
         discard_ended()  # another thread may have ended a pass that died in this one
         self._open = True
         self.files.check_unchanged()
+        if (plan := self.governor.before_pass(args, kwargs)) is not None:
+            self._adopt(plan)
         self.log.begin(args, kwargs)
         if self._watch is not None:
             self._watch.begin()
@@ -192,10 +247,11 @@ class Streamer:
     def _close(self, *, done: bool) -> None:
         if self._watch is not None and self._watch.active:
             self._watch.discard()
-        if self._held:
+        if self._held or self._inside:
             self.recover()  # an exception that somebody caught inside the pass
         self._alone = None
         self._open = False
+        self.governor.after_pass()
         if done:
             self._watch = None
             self.log.end()
@@ -206,48 +262,87 @@ class Streamer:
         if self._watch is not None:
             self._watch.discard()
         for seat in self._seats:
-            seat.streamed.unbind()
+            seat.unbind()
+        for table in self.tables:
+            table.unbind()
         self._held.clear()
+        self._inside.clear()
         self._alone = None
         if not self._settled:
             self.prefetcher.reset()
 
-    def _drop_settled(self) -> None:
-        """A block that is all resident and bound needs no hook any more."""
+    # -- other limits ----------------------------------------------------------------------------
+
+    def adopt(self, plan: Plan) -> bool:
+        """Keep and stream what `plan` says, if no pass is running; returns whether none was."""
+        with self._gate.idle(self._outermost()) as idle:
+            if idle:
+                self._adopt(plan)
+            return idle
+
+    def _adopt(self, plan: Plan) -> None:
         units = self.prefetcher.units
-        for index in self._attachment.blocks():
-            if self._seats[index].settled and not units[index].streams:
+        changed = {i for i, unit in enumerate(units) if unit.plan is not plan.units[i]}
+        for seat in self._seats:
+            if not changed.isdisjoint(seat.units) and self._held.isdisjoint(seat.units):
+                seat.evict()
+        self._attach_sites()
+        if self._settled:
+            self._settled = False
+            self._detach_passes()
+            self._attach_passes()
+            self.prefetcher.start()
+        self.prefetcher.resplit(plan.units, plan.slot_bytes)
+
+    def _outermost(self) -> nn.Module | None:
+        return self._pass_modules[0]() if self._pass_modules else None
+
+    def _drop_settled(self) -> None:
+        """A site that is all resident and bound needs no hook any more."""
+        units = self.prefetcher.units
+        waiting = [i for i in self._attachment.sites() if not self._seats[i].settled(units)]
+        for index in self._attachment.sites():
+            seat = self._seats[index]
+            if index not in waiting and not (waiting and seat.shared):
                 self._attachment.remove(index)
-        if not len(self._attachment):
+        if not waiting:
             self._settle()
 
     def _settle(self) -> None:
-        """Everything is resident and bound: one hook that counts passes is left."""
+        """Everything is resident and bound: one hook that watches passes is left."""
         self._settled = True
-        self.detach()
+        shared = [seat for seat in self._seats if seat.shared]
+        for seat in shared:
+            seat.bind_whole(self._whole)
+        names = {name for seat in shared for name in seat.parameters}
+        for table in self.tables:
+            if not names.isdisjoint(table.parameters):
+                table.detach()  # its rows are all in the head's weight now
+        self._detach_passes()
         if (model := self._outermost()) is not None:
-            self._pass_hooks.append(model.register_forward_pre_hook(self._count, with_kwargs=True))
+            watch = self._begin_settled
+            self._pass_hooks.append(model.register_forward_pre_hook(watch, with_kwargs=True))
         self.prefetcher.close()
 
-    def _count(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.log.begin(args, kwargs)
-        self.log.count()
+    def _begin_settled(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> None:
+        plan = self.governor.before_pass(args, kwargs)
+        while plan is not None and self._settled:
+            # Other threads may be computing with what is to be given back, and carry no hook.
+            if not self.adopt(plan):
+                time.sleep(_IDLE_SECONDS)
+        if self._settled:
+            self.log.begin(args, kwargs)
+            self.log.count()
+        else:
+            self._begin(module, args, kwargs)
 
     # -- evicted weights -------------------------------------------------------------------------
 
     def _make_watch(self) -> EvictedWeightWatch:
-        names: dict[int, str] = {}
-        for seat in self._seats:
-            for binding in (seat.resident, seat.streamed):
-                for name, parameter in binding.parameters.items():
-                    names[id(parameter)] = name
-                    self._bindings[id(parameter)] = binding
-        # Weak: a pass that died leaves its watch on its thread's stack of modes.
-        reference = weakref.WeakMethod(self._is_evicted)
-
-        def is_evicted(key: int) -> bool:
-            method = reference()
-            return method is not None and method(key)
+        owners = (*self._seats, *self.tables)
+        names = {id(p): name for owner in owners for name, p in owner.parameters.items()}
 
         def refuse(function: str, name: str) -> NoReturn:
             raise UnsupportedModelError(
@@ -256,12 +351,10 @@ class Streamer:
                 "the block and cannot be streamed; load it without pipeload."
             )
 
-        watch = EvictedWeightWatch(names, is_evicted, refuse)
+        watch = EvictedWeightWatch(names, refuse)
+        # A pass that died leaves its watch on its thread's stack of modes.
         weakref.finalize(self, watch.end).atexit = False
         return watch
-
-    def _is_evicted(self, key: int) -> bool:
-        return not self._bindings[key].bound
 
 
 def _refuse_compiled() -> None:
@@ -271,7 +364,3 @@ def _refuse_compiled() -> None:
             "model itself, or call pipeload.handle(model).remove() before torch.compile if it "
             "fits in memory."
         )
-
-
-def _nothing() -> None:
-    pass

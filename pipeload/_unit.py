@@ -14,13 +14,14 @@ from __future__ import annotations
 import enum
 import threading
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from pipeload.errors import UnsupportedOperationError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
+    from pipeload._home import Home
     from pipeload._placement import Place, Placement
     from pipeload._plan import UnitPlan
 
@@ -41,10 +42,8 @@ class Unit:
     """One block. Only the dispatcher writes it; the model's thread reads `ready` and `slot`."""
 
     plan: UnitPlan
-    resident: Place | None
-    """Where the part that is never evicted lies, None when there is none."""
-    loaded: bool
-    """Whether that part has been read."""
+    home: Home
+    """Where the part that is not evicted lies."""
     slots: dict[int, Placement] = field(default_factory=dict)
     state: UnitState = UnitState.ON_DISK
     slot: int | None = None
@@ -54,10 +53,22 @@ class Unit:
     failed: bool = False
     """The last read ahead failed; only an acquire tries again."""
 
+    rows: tuple[int, int] = (0, 0)
+    """First row and last row + 1, for a unit that is a range of rows."""
+
     @property
     def streams(self) -> bool:
         """Whether it needs a slot."""
         return self.plan.streamed.nbytes > 0
+
+    def adopt(self, plan: UnitPlan) -> None:
+        """Keep and stream other parts from now on. It holds no slot and is not in use."""
+        self.plan = plan
+        self.home.keep(plan.resident)
+        self.slots.clear()
+        there = not self.streams and not self.home.unread
+        self.state = UnitState.RESIDENT if there else UnitState.ON_DISK
+        self.ready, self.used, self.failed = there, there, False
 
 
 class Ticket:
@@ -87,6 +98,16 @@ class Ticket:
                 )
         if self.error is not None:
             raise self.error
+
+
+class Split(NamedTuple):
+    """What every unit is to keep and to stream from now on."""
+
+    plans: Sequence[UnitPlan]
+    slot_bytes: int
+    """What a buffer has to hold."""
+    ticket: Ticket
+    """Settled once memory that is not to be kept has been given back."""
 
 
 @dataclass(slots=True)

@@ -11,7 +11,8 @@ from unittest import mock
 import torch
 
 import pipeload
-from pipeload import _build
+from pipeload import _api, _build
+from pipeload._accountant import ACCOUNTANT
 from pipeload._reader import FileSet
 from pipeload._unit import UnitState
 
@@ -33,12 +34,19 @@ IDS = torch.arange(3, 20)[None]
 
 
 @contextlib.contextmanager
-def steady_floor() -> Iterator[None]:
-    """Plans made inside all start from the same process size."""
+def steady_floor(*, modules: bool = False) -> Iterator[None]:
+    """Plans made inside all start from the same process size, and share it with no other model.
+
+    They stream whole blocks, unless with `modules` these may be cut where they do not fit.
+    """
+    ACCOUNTANT.forget_all()
     with (
         mock.patch.object(_build, "rss_bytes", return_value=FLOOR_BYTES),
         # A process that never grows needs none, and a tiny model would fit in it.
         mock.patch.object(_build, "SMALLEST_SLACK_BYTES", 0),
+        contextlib.nullcontext()
+        if modules
+        else mock.patch.object(_api, "touched_outside", return_value=None),
     ):
         yield
 
@@ -52,10 +60,12 @@ def smallest_limit(folder: Path, **options: Any) -> int:
     raise AssertionError("one byte was enough")
 
 
-def load_streamed(folder: Path, *, spare: int = 0, **options: Any) -> Any:
+def load_streamed(
+    folder: Path, *, spare: int = 0, modules: bool = False, **options: Any
+) -> Any:
     """A model with `spare` bytes over the smallest limit; everything fits with 10_000_000."""
     options = {"dtype": "auto"} | options
-    with steady_floor():
+    with steady_floor(modules=modules):
         limit = smallest_limit(folder, **options) + spare
         return pipeload.from_pretrained(folder, memory_limit=limit, **options)
 
@@ -101,14 +111,14 @@ def assert_nothing_held(model: nn.Module) -> None:
     """No pass is open, no unit in use, no two units in one slot."""
     streamer = streamer_of(model)
     assert not streamer.busy
-    assert streamer._held == set()
+    assert streamer._held == streamer._inside == set()
     prefetcher = streamer.prefetcher
     finish_messages(prefetcher)
     assert prefetcher._dispatcher._tickets == {}
     assert all(unit.state is not UnitState.IN_USE for unit in prefetcher.units)
     slots = [unit.slot for unit in prefetcher.units if unit.slot is not None]
     assert len(slots) == len(set(slots))
-    assert all(not seat.streamed.bound for seat in streamer._seats)
+    assert all(seat.free for seat in streamer._seats)
 
 
 def in_thread(function: Callable[..., Any], *args: Any) -> Future[Any]:

@@ -177,7 +177,7 @@ def test_the_handle(model: Any, plain: Any) -> None:
     assert handle is model.pipeload
     assert pipeload.handle(torch.nn.Sequential(model)) is handle
     assert not handle.removed
-    assert "6 blocks" in repr(handle)
+    assert "7 units" in repr(handle)
     with pytest.raises(OptionError, match=r"LlamaForCausalLM is not streamed.*from_pretrained"):
         pipeload.handle(plain)
 

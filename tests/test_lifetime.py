@@ -201,8 +201,8 @@ def test_a_block_costs_two_hooks_and_two_messages(
         calls.clear()
         logits(model)
         finish_messages(prefetcher)
-        assert calls.count("entered") + calls.count("wanted") == 6
-        assert calls.count("released") == 6
+        assert calls.count("entered") + calls.count("wanted") == 7  # six blocks and the head
+        assert calls.count("released") == 7
         assert {"reset", "open", "collect"}.isdisjoint(calls)
         files = len(model.pipeload._streamer.files._files)
         assert calls.count("fstat") == files

@@ -7,23 +7,45 @@ supplies the weights; `attach` calls it around every block.
 from __future__ import annotations
 
 from pipeload_hooks._attach import Attachment, attach, inside_compiled_call
-from pipeload_hooks._binding import Binding, placeholder, set_parameter
+from pipeload_hooks._binding import (
+    Binding,
+    Bound,
+    bind,
+    is_placeholder,
+    placeholder,
+    set_parameter,
+    unbind,
+)
 from pipeload_hooks._blocks import Block, find_blocks
+from pipeload_hooks._lookup import takes_ids
 from pipeload_hooks._passes import PassGate
+from pipeload_hooks._rows import RowSource, attach_rows
 from pipeload_hooks._source import WeightSource
+from pipeload_hooks._split import SplitSource, attach_split, can_split, restore_split
 from pipeload_hooks._watch import EvictedWeightWatch, discard_ended
 
 __all__ = [
     "Attachment",
     "Binding",
     "Block",
+    "Bound",
     "EvictedWeightWatch",
     "PassGate",
+    "RowSource",
+    "SplitSource",
     "WeightSource",
     "attach",
+    "attach_rows",
+    "attach_split",
+    "bind",
+    "can_split",
     "discard_ended",
     "find_blocks",
     "inside_compiled_call",
+    "is_placeholder",
     "placeholder",
+    "restore_split",
     "set_parameter",
+    "takes_ids",
+    "unbind",
 ]

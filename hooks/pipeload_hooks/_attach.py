@@ -1,4 +1,4 @@
-"""Calls a weight source before and after every block, through torch's own hooks."""
+"""Calls a weight source before and after a module, through torch's own hooks."""
 
 from __future__ import annotations
 
@@ -12,49 +12,42 @@ if TYPE_CHECKING:
 
     from torch.utils.hooks import RemovableHandle
 
-    from pipeload_hooks._blocks import Block
     from pipeload_hooks._source import WeightSource
 
 
 class Attachment:
-    """The hooks on a model's blocks. `remove` takes them off, one block's or all."""
+    """The hooks on a model's sites. `remove` takes them off, one site's or all."""
 
     def __init__(self) -> None:
         self._handles: dict[int, list[RemovableHandle]] = {}
 
-    def add(self, block: int, *handles: RemovableHandle) -> None:
-        """Remember the hooks of `block`."""
-        self._handles.setdefault(block, []).extend(handles)
+    def add(self, site: int, *handles: RemovableHandle) -> None:
+        """Remember the hooks of `site`."""
+        self._handles.setdefault(site, []).extend(handles)
 
-    def remove(self, block: int | None = None) -> None:
-        """Take the hooks off `block`, or off all blocks. May be called again."""
-        for index in list(self._handles) if block is None else [block]:
+    def remove(self, site: int | None = None) -> None:
+        """Take the hooks off `site`, or off all sites. May be called again."""
+        for index in list(self._handles) if site is None else [site]:
             for handle in self._handles.pop(index, []):
                 handle.remove()
 
-    def blocks(self) -> list[int]:
-        """The blocks that still carry hooks."""
+    def sites(self) -> list[int]:
+        """The sites that still carry hooks."""
         return list(self._handles)
 
     def __len__(self) -> int:
-        """How many blocks still carry hooks."""
+        """How many sites still carry hooks."""
         return len(self._handles)
 
 
-def attach(blocks: Sequence[Block], source: WeightSource) -> Attachment:
-    """Have `source.acquire` run before each block and `source.release` after it.
+def attach(module: nn.Module, index: int, source: WeightSource) -> tuple[RemovableHandle, ...]:
+    """Have `source.acquire(index)` run before `module` and `source.release(index)` after it.
 
-    The hooks wrap the block's own forward and any hook that was there: acquire runs first. Release
+    The hooks wrap the module's own forward and any hook that was there: acquire runs first. Release
     also runs when the forward raises an Exception, but not for a KeyboardInterrupt: torch skips its
     hooks then, so the source must recover by itself.
     """
-    attachment = Attachment()
-    for index, block in enumerate(blocks):
-        attachment.add(index, *_hook(block.module, index, source))
-    return attachment
 
-
-def _hook(module: nn.Module, index: int, source: WeightSource) -> tuple[RemovableHandle, ...]:
     def enter(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if torch.is_grad_enabled() and _recording((*args, *kwargs.values())):
             source.refuse_recording(index)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import nn
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
 
 def placeholder(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -18,6 +18,11 @@ def placeholder(shape: Sequence[int], dtype: torch.dtype, device: torch.device) 
     not, and cannot be assigned to `.data`.
     """
     return torch.full((), float("nan"), dtype=dtype, device=device).expand(tuple(shape))
+
+
+def is_placeholder(tensor: torch.Tensor) -> bool:
+    """Whether `tensor` shows one element in every place."""
+    return tensor.numel() > 1 and not any(tensor.stride())
 
 
 def set_parameter(
@@ -31,40 +36,53 @@ def set_parameter(
     return parameter
 
 
+class Bound(NamedTuple):
+    """A parameter and what it holds: values, or nothing."""
+
+    parameter: nn.Parameter
+    values: torch.Tensor
+    evicted: torch.Tensor
+
+
 class Binding:
-    """The streamed parameters of one block, and what each holds while evicted.
+    """The parameters of one site, and what each holds while evicted.
 
     It keeps the Parameter objects, not their names: adapters may move them to other modules.
     """
 
-    __slots__ = ("_evicted", "_parameters", "bound")
+    __slots__ = ("_evicted", "parameters")
 
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        self._parameters = dict(parameters)
-        self._evicted = [
-            (p, placeholder(p.shape, p.dtype, p.device)) for p in self._parameters.values()
-        ]
-        self.bound = False
-
-    @property
-    def parameters(self) -> Mapping[str, nn.Parameter]:
+        self.parameters = dict(parameters)
         """By name."""
-        return self._parameters
+        self._evicted = {
+            name: placeholder(p.shape, p.dtype, p.device) for name, p in self.parameters.items()
+        }
 
-    def pair(self, views: Mapping[str, torch.Tensor]) -> list[tuple[nn.Parameter, torch.Tensor]]:
-        """Prepare `views` (by parameter name) for `bind`."""
-        return [(parameter, views[name]) for name, parameter in self._parameters.items()]
+    def pair(self, views: Mapping[str, torch.Tensor]) -> list[Bound]:
+        """Prepare those parameters that `views` has values for."""
+        return [
+            Bound(self.parameters[name], view, self._evicted[name])
+            for name, view in views.items()
+            if name in self.parameters
+        ]
 
-    def bind(self, pairs: Sequence[tuple[nn.Parameter, torch.Tensor]]) -> None:
-        """Give every parameter its values."""
-        self.bound = True
-        for parameter, view in pairs:
-            parameter.data = view
+    def evict(self) -> None:
+        """Put the placeholder into every parameter."""
+        with torch._C.DisableTorchFunction():
+            for name, parameter in self.parameters.items():
+                parameter.data = self._evicted[name]
 
-    def unbind(self) -> None:
-        """Put the placeholders back. Does nothing when nothing is bound."""
-        if not self.bound:
-            return
-        for parameter, evicted in self._evicted:
+
+def bind(pairs: Iterable[Bound]) -> None:
+    """Give every parameter its values."""
+    with torch._C.DisableTorchFunction():  # a watch of evicted weights has no say here
+        for parameter, values, _ in pairs:
+            parameter.data = values
+
+
+def unbind(pairs: Iterable[Bound]) -> None:
+    """Put the placeholders back."""
+    with torch._C.DisableTorchFunction():
+        for parameter, _, evicted in pairs:
             parameter.data = evicted
-        self.bound = False

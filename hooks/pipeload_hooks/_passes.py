@@ -9,6 +9,7 @@ any more, the pass is dead.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 from typing import TYPE_CHECKING
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from types import FrameType
 
 _CALL_CODE = nn.Module._call_impl.__code__
@@ -80,6 +82,20 @@ class PassGate:
         """Whether a pass runs in any thread."""
         with self._lock:
             return self._owner is not None and not self._owner_is_dead()
+
+    @contextlib.contextmanager
+    def idle(self, module: nn.Module | None) -> Iterator[bool]:
+        """Keep passes from beginning; gives whether no other thread is inside one.
+
+        Calls of `module` count as well: they may have begun while it carried no hooks.
+        """
+        with self._lock:
+            me = threading.get_ident()
+            others = [frame for thread, frame in sys._current_frames().items() if thread != me]
+            running = self._owner is not None and not self._owner_is_dead()
+            yield not running and not any(
+                module is not None and _running_calls(frame, module) for frame in others
+            )
 
     def _holds(self, module: nn.Module) -> bool:
         return any(entered is module for entered in self._entered)

@@ -6,13 +6,13 @@ from typing import Protocol
 
 
 class WeightSource(Protocol):
-    """Makes the weights of a block real while the block runs."""
+    """Makes the weights of a site, a module that needs some, real while it runs."""
 
-    def acquire(self, block: int) -> None:
-        """Return once every parameter of `block` holds its values. May wait for the disk."""
+    def acquire(self, site: int) -> object:
+        """Return once every parameter of `site` holds its values. May wait for the disk."""
 
-    def release(self, block: int) -> None:
-        """The block has run. Must do nothing for a block that was never acquired."""
+    def release(self, site: int) -> None:
+        """The site has run. Must do nothing for one that was never acquired."""
 
-    def refuse_recording(self, block: int) -> None:
-        """Autograd would record `block`, whose weights are gone by the time of backward: raise."""
+    def refuse_recording(self, site: int) -> None:
+        """Autograd would record `site`, whose weights are gone by the time of backward: raise."""

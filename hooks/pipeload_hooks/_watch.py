@@ -8,6 +8,8 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from pipeload_hooks._binding import is_placeholder
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
@@ -36,13 +38,11 @@ class EvictedWeightWatch(TorchFunctionMode):
     def __init__(
         self,
         names: Mapping[int, str],
-        is_evicted: Callable[[int], bool],
         refuse: Callable[[str, str], None],
     ) -> None:
         """Watch the parameters whose `id` is in `names`; `refuse(function, name)` raises."""
         super().__init__()
         self._names = names
-        self._is_evicted = is_evicted
         self._refuse = refuse
         self.active = True
 
@@ -59,7 +59,7 @@ class EvictedWeightWatch(TorchFunctionMode):
                 if (
                     isinstance(value, nn.Parameter)
                     and id(value) in self._names
-                    and self._is_evicted(id(value))
+                    and is_placeholder(value)
                 ):
                     self._refuse(getattr(func, "__name__", str(func)), self._names[id(value)])
         return func(*args, **kwargs)

@@ -10,7 +10,8 @@ import torch
 
 from pipeload._arena import Arena, Region
 from pipeload._checkpoint import TensorEntry
-from pipeload._layout import Conversion, Weight, lay_out
+from pipeload._home import Home
+from pipeload._layout import Conversion, Layout, Weight, lay_out
 from pipeload._placement import Placement
 from pipeload._plan import UnitPlan
 from pipeload._prefetcher import Prefetcher
@@ -90,12 +91,13 @@ class Rig:
             passing = [weight(index, STREAMED)] if kind in "SB" else []
             if kind == "C":
                 passing = [weight(index, STREAMED, group="g")]
-            plan = UnitPlan(f"block.{index}", lay_out(kept), lay_out(passing))
-            place = None
-            if kept:
-                region = arena.take(plan.resident.nbytes)
-                place = Placement(plan.resident, region, files, convert)
-            units.append(Unit(plan, place, loaded=place is None))
+            resident = (lay_out(kept),) if kept else ()
+            plan = UnitPlan(f"block.{index}", resident, lay_out(passing))
+
+            def make(layout: Layout) -> Placement:
+                return Placement(layout, arena.take(layout.nbytes), files, convert)
+
+            units.append(Unit(plan, Home(make, resident)))
         regions = [arena.take(slot_bytes) for _ in range(slots)]
         scratch: list[Region | None] = [None] * readers
         self.prefetcher = Prefetcher(
@@ -121,8 +123,8 @@ class Rig:
     def check_values(self, index: int) -> None:
         """What a block would compute with is its own, all of it."""
         unit = self.prefetcher.units[index]
-        if unit.resident is not None:
-            assert set(unit.resident.views[f"resident.{index}"].tolist()) == {index + 1}
+        if unit.plan.resident:
+            assert set(unit.home.views[f"resident.{index}"].tolist()) == {index + 1}
         if unit.streams:
             assert unit.slot is not None
             view = unit.slots[unit.slot].views[f"streamed.{index}"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import FrozenInstanceError
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 from unittest import mock
 
 import pytest
@@ -12,18 +12,11 @@ from hypothesis import strategies as st
 
 from pipeload import MemoryLimitError
 from pipeload import _build as build
-from pipeload._build import Options, Parts, make_plan
+from pipeload._build import Options, make_plan
 from pipeload._layout import PAGE, Weight
 from pipeload._reserve import page_table_bytes
-from pipeload._residency import (
-    Choice,
-    UnitSpec,
-    _hold_bytes,
-    choose,
-    is_tiny,
-    smallest_budget,
-    split,
-)
+from pipeload._residency import Choice, Residency, UnitSpec, _hold_bytes, is_tiny
+from pipeload._sites import Divider, Grain, Parts
 from tests.core.weights import Writer, unit_lists, weight_lists
 
 if TYPE_CHECKING:
@@ -40,42 +33,50 @@ def everything(units: Sequence[UnitSpec]) -> int:
     return sum(w.nbytes + 3 * PAGE + w.read_bytes + PAGE for unit in units for w in unit.weights)
 
 
-def streamed_bytes(choice: Choice) -> int:
-    return sum(_hold_bytes([weight]) for part in choice.streamed for weight in part)
+def streamed_bytes(residency: Residency, choice: Choice) -> int:
+    weights = (w for plan in residency.plans(choice) for w in plan.streamed.weights)
+    return sum(_hold_bytes([weight]) for weight in weights)
 
 
-def memory_of(units: Sequence[UnitSpec], choice: Choice, slots: int) -> int:
+def memory_of(residency: Residency, choice: Choice, slots: int) -> int:
     """What the layouts really take."""
-    plans = [split(unit, part) for unit, part in zip(units, choice.streamed, strict=True)]
+    plans = residency.plans(choice)
     slot = max(plan.streamed.nbytes for plan in plans)
     assert slot <= choice.slot_bytes
-    return sum(plan.resident.nbytes for plan in plans) + slots * slot
+    return sum(plan.resident_bytes for plan in plans) + slots * slot
 
 
 @given(unit_lists(), st.floats(0, 1.2), st.integers(1, 3))
 def test_any_choice(units: list[UnitSpec], share: float, slots: int) -> None:
     """Every weight stays or is streamed, once; conversions stay whole; the budget is kept."""
     budget = int(everything(units) * share)
-    choice = choose(units, budget, slots=slots)
+    residency = Residency(units, slots=slots)
+    choice = residency.choose(budget)
     if choice is None:
-        assert budget < smallest_budget(units, slots=slots)
+        assert budget < residency.smallest
         return
-    assert budget >= smallest_budget(units, slots=slots)
-    assert memory_of(units, choice, slots) <= budget
-    for unit, part in zip(units, choice.streamed, strict=True):
-        plan = split(unit, part)
-        both = [w.name for w in (*plan.resident.weights, *plan.streamed.weights)]
+    assert budget >= residency.smallest
+    assert memory_of(residency, choice, slots) <= budget
+    for unit, plan in zip(units, residency.plans(choice), strict=True):
+        both = [w.name for w in (*plan.resident_weights, *plan.streamed.weights)]
         assert sorted(both) == sorted(weight.name for weight in unit.weights)
-        gone = {weight.group for weight in part} - {None}
-        assert gone.isdisjoint(weight.group for weight in plan.resident.weights)
+        gone = {weight.group for weight in plan.streamed.weights} - {None}
+        assert gone.isdisjoint(weight.group for weight in plan.resident_weights)
+    assert all(
+        again is plan
+        for again, plan in zip(residency.plans(choice), residency.plans(choice), strict=True)
+    )
 
 
 @given(unit_lists(), st.integers(1, 3))
 def test_the_smallest_budget_is_exact(units: list[UnitSpec], slots: int) -> None:
     """It works, and one byte less does not."""
-    least = smallest_budget(units, slots=slots)
-    assert choose(units, least, slots=slots) is not None
-    assert choose(units, least - 1, slots=slots) is None
+    residency = Residency(units, slots=slots)
+    assert residency.choose(residency.smallest) is not None
+    assert residency.choose(residency.smallest - 1) is None
+    everything = residency.choose(residency.everything)
+    assert everything is not None
+    assert streamed_bytes(residency, everything) == 0
 
 
 @settings(max_examples=300)
@@ -83,11 +84,12 @@ def test_the_smallest_budget_is_exact(units: list[UnitSpec], slots: int) -> None
 def test_more_memory_never_reads_more(units: list[UnitSpec], one: float, other: float) -> None:
     """Counted as the plan counts, with a page for the borders of each weight."""
     low, high = (int(everything(units) * share) for share in sorted((one, other)))
-    less, more = (choose(units, budget, slots=SLOTS) for budget in (low, high))
-    assume(less is not None and more is not None)
-    assert less is not None
-    assert more is not None
-    assert streamed_bytes(more) <= streamed_bytes(less)
+    residency = Residency(units, slots=SLOTS)
+    less, more = map(residency.choose, (low, high))
+    if less is None or more is None:
+        assert less is None
+        return
+    assert streamed_bytes(residency, more) <= streamed_bytes(residency, less)
 
 
 @given(weight_lists(max_size=30))
@@ -95,11 +97,12 @@ def test_many_weights_in_one_block(weights: list[Weight]) -> None:
     """Only a dozen pieces are weighed; the rest go together, and none is forgotten."""
     assume(weights)
     unit = UnitSpec("block", tuple(weights))
+    residency = Residency([unit] * 4, slots=SLOTS)
     for share in (0.3, 0.6, 0.9):
-        choice = choose([unit] * 4, int(4 * everything([unit]) * share), slots=SLOTS)
-        if choice is not None:
-            names = {weight.name for weight in weights}
-            assert {w.name for part in choice.streamed for w in part} <= names
+        choice = residency.choose(int(4 * everything([unit]) * share))
+        for plan in () if choice is None else residency.plans(choice):
+            names = [w.name for w in (*plan.resident_weights, *plan.streamed.weights)]
+            assert sorted(names) == sorted(weight.name for weight in weights)
 
 
 def alike(count: int, *items: int) -> list[UnitSpec]:
@@ -124,19 +127,20 @@ def test_most_of_the_budget_is_used(share: float) -> None:
     """With 22 blocks of seven matrices, at least nine tenths of what buffers leave is held."""
     units = alike(22, *LLAMA)
     budget = int(everything(units) * share * 0.5)
-    choice = choose(units, budget, slots=SLOTS)
+    residency = Residency(units, slots=SLOTS)
+    choice = residency.choose(budget)
     assert choice is not None
-    plans = [split(unit, part) for unit, part in zip(units, choice.streamed, strict=True)]
-    held = sum(plan.resident.nbytes for plan in plans)
+    held = sum(plan.resident_bytes for plan in residency.plans(choice))
     assert held >= 0.9 * (budget - SLOTS * choice.slot_bytes)
 
 
 def test_every_block_keeps_a_part() -> None:
     """Buffers shrink with what each block keeps: see [Note: why every block keeps a part]."""
     units = alike(22, *LLAMA)
-    choice = choose(units, everything(units) // 4, slots=SLOTS)
+    residency = Residency(units, slots=SLOTS)
+    choice = residency.choose(everything(units) // 4)
     assert choice is not None
-    sizes = [sum(weight.nbytes for weight in part) for part in choice.streamed]
+    sizes = [plan.streamed_bytes for plan in residency.plans(choice)]
     assert max(sizes) < sum(2 * items for items in LLAMA)
     assert max(sizes) <= 2 * min(sizes)
 
@@ -156,15 +160,27 @@ def test_what_is_tiny(nbytes: int, shape: tuple[int, ...], tiny: bool) -> None:
     assert is_tiny(Weight("w", "BF16", shape, nbytes, ())) is tiny
 
 
+class Cut:
+    """A divider that has cut already."""
+
+    largest_block = 0
+
+    def __init__(self, units: list[UnitSpec], pinned: list[Weight]) -> None:
+        self._parts = Parts([], units, [], pinned, 0)
+
+    def divide(self, _grain: Grain, _touched: frozenset[str]) -> Parts:
+        return self._parts
+
+
 def planned(units: list[UnitSpec], pinned: list[Weight], limit: int, reserve: int) -> Plan:
     options = Options(limit, "buffered", None, 1e9)
+    reserve += page_table_bytes(limit)
     with (
         mock.patch.object(build, "rss_bytes", return_value=FLOOR),
         mock.patch.object(build, "SMALLEST_SLACK_BYTES", 0),
     ):
-        return make_plan(
-            Parts([], units, pinned, 0), [], reserve + page_table_bytes(limit), options
-        )
+        divider = cast("Divider", Cut(units, pinned))
+        return make_plan(divider, lambda: None, [], reserve, options).plan
 
 
 @given(unit_lists(), weight_lists(), st.floats(0, 1.1), st.integers(0, 10_000_000))

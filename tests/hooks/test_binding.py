@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from pipeload_hooks import Binding, placeholder, set_parameter
+from pipeload_hooks import Binding, bind, is_placeholder, placeholder, set_parameter, unbind
 
 CPU = torch.device("cpu")
 
@@ -56,7 +56,7 @@ def test_bound_parameters_are_the_views(layer: nn.Linear, binding: Binding) -> N
     """Nothing is copied; the Parameter objects and requires_grad stay."""
     weight, bias = layer.weight, layer.bias
     given = views()
-    binding.bind(binding.pair(given))
+    bind(binding.pair(given))
     assert layer.weight is weight
     assert layer.bias is bias
     assert weight.data_ptr() == given["weight"].data_ptr()
@@ -70,39 +70,39 @@ def test_bound_parameters_are_the_views(layer: nn.Linear, binding: Binding) -> N
 
 def test_unbound_parameters_show(layer: nn.Linear, binding: Binding) -> None:
     """Afterwards every use gives NaN, and shape, dtype and device are as before."""
-    binding.bind(binding.pair(views()))
-    binding.unbind()
-    assert not binding.bound
+    pairs = binding.pair(views())
+    bind(pairs)
+    assert not is_placeholder(layer.weight)
+    unbind(pairs)
+    assert is_placeholder(layer.weight)
     assert torch.isnan(layer(torch.ones(1, 3))).all()
     assert (layer.weight.shape, layer.weight.dtype) == ((2, 3), torch.float32)
 
 
-def test_unbinding_what_is_not_bound_does_nothing(layer: nn.Linear, binding: Binding) -> None:
-    """Release may come without acquire."""
-    before = layer.weight.data_ptr()
-    binding.unbind()
-    assert layer.weight.data_ptr() == before
-    binding.bind(binding.pair(views()))
-    binding.unbind()
-    binding.unbind()
+def test_a_part_may_be_bound(layer: nn.Linear, binding: Binding) -> None:
+    """What is not among the views stays as it is; evict takes everything."""
+    binding.evict()
+    bind(binding.pair({"bias": torch.ones(2)}))
+    assert layer.bias.tolist() == [1, 1]
     assert torch.isnan(layer.weight).all()
+    binding.evict()
+    assert torch.isnan(layer.bias).all()
 
 
 def test_half_a_binding_is_undone(layer: nn.Linear, binding: Binding) -> None:
-    """An interrupt between two parameters leaves a binding that counts as bound."""
-    (first, value), (second, _) = binding.pair(views())
+    """An interrupt between two parameters leaves nothing that unbind does not undo."""
+    first, second = binding.pair(views())
     broken = torch.empty(2, dtype=torch.float32, device="meta")
     with pytest.raises(RuntimeError, match="incompatible tensor type"):
-        binding.bind([(first, value), (second, broken)])
-    assert binding.bound
-    binding.unbind()
+        bind([first, second._replace(values=broken)])
+    unbind([first, second])
     assert all(torch.isnan(parameter).all() for parameter in layer.parameters())
 
 
 def test_parameters_are_kept_not_their_names(layer: nn.Linear, binding: Binding) -> None:
     """An adapter that moves the layer elsewhere changes nothing."""
     wrapped: Any = nn.Sequential(layer)
-    binding.bind(binding.pair(views()))
+    bind(binding.pair(views()))
     assert wrapped[0].weight[0].tolist() == [0, 1, 2]
     assert binding.parameters.keys() == {"weight", "bias"}
 
@@ -112,10 +112,10 @@ def test_in_every_grad_mode(layer: nn.Linear, binding: Binding, mode: type) -> N
     """Bound in one mode, unbound in another."""
     pairs = binding.pair(views())
     with mode():
-        binding.bind(pairs)
+        bind(pairs)
         layer(torch.ones(1, 3))
-    binding.unbind()
-    binding.bind(pairs)
+    unbind(pairs)
+    bind(pairs)
     with mode():
-        binding.unbind()
+        unbind(pairs)
     assert torch.isnan(layer.weight).all()

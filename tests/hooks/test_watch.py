@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
-from pipeload_hooks import EvictedWeightWatch, discard_ended
+from pipeload_hooks import EvictedWeightWatch, discard_ended, placeholder
 from tests.streaming import WAIT_SECONDS, in_thread
 
 if TYPE_CHECKING:
@@ -29,9 +29,14 @@ class Watched:
 
     def __init__(self) -> None:
         self.layer = nn.Linear(3, 2)
-        self.evicted = {id(self.layer.weight)}
-        names = {id(self.layer.weight): "layer.weight"}
-        self.watch = EvictedWeightWatch(names, lambda key: key in self.evicted, refuse)
+        weight = self.layer.weight
+        self.values = weight.data
+        weight.data = placeholder(weight.shape, weight.dtype, weight.device)
+        self.watch = EvictedWeightWatch({id(weight): "layer.weight"}, refuse)
+
+    def bind(self) -> None:
+        with torch._C.DisableTorchFunction():
+            self.layer.weight.data = self.values
 
 
 @pytest.fixture
@@ -90,7 +95,7 @@ def test_questions_are_not(watched: Watched, name: str) -> None:
 
 def test_a_bound_weight_may_be_read(watched: Watched) -> None:
     """Between acquire and release everything is allowed."""
-    watched.evicted.clear()
+    watched.bind()
     for read in READS.values():
         if read is not READS["in place"]:
             with torch.no_grad():

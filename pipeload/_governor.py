@@ -1,0 +1,254 @@
+"""Decides, before every pass and inside it, how much of one model may stay in memory.
+
+[Note: who yields] A pass needs what it needs, and so does the user's code; weights are the only
+thing that can be had again from the disk. So residents yield to both, before the need and not after
+it, down to nothing; only then is a pass refused. They come back as they stream by, which costs no
+read of its own.
+
+[Note: no swinging] Budgets move in steps, at once downwards and only after some passes upwards, to
+the least that any of those passes allowed. What the estimate of a pass fell short of what was then
+measured raises the next estimates.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+from pipeload._accountant import ACCOUNTANT
+from pipeload._build import SLOTS
+from pipeload._reserve import (
+    KERNEL_BYTES,
+    WARM_UP_BYTES,
+    PassHint,
+    limit_for,
+    page_table_bytes,
+)
+from pipeload._sizes import format_size
+from pipeload.errors import MemoryLimitError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from pipeload._build import Build
+    from pipeload._pass_needs import PassNeeds
+    from pipeload._pass_shape import PassShape
+    from pipeload._plan import Plan
+    from pipeload._stats import Counters
+
+_STEPS = 128
+_MIN_STEP_BYTES = 2 << 20
+# Passes that must agree before residents come back.
+_PATIENCE = 4
+# Passes after which a process is not fresh any more.
+_WARM_PASSES = 3
+_MOST_ERROR = 4.0
+_FORGET = 0.98
+
+
+class Governor:
+    """One model's budget for residents and buffers, in bytes."""
+
+    def __init__(
+        self,
+        build: Build,
+        needs: PassNeeds,
+        hint: PassHint,
+        counters: Counters,
+    ) -> None:
+        plan, residency = build.plan, build.residency
+        self.plan = plan
+        """What is kept and streamed now."""
+        self.adopt: Callable[[Plan], bool] | None = None
+        """Puts a plan into force if no pass runs; set once somebody can."""
+        self._counters = counters
+        self._residency = residency
+        self._needs = needs
+        self._hint = hint
+        self._fixed = plan.pinned_bytes + plan.scratch_bytes + build.parts.conversion_bytes
+        self._spent = plan.floor_bytes + plan.reserve_bytes + plan.pinned_bytes + plan.scratch_bytes
+        self._floor = plan.floor_bytes - ACCOUNTANT.promised_to_others(None)
+        self._spent -= page_table_bytes(plan.memory_limit) + ACCOUNTANT.promised_to_others(None)
+        self._budget = self._cap(plan.memory_limit)
+        self._recent: deque[int] = deque(maxlen=_PATIENCE)
+        self._passes = 0
+        self._error = 1.0
+        self._need = 0
+        self._other_at_begin = 0
+        self._held_at_begin = 0
+        self._other_peak = 0
+        self._running = False
+        self._overdue = False
+        """The plan in force is not yet `plan`: a pass was running."""
+
+    def _cap(self, limit: int) -> int:
+        """More than was planned for the hint is never taken: the hint's memory stays free."""
+        spent = page_table_bytes(limit) + self._spent + ACCOUNTANT.promised_to_others(self)
+        return min(self._residency.everything, limit - spent)
+
+    # -- Client ----------------------------------------------------------------------------------
+
+    def held_bytes(self) -> int:
+        """Weights and buffers of this model in memory now."""
+        moving = self._counters.resident_bytes + self._counters.buffer_bytes
+        return self.plan.pinned_bytes + self.plan.scratch_bytes + moving
+
+    def promised_bytes(self) -> int:
+        """What it may come to hold."""
+        return max(self.held_bytes(), self._fixed + min(self._budget, self._residency.everything))
+
+    def running_bytes(self) -> int:
+        """What its running pass was granted."""
+        return self._need if self._running else 0
+
+    @property
+    def budget(self) -> int:
+        """What residents and buffers may take."""
+        return min(self._budget, self._residency.everything)
+
+    @property
+    def wants(self) -> tuple[int, int]:
+        """The least and the most that residents and buffers can make use of."""
+        return self._residency.smallest, self._residency.everything
+
+    def shrink(self, budget: int) -> bool:
+        """Give back down to `budget`, now; False when a pass is running."""
+        plan = self._plan_for(max(budget, self._residency.smallest))
+        if self.adopt is None or not self.adopt(plan):
+            return False
+        self.plan, self._budget = plan, max(budget, self._residency.smallest)
+        return True
+
+    # -- passes ----------------------------------------------------------------------------------
+
+    def before_pass(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Plan | None:
+        """Make room for a pass with these arguments: the plan to put into force, None for no change.
+
+        Raises:
+            MemoryLimitError: it does not fit even with nothing resident.
+        """
+        self._need = int(self._needs.for_pass(args, kwargs) * self._error)
+        self._other_at_begin = self._other_peak = ACCOUNTANT.other_bytes()
+        self._held_at_begin = self.held_bytes()
+        room = self._room(self._limit, self._other_at_begin) - self._need
+        if room < self._residency.smallest:
+            shape = self._needs.shape(args, kwargs)
+            if not self._hint.covers(shape):  # what was promised at the start is done in any case
+                raise self._too_large(shape, room)
+            room = self._residency.smallest
+        self._running = True
+        room = min(room, self._cap(self._limit), ACCOUNTANT.share(self, room))
+        room = max(room, self._residency.smallest)
+        self._recent.append(room)
+        plan = self._aim(room)
+        if self._overdue:
+            plan, self._overdue = self.plan, False
+        return plan
+
+    def inside_pass(self) -> Plan | None:
+        """Look again before a site runs: somebody else may have taken memory meanwhile."""
+        other = ACCOUNTANT.other_bytes()
+        self._other_peak = max(self._other_peak, other)
+        if self._overdue:
+            self._overdue = False
+            return self.plan
+        room = self._room(self._limit, other)
+        if room >= self._budget or self._budget <= self._residency.smallest:
+            return None
+        return self._aim(max(room, self._residency.smallest))
+
+    def after_pass(self) -> None:
+        """The pass is over, whatever became of it."""
+        self._running = False
+        self._passes += 1
+        used = self._other_peak - self._other_at_begin
+        # A fresh process takes on more than the pass, and weights on their way count for others.
+        steady = self._passes > _WARM_PASSES and self._held_at_begin == self.held_bytes()
+        if steady and used > self._need:
+            self._error = min(_MOST_ERROR, used / max(1, self._need))
+        else:
+            self._error = max(1.0, self._error * _FORGET)
+
+    def check_limit(self, limit: int) -> None:
+        """Whether another limit of the process holds this model beside what is there now.
+
+        Raises:
+            MemoryLimitError: it is too small; says one that works.
+        """
+        other = ACCOUNTANT.other_bytes() - self.running_bytes()
+        room = min(self._cap(limit), self._room(limit, other))
+        if room < self._residency.smallest:
+            smallest = limit_for(limit - page_table_bytes(limit) + self._residency.smallest - room)
+            raise MemoryLimitError(
+                f"memory_limit={limit} bytes ({format_size(limit)}) is too small for this model as "
+                f"it was loaded; {smallest} bytes ({format_size(smallest)}) work now. Loaded again, "
+                "it may be cut more finely and take less.",
+                limit=limit,
+                smallest_limit=smallest,
+            )
+
+    def take_limit(self, limit: int) -> None:
+        """Plan for another limit; what is over it goes now, or before the next site of a pass."""
+        room = min(self._cap(limit), self._room(limit, ACCOUNTANT.other_bytes()))
+        self._recent.clear()
+        self._budget = max(self._residency.smallest, ACCOUNTANT.share(self, room))
+        self.plan = dataclasses.replace(self._plan_for(self._budget), memory_limit=limit)
+        if self.adopt is None or not self.adopt(self.plan):
+            self._overdue = True
+
+    # -- arithmetic ------------------------------------------------------------------------------
+
+    @property
+    def _limit(self) -> int:
+        return self.plan.memory_limit
+
+    def _room(self, limit: int, other: int) -> int:
+        """Bytes for this model's residents, buffers and pass, if everybody else keeps theirs."""
+        overhead = KERNEL_BYTES + page_table_bytes(limit)
+        other = max(other, self._floor + WARM_UP_BYTES)  # it will be that much soon
+        return limit - other - overhead - self._fixed - ACCOUNTANT.promised_to_others(self)
+
+    def _aim(self, room: int) -> Plan | None:
+        step = max(_MIN_STEP_BYTES, self.plan.memory_limit // _STEPS)
+        if room < self._budget:
+            target = room - room % step
+        elif len(self._recent) == _PATIENCE and min(self._recent) >= min(
+            self._cap(self._limit), self._budget + 2 * step
+        ):
+            target = min(self._recent)
+        else:
+            return None
+        target = max(target, self._residency.smallest)
+        if target == self._budget:
+            return None
+        self._budget = target
+        self.plan = self._plan_for(target)
+        return self.plan
+
+    def _plan_for(self, budget: int) -> Plan:
+        choice = self._residency.choose(budget)
+        assert choice is not None  # noqa: S101 - nobody asks for less than the smallest
+        units = self._residency.plans(choice)
+        slot_bytes = max(unit.streamed.nbytes for unit in units)
+        slots = SLOTS if slot_bytes else 0
+        return dataclasses.replace(self.plan, units=units, slot_bytes=slot_bytes, slots=slots)
+
+    def _too_large(self, shape: PassShape, room: int) -> MemoryLimitError:
+        limit = self.plan.memory_limit
+        free = int((room + self._need - self._residency.smallest) / self._error)
+        wanted = limit + self._residency.smallest - room
+        tokens = self._needs.longest_tokens(free, shape.batch)
+        batch = self._needs.largest_batch(free, shape.tokens + shape.cached)
+        chunk = self._needs.prefill_chunk(free, shape)
+        advice = f"prefill_chunk_size={chunk} in generate() would" if chunk else "No chunk would"
+        return MemoryLimitError(
+            f"this pass ({shape.batch} x {shape.tokens} tokens after {shape.cached}) needs "
+            f"{self._need} bytes ({format_size(self._need)}) beside the weights, and with nothing "
+            f"resident {max(0, free)} ({format_size(max(0, free))}) are free within "
+            f"memory_limit={limit}. The longest prompt that fits at this batch is {tokens} tokens, "
+            f"the largest batch at this length {batch}. {advice} make it fit (it may change the "
+            f"last bits), and so does a limit of {wanted} bytes ({format_size(wanted)}).",
+            limit=limit,
+            smallest_limit=wanted,
+        )

@@ -1,0 +1,1 @@
+def touched_outside(model): return frozenset()

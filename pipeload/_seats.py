@@ -1,0 +1,87 @@
+"""Sites on the model's side: parameters, and the views prepared for them."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING
+
+from pipeload_hooks import Binding, bind, unbind
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    import torch
+    from torch import nn
+
+    from pipeload._layout import Weight
+    from pipeload._plan import UnitPlan
+    from pipeload._sites import Site
+    from pipeload._unit import Unit
+    from pipeload_hooks import Bound
+
+
+class Seat:
+    """A site and its parameters. It holds its module weakly."""
+
+    def __init__(
+        self, site: Site, parameters: Mapping[str, nn.Parameter], *, shared: bool
+    ) -> None:
+        """`parameters` are those that may be streamed, by name; `shared`: with a table."""
+        self.shared = shared
+        self.name = site.name
+        self.module = weakref.ref(site.module)
+        self.units = site.units
+        self.whole = site.whole
+        self._binding = Binding(parameters)
+        self._plan: UnitPlan | None = None
+        self._resident: list[Bound] = []
+        self._streamed: dict[int, list[Bound]] = {}
+        self._passing: list[Bound] = []
+
+    @property
+    def parameters(self) -> Mapping[str, nn.Parameter]:
+        """By name."""
+        return self._binding.parameters
+
+    def bind(self, unit: Unit) -> None:
+        """Give every parameter its values, out of a unit that is there."""
+        if self._plan is not unit.plan:
+            self.evict()
+            self._resident = self._binding.pair(unit.home.views)
+            bind(self._resident)
+            self._plan = unit.plan
+        if unit.slot is not None:
+            if unit.slot not in self._streamed:
+                self._streamed[unit.slot] = self._binding.pair(unit.slots[unit.slot].views)
+            self._passing = self._streamed[unit.slot]
+            bind(self._passing)
+
+    def bind_whole(self, show: Callable[[Weight], torch.Tensor]) -> None:
+        """All ranges of rows are there, one behind the other: have `show` make one tensor."""
+        if not self._resident and self.whole is not None:
+            self._resident = self._binding.pair({self.whole.name: show(self.whole)})
+        bind(self._resident)  # also when it was before: a table may share the parameter
+
+    def unbind(self) -> None:
+        """Put placeholders into what was streamed; what is resident stays bound."""
+        unbind(self._passing)
+        self._passing = []
+
+    def evict(self) -> None:
+        """Put placeholders into everything: other parts will be resident from now on."""
+        self._binding.evict()
+        self._plan = None
+        self._resident, self._passing = [], []
+        self._streamed.clear()
+
+    def settled(self, units: Sequence[Unit]) -> bool:
+        """Whether everything is resident and bound, so that nothing is left to do for it."""
+        mine = [units[index] for index in self.units]
+        if self.whole is not None:
+            return bool(self._resident) and not any(unit.streams for unit in mine)
+        return self._plan is mine[0].plan and not mine[0].streams
+
+    @property
+    def free(self) -> bool:
+        """Whether nothing that is streamed is bound."""
+        return not self._passing

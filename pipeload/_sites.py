@@ -1,0 +1,304 @@
+"""Where a model's weights are needed: the modules around whose forward they must be there.
+
+A site is a module that gets its weights before it runs. Mostly that is a whole block, read as one
+unit. Finer sites cost a hook per module, and ranges of rows a product per range, so they are taken
+only where whole blocks are too large; the head, which is mostly larger than any block, is always
+read in ranges of rows, and an embedding table by the rows that are asked for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from torch import nn
+
+from pipeload._arena import DTYPES
+from pipeload._residency import UnitSpec, is_tiny
+from pipeload._row_check import ROW_STEP, can_cut_rows, row_ranges
+from pipeload.errors import UnsupportedModelError
+from pipeload_hooks import can_split, find_blocks, takes_ids
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+    from pipeload._layout import Weight
+
+_TABLE_BYTES = 1 << 20
+CHUNKS = (64 << 20, 32 << 20, 16 << 20, 8 << 20)
+"""Sizes of row ranges worth trying, in bytes."""
+
+
+class Grain(NamedTuple):
+    """How finely blocks and head are cut."""
+
+    modules: bool
+    """Whether the modules of a block are units of their own."""
+    chunk_bytes: int
+    """The most that a range of rows takes."""
+
+
+class Site(NamedTuple):
+    """A module, and the units that it needs while it runs."""
+
+    name: str
+    """Dotted path from the model."""
+    module: nn.Module
+    units: range
+    """One unit, or one for each range of rows."""
+    whole: Weight | None
+    """The weight whose ranges of rows the units are, None for a site with a unit of its own."""
+
+
+class Table(NamedTuple):
+    """A weight of which embeddings read rows when they are asked for."""
+
+    weight: Weight
+    modules: tuple[nn.Module, ...]
+    """The embeddings that share it; a tied head is a site of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """Which weights are streamed and where, which are read by rows, which are always there."""
+
+    sites: list[Site]
+    specs: list[UnitSpec]
+    tables: list[Table]
+    pinned: list[Weight]
+    others_bytes: int
+    """Bytes of the parameters that the library loads or initialises itself."""
+
+    @property
+    def conversion_bytes(self) -> int:
+        """The most that one run of the library's operations takes beside sources and results."""
+        groups: dict[str, list[Weight]] = {}
+        for spec in self.specs:
+            for weight in spec.weights:
+                if weight.group is not None:
+                    groups.setdefault(weight.group, []).append(weight)
+        return max((_transient_bytes(group) for group in groups.values()), default=0)
+
+    @property
+    def needs_scratch(self) -> bool:
+        """Whether any weight is cast while it is read."""
+        streamed = (weight for spec in self.specs for weight in spec.weights)
+        return any(w.group is None and not w.raw for w in (*self.pinned, *streamed))
+
+    @property
+    def streamed(self) -> dict[str, Weight]:
+        """Weights that may be streamed, whole ones, by name."""
+        found: dict[str, Weight] = {}
+        for site in self.sites:
+            if site.whole is not None:
+                found[site.whole.name] = site.whole
+            else:
+                for unit in site.units:
+                    found.update((weight.name, weight) for weight in self.specs[unit].weights)
+        return found
+
+    @property
+    def taken(self) -> list[str]:
+        """Names of all weights that are not left to the library."""
+        tables = (table.weight.name for table in self.tables)
+        return list(dict.fromkeys([*(w.name for w in self.pinned), *tables, *self.streamed]))
+
+
+class Divider:
+    """Groups a model's weights by the sites that need them, as finely as asked."""
+
+    def __init__(
+        self, model: nn.Module, weights: Mapping[str, Weight], tied: Mapping[str, str]
+    ) -> None:
+        """`tied` maps names of parameters that share another one's memory to that one's.
+
+        Raises:
+            UnsupportedModelError: the model has no repeated blocks with weights to stream.
+        """
+        self._model = model
+        self._weights = weights
+        self._tied_to = tied
+        self._tied = frozenset(tied) | frozenset(tied.values())
+        self._head = _output_head(model)
+        self._blocks = []
+        for block in find_blocks(model):
+            names = [f"{block.name}.{name}" for name, _ in block.module.named_parameters()]
+            streamed = [w for name in names if (w := weights.get(name)) and self._streamable(w)]
+            if streamed := _whole_groups(streamed, weights):
+                self._blocks.append((block, streamed))
+        if not self._blocks:
+            raise UnsupportedModelError(
+                f"{type(model).__name__} has no repeated blocks whose weights lie in the "
+                "checkpoint, so there is nothing to stream. Load it without pipeload."
+            )
+        inside = {w.name for _, streamed in self._blocks for w in streamed}
+        self._tables = [t for t in self._find_tables() if t.weight.name not in inside]
+        self._head_weight = self._find_head_weight(inside)
+
+    def divide(self, grain: Grain, touched: frozenset[str]) -> Parts:
+        """Cut at `grain`; a block with a weight in `touched` stays whole.
+
+        Args:
+            grain: how finely.
+            touched: names of weights that are used while the module that owns them does not run.
+        """
+        sites: list[Site] = []
+        specs: list[UnitSpec] = []
+        for block, streamed in self._blocks:
+            if grain.modules and touched.isdisjoint(weight.name for weight in streamed):
+                mine = {weight.name: weight for weight in streamed}
+                _cut(block.name, block.module, mine, grain.chunk_bytes, sites, specs)
+            else:
+                sites.append(Site(block.name, block.module, range(len(specs), len(specs) + 1), None))
+                specs.append(UnitSpec(block.name, tuple(streamed)))
+        if self._head is not None and self._head_weight is not None:
+            name, module = self._head
+            _cut_rows(name, module, self._head_weight, grain.chunk_bytes, sites, specs)
+        parts = Parts(sites, specs, self._tables, [], 0)
+        chosen = {*parts.streamed, *(table.weight.name for table in self._tables)}
+        pinned = [
+            w for name, w in self._weights.items() if name not in chosen and w.group is None
+        ]
+        taken = chosen | {weight.name for weight in pinned}
+        others = sum(
+            parameter.numel() * parameter.element_size()
+            for name, parameter in self._model.named_parameters()
+            # a tied one shares the other's memory
+            if name not in taken and name not in self._tied
+        )
+        return Parts(sites, specs, self._tables, pinned, others)
+
+    @property
+    def largest_block(self) -> int:
+        """Bytes of the weights of the largest block."""
+        return max(sum(w.nbytes for w in streamed) for _, streamed in self._blocks)
+
+    def _streamable(self, weight: Weight) -> bool:
+        # An evicted float is NaN and shows when it is read too early; an integer has no such value.
+        return weight.name not in self._tied and _is_large_float(weight)
+
+    def _find_tables(self) -> Iterator[Table]:
+        """Weights that embeddings take rows of, and nobody else uses but a head that is split."""
+        for weight in self._weights.values():
+            if not weight.raw or weight.nbytes < _TABLE_BYTES or not _is_large_float(weight):
+                continue
+            aliases = [name for name, source in self._tied_to.items() if source == weight.name]
+            if weight.name in self._tied_to or not self._weights.keys().isdisjoint(aliases):
+                continue
+            users = [self._owner(name) for name in (weight.name, *aliases)]
+            head = self._head[1] if self._head is not None else None
+            modules = tuple(user for user in users if user is not head)
+            if modules and all(isinstance(m, nn.Embedding) and takes_ids(m) for m in modules):
+                yield Table(weight, modules)
+
+    def _owner(self, parameter: str) -> nn.Module:
+        return self._model.get_submodule(parameter.rpartition(".")[0])
+
+    def _find_head_weight(self, inside: set[str]) -> Weight | None:
+        """What the head streams: a weight of its own or that of a table."""
+        if self._head is None:
+            return None
+        name = f"{self._head[0]}.weight"
+        weight = self._weights.get(name)
+        if name in self._tied:
+            tables = {table.weight.name: table.weight for table in self._tables}
+            weight = tables.get(self._tied_to.get(name, name))
+        if weight is None or weight.group is not None or weight.name in inside:
+            return None
+        return weight if _is_large_float(weight) else None
+
+
+def _output_head(model: nn.Module) -> tuple[str, nn.Linear] | None:
+    """The name and module of a head that can be computed by ranges of rows."""
+    get = getattr(model, "get_output_embeddings", None)
+    head = get() if get is not None else None
+    if not isinstance(head, nn.Linear) or not can_split(head):
+        return None
+    return next(((name, head) for name, module in model.named_modules() if module is head), None)
+
+
+def _cut(
+    path: str,
+    module: nn.Module,
+    mine: Mapping[str, Weight],
+    chunk_bytes: int,
+    sites: list[Site],
+    specs: list[UnitSpec],
+) -> None:
+    """Sites for the modules inside a block, in the order of the module tree."""
+    own = [w for n, _ in module.named_parameters(recurse=False) if (w := mine.get(f"{path}.{n}"))]
+    everything = [w for n, _ in module.named_parameters() if (w := mine.get(f"{path}.{n}"))]
+    if not everything:
+        return
+    if own or not _separable(path, everything):
+        if len(everything) == 1 and isinstance(module, nn.Linear) and can_split(module):
+            _cut_rows(path, module, everything[0], chunk_bytes, sites, specs)
+            return
+        sites.append(Site(path, module, range(len(specs), len(specs) + 1), None))
+        specs.append(UnitSpec(path, tuple(everything)))
+        return
+    for name, child in module.named_children():
+        _cut(f"{path}.{name}", child, mine, chunk_bytes, sites, specs)
+
+
+def _separable(path: str, weights: Iterable[Weight]) -> bool:
+    """Whether no conversion makes weights of two children at once."""
+    homes: dict[str, set[str]] = {}
+    for weight in weights:
+        if weight.group is not None:
+            child = weight.name.removeprefix(f"{path}.").split(".")[0]
+            homes.setdefault(weight.group, set()).add(child)
+    return all(len(children) == 1 for children in homes.values())
+
+
+def _cut_rows(
+    name: str,
+    module: nn.Linear,
+    weight: Weight,
+    chunk_bytes: int,
+    sites: list[Site],
+    specs: list[UnitSpec],
+) -> None:
+    """A site whose units are ranges of rows of about the same size, where that is exact."""
+    rows = _rows_in(weight, chunk_bytes)
+    first = len(specs)
+    if weight.shape[0] <= rows or not _is_exact(weight, bias=module.bias is not None):
+        specs.append(UnitSpec(name, (weight,)))
+        sites.append(Site(name, module, range(first, first + 1), None))
+        return
+    for start, stop in row_ranges(weight.shape[0], rows):
+        specs.append(UnitSpec(f"{name}[{start}:{stop}]", (weight.rows(start, stop),)))
+    sites.append(Site(name, module, range(first, len(specs)), weight))
+
+
+def _rows_in(weight: Weight, nbytes: int) -> int:
+    rows = nbytes // (weight.nbytes // weight.shape[0])
+    return max(2 * ROW_STEP, rows - rows % ROW_STEP)
+
+
+def _is_exact(weight: Weight, *, bias: bool) -> bool:
+    """Whether products of row ranges are the whole one's rows on this machine.
+
+    Asked for the shortest ranges that are ever made: longer ones are the easier case.
+    """
+    total, columns = weight.shape
+    rows = _rows_in(weight, CHUNKS[-1])
+    return total <= rows or can_cut_rows(DTYPES[weight.dtype], columns, total, rows, bias=bias)
+
+
+def _is_large_float(weight: Weight) -> bool:
+    return not is_tiny(weight) and DTYPES[weight.dtype].is_floating_point
+
+
+def _transient_bytes(group: Sequence[Weight]) -> int:
+    """Experts are stacked, then concatenated: two copies, and a third when they are cast first."""
+    made = sum(weight.nbytes for weight in group)
+    cast = any(source.dtype != group[0].dtype for source in group[0].sources)
+    return made * (3 if cast else 2)
+
+
+def _whole_groups(streamed: Sequence[Weight], everything: Mapping[str, Weight]) -> list[Weight]:
+    """Drop conversions that do not stay within the block; the library loads those."""
+    names = {weight.name for weight in streamed}
+    broken = {w.group for w in everything.values() if w.group is not None and w.name not in names}
+    return [weight for weight in streamed if weight.group is None or weight.group not in broken]

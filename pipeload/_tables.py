@@ -1,0 +1,84 @@
+"""Embedding tables on the model's side: rows are there while an embedding takes them."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Protocol
+
+from pipeload_hooks import Binding, attach_rows, bind, unbind
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    import torch
+    from torch import nn
+    from torch.utils.hooks import RemovableHandle
+
+    from pipeload._rows import RowTable
+
+
+class Passes(Protocol):
+    """Who is told that an embedding runs."""
+
+    def enter(self, module: nn.Module | None) -> None:
+        """It is about to run."""
+
+    def leave(self, module: nn.Module | None) -> None:
+        """It has run."""
+
+
+class TableSeat:
+    """A table's parameter and the embeddings that share it, held weakly."""
+
+    def __init__(
+        self, modules: Sequence[nn.Module], name: str, parameter: nn.Parameter, table: RowTable
+    ) -> None:
+        self.table = table
+        self.bytes_read = 0
+        self._binding = Binding({name: parameter})
+        self._pairs = self._binding.pair({name: table.view})
+        self._modules = [weakref.ref(module) for module in modules]
+        self._handles: list[RemovableHandle] = []
+
+    @property
+    def parameters(self) -> Mapping[str, nn.Parameter]:
+        """The table's, by name."""
+        return self._binding.parameters
+
+    def attach(self, passes: Passes) -> None:
+        """Put hooks on the embeddings. Does nothing if they are on."""
+        if not self._handles:
+            for module in filter(None, (reference() for reference in self._modules)):
+                self._handles += attach_rows(module, _Rows(self, module, passes))
+
+    def detach(self) -> None:
+        """Take the hooks off. May be called again."""
+        while self._handles:
+            self._handles.pop().remove()
+
+    def bind(self, ids: torch.Tensor) -> None:
+        """Have the rows of `ids` read, and show them."""
+        self.bytes_read += self.table.fetch(ids)
+        bind(self._pairs)
+
+    def unbind(self) -> None:
+        """Put the placeholder back."""
+        unbind(self._pairs)
+        self.table.release()
+
+
+class _Rows:
+    """What the hooks of one embedding call."""
+
+    def __init__(self, seat: TableSeat, module: nn.Module, passes: Passes) -> None:
+        self._seat, self._module, self._passes = seat, weakref.ref(module), passes
+
+    def rows_wanted(self, ids: torch.Tensor) -> None:
+        """The embedding is about to take these rows."""
+        self._passes.enter(self._module())
+        self._seat.bind(ids)
+
+    def rows_done(self) -> None:
+        """It has taken them."""
+        self._seat.unbind()
+        self._passes.leave(self._module())
