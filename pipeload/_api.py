@@ -13,6 +13,7 @@ from pipeload import _transformers
 from pipeload._assembly import Assembly
 from pipeload._build import Options, Parts, divide, make_plan
 from pipeload._checkpoint import check_folder
+from pipeload._floor import lower_floor
 from pipeload._handle import Handle
 from pipeload._memory import auto_limit_bytes, return_freed_memory
 from pipeload._reader import IO_MODES
@@ -175,6 +176,7 @@ def _plan(
     tied = model.all_tied_weights_keys or {}
     parts = divide(model, pending.weights(), frozenset(tied) | frozenset(tied.values()))
     reserve = reserve_bytes(model, model.config, hint, options.memory_limit)
+    lower_floor()  # it is measured next; what running needs comes back out of the reserve
     return parts, make_plan(parts, pending.checkpoint.files, reserve, options)
 
 
