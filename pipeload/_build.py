@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from pipeload._accountant import ACCOUNTANT
 from pipeload._arena import HUGE_PAGE
+from pipeload._floor import lower_floor
 from pipeload._layout import ceil_page, lay_out
 from pipeload._mapped import MappedFiles, can_map
 from pipeload._memory import free_page_cache_bytes, rss_bytes
@@ -90,7 +91,9 @@ def make_plan(
         OptionError: the files refuse the way of reading that was asked for.
     """
     cuts = list(_cuts(divider, touched, options))
-    # After cutting: trying out products of rows has made torch take on what it takes on.
+    # After cutting: trying out products of rows has made torch take on what it takes on. What
+    # running needs of the libraries comes back, out of the reserve.
+    lower_floor()
     limit, floor = options.memory_limit, rss_bytes() + ACCOUNTANT.untouched_bytes()
     best: tuple[float, _Cut, Choice] | None = None
     smallest = None

@@ -9,9 +9,11 @@ from pipeload._pass_needs import PassNeeds, PassShape
 if TYPE_CHECKING:
     from torch import nn
 
-# What a streaming process takes on between loading and its first generated token: code pages of the
-# kernels that run, thread stacks, tokenizer and sampling objects. Measured: 13 to 20 MB.
-WARM_UP_BYTES = 24_000_000
+# What a streaming process takes on between planning and its first generated tokens: thread stacks,
+# tokenizer and sampling objects (20 to 27 MB), and the code pages of what runs, which come back
+# after all of them were given back for the plan (30 to 40 MB, those that loading needs among them).
+# Measured together, activations included: 37 to 58 MB.
+WARM_UP_BYTES = 54_000_000
 # A memory control group also counts page tables and other kernel memory of the process.
 KERNEL_BYTES = 16_000_000
 _PAGES_PER_TABLE = 512  # eight bytes of page table per 4 kB page

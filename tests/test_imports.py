@@ -15,7 +15,7 @@ FILES = sorted([*(ROOT / "pipeload").glob("*.py"), *(ROOT / "hooks").glob("*/*.p
 
 # A module may import those on lower floors, at run time. A new module needs a floor.
 FLOORS = (
-    {"errors", "_stats", "_layout", "_memory", "_passlog", "_reserve", "_demo_tokenizer"},
+    {"errors", "_floor", "_stats", "_layout", "_memory", "_passlog", "_reserve", "_demo_tokenizer"},
     {"_bench_reader", "_sizes", "_checkpoint_json", "_arena", "_reader", "_guards"},
     {"_checkpoint_folder", "_plan", "_placement", "_mapped", "_restore", "_demo_model", "_unit"},
     {"_checkpoint", "_dispatcher", "_residency", "_handle"},
@@ -38,6 +38,7 @@ WITHOUT_TORCH = {
     "_checkpoint",
     "_checkpoint_folder",
     "_checkpoint_json",
+    "_floor",
     "_layout",
     "_memory",
     "_plan",
