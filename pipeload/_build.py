@@ -120,9 +120,7 @@ def make_plan(
     room = free_page_cache_bytes() - max(0, limit - floor)
     kept = [layout for unit in units for layout in unit.resident]
     mapped = MappedFiles.supported() and all(map(can_map, (cut.pinned_layout, *kept)))
-    stream_mode = resolve_io_mode(
-        options.io_mode, files, fits_cache=0 < streamed_bytes < room
-    )
+    stream_mode = resolve_io_mode(options.io_mode, files, fits_cache=0 < streamed_bytes < room)
     fits = options.io_mode == "auto" and not streamed_bytes and mapped
     plan = Plan(
         memory_limit=limit,

@@ -1,1 +1,2 @@
-def touched_outside(model): return frozenset()
+def touched_outside(model):
+    return frozenset()

@@ -64,9 +64,7 @@ class Restorer:
         made: dict[str, torch.Tensor] = {}
         for index, unit in enumerate(plan.units):
             passing = {weight.name for weight in unit.streamed.weights}
-            weights = [
-                w for w in (*unit.resident_weights, *unit.streamed.weights) if not w.raw
-            ]
+            weights = [w for w in (*unit.resident_weights, *unit.streamed.weights) if not w.raw]
             if not weights:
                 continue
             with self._streamer.borrowed(index) as views:

@@ -23,9 +23,7 @@ if TYPE_CHECKING:
 class Seat:
     """A site and its parameters. It holds its module weakly."""
 
-    def __init__(
-        self, site: Site, parameters: Mapping[str, nn.Parameter], *, shared: bool
-    ) -> None:
+    def __init__(self, site: Site, parameters: Mapping[str, nn.Parameter], *, shared: bool) -> None:
         """`parameters` are those that may be streamed, by name; `shared`: with a table."""
         self.shared = shared
         self.name = site.name

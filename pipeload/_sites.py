@@ -149,16 +149,16 @@ class Divider:
                 mine = {weight.name: weight for weight in streamed}
                 _cut(block.name, block.module, mine, grain.chunk_bytes, sites, specs)
             else:
-                sites.append(Site(block.name, block.module, range(len(specs), len(specs) + 1), None))
+                sites.append(
+                    Site(block.name, block.module, range(len(specs), len(specs) + 1), None)
+                )
                 specs.append(UnitSpec(block.name, tuple(streamed)))
         if self._head is not None and self._head_weight is not None:
             name, module = self._head
             _cut_rows(name, module, self._head_weight, grain.chunk_bytes, sites, specs)
         parts = Parts(sites, specs, self._tables, [], 0)
         chosen = {*parts.streamed, *(table.weight.name for table in self._tables)}
-        pinned = [
-            w for name, w in self._weights.items() if name not in chosen and w.group is None
-        ]
+        pinned = [w for name, w in self._weights.items() if name not in chosen and w.group is None]
         taken = chosen | {weight.name for weight in pinned}
         others = sum(
             parameter.numel() * parameter.element_size()

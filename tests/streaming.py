@@ -60,9 +60,7 @@ def smallest_limit(folder: Path, **options: Any) -> int:
     raise AssertionError("one byte was enough")
 
 
-def load_streamed(
-    folder: Path, *, spare: int = 0, modules: bool = False, **options: Any
-) -> Any:
+def load_streamed(folder: Path, *, spare: int = 0, modules: bool = False, **options: Any) -> Any:
     """A model with `spare` bytes over the smallest limit; everything fits with 10_000_000."""
     options = {"dtype": "auto"} | options
     with steady_floor(modules=modules):

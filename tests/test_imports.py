@@ -15,12 +15,15 @@ FILES = sorted([*(ROOT / "pipeload").glob("*.py"), *(ROOT / "hooks").glob("*/*.p
 
 # A module may import those on lower floors, at run time. A new module needs a floor.
 FLOORS = (
-    {"errors", "_floor", "_stats", "_layout", "_memory", "_passlog", "_reserve", "_demo_tokenizer"},
+    {"errors", "_stats", "_layout", "_passlog", "_home", "_floor", "_demo_tokenizer"},
     {"_bench_reader", "_sizes", "_checkpoint_json", "_arena", "_reader", "_guards"},
-    {"_checkpoint_folder", "_plan", "_placement", "_mapped", "_restore", "_demo_model", "_unit"},
-    {"_checkpoint", "_dispatcher", "_residency", "_handle"},
-    {"_prefetcher", "_streamer", "_build"},
-    {"_transformers"},
+    {"_caches", "_probe", "_row_check", "_seats", "_tables"},
+    {"_checkpoint_folder", "_memory", "_plan", "_placement", "_mapped", "_nan_arena", "_unit"},
+    {"_accountant", "_demo_model", "_pass_shape", "_places", "_restore", "_rows", "_widths"},
+    {"_checkpoint", "_dispatcher", "_handle", "_pass_needs", "_residency"},
+    {"_prefetcher", "_reserve", "_sites", "_streamer"},
+    {"_build", "_transformers"},
+    {"_governor"},
     {"_assembly"},
     {"_api"},
     {"__init__"},
@@ -35,10 +38,12 @@ FLOOR = {name: number for number, names in enumerate(FLOORS) for name in names}
 # Pure: sizes, byte ranges and records. They can be used, and tested, without torch.
 WITHOUT_TORCH = {
     "errors",
+    "_accountant",
     "_checkpoint",
     "_checkpoint_folder",
     "_checkpoint_json",
     "_floor",
+    "_home",
     "_layout",
     "_memory",
     "_plan",
@@ -54,7 +59,7 @@ THE_LIBRARYS_FILES = {
     "_cli_output",
     "_cli_run",
 }
-FILES_ON_THE_HOOKS = {"_assembly", "_build", "_streamer"}
+FILES_ON_THE_HOOKS = {"_assembly", "_seats", "_sites", "_streamer", "_tables"}
 
 
 class Imports(NamedTuple):
@@ -154,7 +159,7 @@ HEAVY = "print(*sorted({'torch', 'transformers', 'psutil', 'numpy'} & set(sys.mo
         "import pipeload",
         "import pipeload; pipeload.MemoryLimitError, pipeload.__version__, dir(pipeload)",
         "import pipeload; pipeload.Plan, pipeload.Stats",
-        *(f"import pipeload.{name}" for name in sorted(WITHOUT_TORCH - {"_memory"})),
+        *(f"import pipeload.{name}" for name in sorted(WITHOUT_TORCH - {"_memory", "_accountant"})),
     ],
 )
 def test_light_imports(code: str) -> None:
