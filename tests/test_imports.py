@@ -15,11 +15,20 @@ FILES = sorted([*(ROOT / "pipeload").glob("*.py"), *(ROOT / "hooks").glob("*/*.p
 
 # A module may import those on lower floors, at run time. A new module needs a floor.
 FLOORS = (
-    {"errors", "_stats", "_layout", "_memory", "_passlog", "_reserve", "_demo_tokenizer"},
+    {
+        "errors",
+        "_stats",
+        "_layout",
+        "_memory",
+        "_passlog",
+        "_reserve",
+        "_demo_tokenizer",
+        "_row_check",
+    },
     {"_bench_reader", "_sizes", "_checkpoint_json", "_arena", "_reader", "_guards"},
     {"_checkpoint_folder", "_plan", "_placement", "_mapped", "_restore", "_demo_model", "_unit"},
     {"_checkpoint", "_dispatcher", "_residency", "_handle"},
-    {"_prefetcher", "_streamer", "_build"},
+    {"_prefetcher", "_streamer", "_build", "_probe"},
     {"_transformers"},
     {"_assembly"},
     {"_api"},
@@ -53,7 +62,7 @@ THE_LIBRARYS_FILES = {
     "_cli_output",
     "_cli_run",
 }
-FILES_ON_THE_HOOKS = {"_assembly", "_build", "_streamer"}
+FILES_ON_THE_HOOKS = {"_assembly", "_build", "_probe", "_streamer"}
 
 
 class Imports(NamedTuple):

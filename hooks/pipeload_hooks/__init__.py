@@ -11,6 +11,8 @@ from pipeload_hooks._binding import Binding, placeholder, set_parameter
 from pipeload_hooks._blocks import Block, find_blocks
 from pipeload_hooks._passes import PassGate
 from pipeload_hooks._source import WeightSource
+from pipeload_hooks._split import SplitSource, attach_split, can_split, restore_split
+from pipeload_hooks._usage import Usage, observe_usage
 from pipeload_hooks._watch import EvictedWeightWatch, discard_ended
 
 __all__ = [
@@ -19,11 +21,17 @@ __all__ = [
     "Block",
     "EvictedWeightWatch",
     "PassGate",
+    "SplitSource",
+    "Usage",
     "WeightSource",
     "attach",
+    "attach_split",
+    "can_split",
     "discard_ended",
     "find_blocks",
     "inside_compiled_call",
+    "observe_usage",
     "placeholder",
+    "restore_split",
     "set_parameter",
 ]

@@ -1,0 +1,187 @@
+"""Runs one nn.Linear in row ranges, for a weight that does not fit in memory as a whole.
+
+[Note: how a Linear is split] The module's own forward runs, as every hook and profiler expects it
+to, but with no rows: a `[0, K]` weight gives `[..., 0]`, whose shape, dtype, device and
+inference-mode-ness say what the output must be. The post-hook allocates that output, computes it
+range by range and returns it in place of the empty one. Nothing is rebound on the module.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
+
+    from torch.utils.hooks import RemovableHandle
+
+
+class SplitSource(Protocol):
+    """Makes the weight of a Linear real while it runs: all of it, or a range of rows at a time."""
+
+    def acquire(self, index: int) -> bool:
+        """Return True once the whole weight is bound, False if it comes through `chunks`."""
+
+    def chunks(self, index: int) -> Generator[tuple[int, int, torch.Tensor], None, None]:
+        """Yield (start, stop, rows `start:stop` of the weight), without gaps and in order.
+
+        The tensor is used until the next one is asked for. The generator is always closed.
+        """
+
+    def release(self, index: int) -> None:
+        """The Linear has run. Must do nothing for one that was never acquired."""
+
+    def refuse_recording(self, index: int) -> None:
+        """Autograd would record weights that are gone by the time of backward: raise."""
+
+
+_seats: weakref.WeakKeyDictionary[nn.Module, _Seat] = weakref.WeakKeyDictionary()
+
+
+def can_split(module: nn.Module) -> bool:
+    """Whether `module` computes `F.linear(input, weight, bias)` and nothing else.
+
+    No for a forward, a weight or hooks of another's making: they may need the whole weight.
+    """
+    if not isinstance(module, nn.Linear) or type(module).forward is not nn.Linear.forward:
+        return False
+    if type(module).__call__ is not nn.Linear.__call__ or "forward" in vars(module):
+        return False
+    hooks = (
+        module._forward_pre_hooks,
+        module._forward_hooks,
+        module._backward_hooks,
+        module._backward_pre_hooks,
+    )
+    # Parametrizations are children; older ones keep other parameters and make a plain `weight`.
+    if any(hooks) or module._modules or not {*module._parameters} <= {"weight", "bias"}:
+        return False
+    weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
+    return (
+        type(weight) is nn.Parameter
+        and weight.shape == (module.out_features, module.in_features)
+        and weight.numel() > 0
+        and weight.is_floating_point()
+        and (bias is None or (type(bias) is nn.Parameter and bias.shape == weight.shape[:1]))
+    )
+
+
+def attach_split(module: nn.Linear, index: int, source: SplitSource) -> tuple[RemovableHandle, ...]:
+    """Have `module` computed in row ranges whenever `source.acquire(index)` returns False.
+
+    Release also runs when anything raises an Exception. A KeyboardInterrupt within the forward
+    itself skips it: torch runs no hook then. The next call, or `restore_split`, puts weight and
+    bias back first. Take the handles off only after `restore_split`.
+    """
+    # Closures, not bound methods: a deep copy of the module shares them instead of copying source.
+    seat = _seats[module] = _Seat()
+
+    def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        seat.fill()
+        if torch.is_grad_enabled() and _recorded(module, args, kwargs):
+            source.refuse_recording(index)
+        if not source.acquire(index):
+            seat.empty(module)
+
+    def leave(
+        module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: object
+    ) -> torch.Tensor | None:
+        try:
+            if not seat.fill() or not isinstance(output, torch.Tensor):
+                return None
+            given = args[0] if args else kwargs["input"]
+            with contextlib.closing(source.chunks(index)) as chunks:
+                return _by_rows(module, given, output, chunks)
+        finally:
+            source.release(index)
+
+    return (
+        module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True),
+        # First, too: other hooks must see the whole output.
+        module.register_forward_hook(leave, prepend=True, always_call=True, with_kwargs=True),
+    )
+
+
+def restore_split(module: nn.Module) -> None:
+    """Put back weight and bias of a split Linear whose last call died. May be called any time."""
+    if (seat := _seats.get(module)) is not None:
+        seat.fill()
+
+
+class _Seat:
+    """What the parameters of a Linear held before their rows were taken away.
+
+    It keeps no module: that would be a cycle through the hooks, and keep a dropped model alive.
+    """
+
+    __slots__ = ("_taken",)
+
+    def __init__(self) -> None:
+        self._taken: tuple[tuple[nn.Parameter, torch.Tensor], ...] = ()
+
+    def empty(self, module: nn.Module) -> None:
+        """Leave every parameter of `module` with no rows."""
+        with torch._C.DisableTorchFunction():  # a watch of evicted weights has no say here
+            # Recorded before the first is changed: an interrupt may come in between.
+            self._taken = tuple((p, p.data) for p in module._parameters.values() if p is not None)
+            for parameter, data in self._taken:
+                # A view, because one that is made in inference mode could not be bound outside.
+                parameter.data = data[:0]
+
+    def fill(self) -> bool:
+        """Undo `empty`. Returns whether there was anything to undo."""
+        if not self._taken:
+            return False
+        with torch._C.DisableTorchFunction():
+            for parameter, data in self._taken:
+                if parameter.shape[0] == 0:  # else somebody has given it new values since
+                    parameter.data = data
+        self._taken = ()
+        torch.clear_autocast_cache()  # or the weight without rows is kept there as the weight
+        return True
+
+
+def _by_rows(
+    module: nn.Module,
+    given: torch.Tensor,
+    empty: torch.Tensor,
+    chunks: Generator[tuple[int, int, torch.Tensor], None, None],
+) -> torch.Tensor:
+    """The output `[..., N]` of a Linear from its `empty` one `[..., 0]`, bit for bit.
+
+    Raises:
+        RuntimeError: the chunks have gaps, overlap, or do not cover the rows.
+    """
+    weight, bias = module._parameters["weight"], module._parameters.get("bias")
+    if weight is None:
+        raise RuntimeError("a Linear that runs in row ranges has lost its weight")
+    rows = weight.shape[0]
+    out = torch.empty((*empty.shape[:-1], rows), dtype=empty.dtype, device=empty.device)
+    done = 0
+    for start, stop, values in chunks:
+        if start != done or not start < stop <= rows or values.shape[0] != stop - start:
+            raise RuntimeError(
+                f"rows {start}:{stop} of a Linear with {rows} rows came after row {done}, "
+                f"as a tensor of shape {tuple(values.shape)}"
+            )
+        # requires_grad is kept because matmul picks its kernel by it, even under no_grad.
+        part = nn.Parameter(values, requires_grad=weight.requires_grad)
+        part_bias = None if bias is None else bias[start:stop]
+        # Not computed into the slice: only in this form is it the very call that a whole one is.
+        out[..., start:stop].copy_(functional.linear(given, part, part_bias))
+        torch.clear_autocast_cache()  # where a cast of every range would stay
+        done = stop
+    if done != rows:
+        raise RuntimeError(f"only {done} of the {rows} rows of a Linear were given")
+    return out
+
+
+def _recorded(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    values = (*args, *kwargs.values(), *module._parameters.values())
+    return any(isinstance(value, torch.Tensor) and value.requires_grad for value in values)
