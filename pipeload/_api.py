@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import warnings
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +16,7 @@ from pipeload._checkpoint import check_folder
 from pipeload._handle import Handle
 from pipeload._memory import parse_limit, return_freed_memory
 from pipeload._pass_needs import PassNeeds
-from pipeload._probe import touched_outside
+from pipeload._probe import probe_usage
 from pipeload._reader import IO_MODES
 from pipeload._reserve import PassHint, reserve_bytes
 from pipeload._sites import Divider
@@ -180,7 +179,16 @@ def _plan(
     model = pending.model
     divider = Divider(model, pending.weights(), model.all_tied_weights_keys or {})
     reserve = reserve_bytes(needs, hint, options.memory_limit)
-    touched = partial(touched_outside, model)
+
+    def touched() -> frozenset[str] | None:
+        usage = probe_usage(model)
+        if usage is None:
+            return None
+        ran = frozenset(usage.executed)
+        # Nothing was learnt about modules that did not run.
+        idle = (n for n, _ in model.named_parameters() if n.rpartition(".")[0] not in ran)
+        return usage.touched_outside.union(idle)
+
     return make_plan(divider, touched, pending.checkpoint.files, reserve, options)
 
 

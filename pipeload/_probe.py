@@ -1,2 +1,97 @@
-def touched_outside(model):
-    return frozenset()
+"""Runs a model once without weights, to see how it uses them."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from pipeload_hooks import Usage, observe_usage
+
+if TYPE_CHECKING:
+    from torch import nn
+
+_TOKENS = 2
+_CACHES = ("cache", "past_key_values", "cache_params")
+"""What a model may call the cache that one forward gives and the next one takes, newest first."""
+
+_log = logging.getLogger("pipeload")
+
+
+def meta_inputs(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The smallest inputs for a forward of `model`, on the meta device.
+
+    One row of what the library itself tries its models with (`model.dummy_inputs`), at most two
+    tokens long. Masks are left out: a model asks for their values, which meta tensors do not have.
+    Empty where the library has no such inputs.
+    """
+    found: object = getattr(model, "dummy_inputs", None)
+    if not isinstance(found, Mapping):
+        return {}
+    return {
+        name: _smallest(value)
+        for name, value in found.items()
+        if isinstance(value, torch.Tensor) and "mask" not in name
+    }
+
+
+def probe_usage(model: nn.Module) -> Usage | None:
+    """How a forward of `model`, whose parameters are on the meta device, uses them.
+
+    Two forwards: one of a prompt, whose modules are listed, and one that continues it. A copy runs,
+    so nothing about `model` changes. None when it cannot run without values: where it looks at
+    them, where an operation knows no meta device, or where the library has no inputs.
+    """
+    inputs = meta_inputs(model)
+    if not inputs or any(not parameter.is_meta for parameter in model.parameters()):
+        return None
+    # Some operations (fused experts) know the meta device in bf16 alone; use is the same in any.
+    for dtype in (None, torch.bfloat16):
+        try:
+            # Buffers are real where the library has made them so; one device is needed.
+            probed = _without_padding(copy.deepcopy(model).to("meta", dtype).eval())
+            with torch.no_grad():
+                return _observe(probed, inputs)
+        # Whatever a model that was never meant to run like this may raise.
+        except Exception as error:  # noqa: PERF203
+            _log.debug("%s cannot run on the meta device: %r", type(model).__name__, error)
+    return None
+
+
+def _observe(model: Any, inputs: Mapping[str, torch.Tensor]) -> Usage:
+    caches: dict[str, object] = {}
+
+    def read_prompt() -> None:
+        output = model(**inputs)
+        # Only the first: an output knows its cache by the old name, too.
+        found = next((name for name in _CACHES if name in output), None)
+        if found is not None:
+            caches[found] = output[found]
+
+    def continue_it() -> None:
+        model(**{name: value[:, -1:] for name, value in inputs.items()}, **caches)
+
+    first = observe_usage(model, read_prompt)
+    if not caches:
+        return first
+    then = observe_usage(model, continue_it)
+    return replace(first, touched_outside=first.touched_outside | then.touched_outside)
+
+
+def _smallest(value: torch.Tensor) -> torch.Tensor:
+    if value.ndim == 2 and not value.is_floating_point():
+        value = value[:, :_TOKENS]  # token ids
+    return value[:1].to("meta")
+
+
+def _without_padding(model: nn.Module) -> nn.Module:
+    """Have a copied model not look for padding tokens in its input, only to warn of them."""
+    for module in model.modules():
+        config: Any = getattr(module, "config", None)
+        if getattr(config, "pad_token_id", None) is not None:
+            config.pad_token_id = None
+    return model

@@ -2,15 +2,17 @@
 
 [Note: what decides] A product is equal bit for bit as long as the library picks the same kernel,
 with the same order of sums, for a range of rows as for the whole. Seen on x86 (AVX2 and AVX-512,
-MKL and oneDNN): a thread's share of fewer than about 32 rows goes through other kernels, in fp32
-and in bf16 alike, so the rest of a division never makes a range of its own. With one row of input,
-fp32 depends on the address modulo 16 as well, and ranges that begin at multiples of 64 rows keep
-it. None of this is promised by anybody: the check decides, on the host, for the number of threads.
+MKL and oneDNN): what matters is a thread's share of the rows. Shares of fewer than 32 rows (fp32)
+or 64 rows (bf16, one row of input) may go through other kernels; so may products of at most 4096
+multiplications in bf16. Hence the rest of a division never makes a range of its own. With one row
+of input, fp32 depends on the address modulo 16 as well, and ranges that begin at multiples of 64
+rows keep it. None of this is promised by anybody: the check decides, on the host, for the number
+of threads.
 """
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -21,15 +23,19 @@ ROW_STEP = 64
 
 _ALIGN = 64
 
-# Rows of input: decoding, then both sides of the kernels' block sizes, and a short prompt.
+# Rows of input: decoding and drafts, then prompts. Not more: in bf16 oneDNN keeps about 0.5 MB of
+# kernels for every number of rows and every size of range that it has ever seen.
 _FEW = (1, 3)
 _MANY = (17, 130)
-# Memory: the test weight takes this much, its making 8 MB, the inputs and outputs little.
+# Memory: the test weight takes this much, its making 8 MB, inputs and outputs less than that.
 _WEIGHT_BYTES = 24 << 20
+_MOST_ROWS = 16_384
 _BLOCK_ELEMENTS = 1 << 20
 # Time: elements of the weight that few and many rows of input meet, for each thread.
 _FEW_ELEMENTS = 2_000_000
 _MANY_ELEMENTS = 750_000
+# Ranges that give each thread two steps of rows or more are computed like any larger ones.
+_ENOUGH_STEPS = 2
 
 
 class RowRange(NamedTuple):
@@ -46,8 +52,10 @@ def row_ranges(total: int, rows: int) -> list[RowRange]:
     the division by 64 is a part of the last one.
 
     Raises:
-        ValueError: `rows` is no multiple of 64, or is less than 128.
+        ValueError: `rows` is no multiple of 64 or is less than 128, or `total` is not positive.
     """
+    if total < 1:
+        raise ValueError(f"total={total} must be positive")
     if rows < 2 * ROW_STEP or rows % ROW_STEP:
         raise ValueError(f"rows={rows} must be a multiple of 64 and at least 128")
     count = -(-total // rows)
@@ -63,72 +71,96 @@ def can_cut_rows(dtype: torch.dtype, inputs: int, total: int, rows: int, *, bias
 
     Asked for the number of threads that torch uses now. An answer is kept for the process.
     """
-    smallest = min(stop - start for start, stop in row_ranges(total, rows))
-    return rows_are_exact(
-        dtype,
-        inputs,
-        smallest - smallest % ROW_STEP,
-        total % ROW_STEP,
-        bias,  # noqa: FBT003 - one key for the cache, however it is called
-        torch.get_num_threads(),
+    ranges = row_ranges(total, rows)
+    if len(ranges) == 1:
+        return True
+    threads = torch.get_num_threads()
+    # The last is one of the smallest. Their size is not always the hardest case.
+    smallest, remainder = divmod(ranges[-1].stop - ranges[-1].start, ROW_STEP)
+    largest = (ranges[0].stop - ranges[0].start) // ROW_STEP
+    cases = {min(steps, _ENOUGH_STEPS * threads) for steps in (smallest, largest)}
+    return all(
+        rows_are_exact(dtype, inputs, steps * ROW_STEP, remainder, bias=bias, threads=threads)
+        for steps in sorted(cases)
     )
 
 
-@lru_cache(maxsize=None)
+@cache
 def rows_are_exact(
     dtype: torch.dtype,
     inputs: int,
     rows: int,
     remainder: int,
-    bias: bool,  # noqa: FBT001
+    *,
+    bias: bool,
     threads: int,
 ) -> bool:
     """Whether `F.linear` by ranges of `rows` equals the whole one on this host, bit for bit.
 
-    Two or three ranges, the last with `remainder` rows more, are compared with the whole product
-    of the same weight, for one to 130 rows of input, at an aligned address and at the worst that a
-    file may give. The weight takes at most 24 MB, and less where its products would take long:
-    larger ranges are stood for by ranges with fewer rows, which are the harder case, and where not
-    two of 64 rows fit the answer is False.
+    The first, a middle and the last range of a weight, the last with `remainder` rows more, are
+    compared with the product of all of it: for one to five rows of input at an aligned address and
+    at the worst that a file may give, for up to 130 at the latter. The weight takes at most 24 MB.
+    A larger range is stood for by as many rows as fit; where that gives a thread fewer than 64 of
+    them, the answer is False.
 
     Args:
         dtype: Of weight, bias and input.
         inputs: Columns of the weight.
-        rows: Of a range: the smallest that will be used; a multiple of 64.
-        remainder: Rows that the last range has beyond a multiple of 64.
+        rows: Of a range; a multiple of 64.
+        remainder: Rows that the last range has beyond that, fewer than 64.
         bias: Whether one is added.
         threads: What `torch.get_num_threads()` says: kernels divide the rows among them.
 
     Raises:
-        ValueError: `rows` is not a positive multiple of 64, or torch uses another number of
-            threads.
+        ValueError: `rows` is not a positive multiple of 64, `remainder` is not less than 64, or
+            torch uses another number of threads.
     """
-    if rows < ROW_STEP or rows % ROW_STEP:
-        raise ValueError(f"rows={rows} is not a positive multiple of 64")
+    if rows < ROW_STEP or rows % ROW_STEP or not 0 <= remainder < ROW_STEP:
+        raise ValueError(f"rows={rows} and remainder={remainder} are not whole steps and a rest")
     if threads != torch.get_num_threads():
         raise ValueError(f"threads={threads}, but torch uses {torch.get_num_threads()}")
-    fit = _WEIGHT_BYTES // (max(inputs, 1) * dtype.itemsize)
-    smallest = 2 * ROW_STEP + remainder
-    if inputs == 0 or fit < smallest:
+    share = ROW_STEP * threads
+    fit = min(_MOST_ROWS, _WEIGHT_BYTES // (max(inputs, 1) * dtype.itemsize))
+    most = ((fit - remainder) // ROW_STEP - 1) * ROW_STEP  # the whole has a step more at least
+    if inputs == 0 or most < share:
         return False
-    few = max(smallest, min(fit, _FEW_ELEMENTS * threads // inputs))
-    many = max(smallest, min(fit, _MANY_ELEMENTS * threads // inputs))
+    plans = []
+    for counts, largest, elements in (
+        (_FEW, most, _FEW_ELEMENTS),
+        (_MANY, share, _MANY_ELEMENTS),
+    ):
+        size = min(rows, largest)
+        least = max(size, share) + ROW_STEP + remainder
+        total = max(least, min(fit, elements * threads // inputs))
+        plans.append(_Plan(counts, size, total - (total - remainder) % ROW_STEP))
     with torch.inference_mode():
-        for offset in (0, dtype.itemsize):
-            case = _Case.make(dtype, inputs, max(few, many), offset, bias=bias)
-            for counts, total in ((_FEW, few), (_MANY, many)):
-                sizes = _sizes(total, rows, remainder)
-                if not all(case.is_exact(count, sizes) for count in counts):
-                    return False
+        for offset, used in ((0, plans[:1]), (dtype.itemsize, plans)):
+            case = _Case.make(dtype, inputs, max(plan.total for plan in used), offset, bias=bias)
+            if not all(case.is_exact(plan, count) for plan in used for count in plan.counts):
+                return False
     return True
 
 
-def _sizes(fit: int, rows: int, remainder: int) -> list[int]:
-    """Two or three ranges, of `rows` rows or as many as make at most `fit` rows in all."""
-    steps = (fit - remainder) // ROW_STEP
-    count = 3 if steps >= 3 else 2
-    size = min(rows, steps // count * ROW_STEP)
-    return [size] * (count - 1) + [size + remainder]
+class _Plan(NamedTuple):
+    """What is compared."""
+
+    counts: tuple[int, ...]
+    """Numbers of input rows."""
+    rows: int
+    """Of a range."""
+    total: int
+    """Rows of the weight."""
+
+    @property
+    def ranges(self) -> list[RowRange]:
+        """The first, a middle and the last one, which has what a division by 64 leaves, too."""
+        last = self.total // ROW_STEP * ROW_STEP - self.rows
+        middle = last // 2 // ROW_STEP * ROW_STEP
+        return [
+            RowRange(0, self.rows),
+            RowRange(middle, middle + self.rows),
+            RowRange(last, self.total),
+        ]
 
 
 class _Case(NamedTuple):
@@ -157,16 +189,17 @@ class _Case(NamedTuple):
         scale = torch.tensor([0.0, 1e-7, 1e-3, 1.0]).repeat(-(-rows // 4))[:rows]
         return cls(given, weight, (torch.randn(rows, generator=random) * scale).to(dtype))
 
-    def is_exact(self, count: int, sizes: list[int]) -> bool:
-        """Whether ranges of `sizes` rows make the whole product of the first `count` inputs."""
-        given, rows = self.given[:count], sum(sizes)
-        weight, bias = self.weight[:rows], None if self.bias is None else self.bias[:rows]
-        biases = [None] * len(sizes) if bias is None else bias.split(sizes)
-        parts = [
-            functional.linear(given, part, part_bias)
-            for part, part_bias in zip(weight.split(sizes), biases, strict=True)
-        ]
-        return torch.equal(torch.cat(parts, dim=-1), functional.linear(given, weight, bias))
+    def is_exact(self, plan: _Plan, count: int) -> bool:
+        """Whether every range equals its part of the whole, for the first `count` inputs."""
+        given, weight = self.given[:count], self.weight[: plan.total]
+        bias = None if self.bias is None else self.bias[: plan.total]
+        whole = functional.linear(given, weight, bias)
+        for start, stop in plan.ranges:
+            part_bias = None if bias is None else bias[start:stop]
+            part = functional.linear(given, weight[start:stop], part_bias)
+            if not torch.equal(part, whole[:, start:stop]):
+                return False
+        return True
 
 
 def _empty(rows: int, columns: int, dtype: torch.dtype, offset: int) -> torch.Tensor:

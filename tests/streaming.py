@@ -46,7 +46,7 @@ def steady_floor(*, modules: bool = False) -> Iterator[None]:
         mock.patch.object(_build, "SMALLEST_SLACK_BYTES", 0),
         contextlib.nullcontext()
         if modules
-        else mock.patch.object(_api, "touched_outside", return_value=None),
+        else mock.patch.object(_api, "probe_usage", return_value=None),
     ):
         yield
 

@@ -59,7 +59,7 @@ THE_LIBRARYS_FILES = {
     "_cli_output",
     "_cli_run",
 }
-FILES_ON_THE_HOOKS = {"_assembly", "_seats", "_sites", "_streamer", "_tables"}
+FILES_ON_THE_HOOKS = {"_assembly", "_probe", "_seats", "_sites", "_streamer", "_tables"}
 
 
 class Imports(NamedTuple):

@@ -22,6 +22,7 @@ from pipeload_hooks._passes import PassGate
 from pipeload_hooks._rows import RowSource, attach_rows
 from pipeload_hooks._source import WeightSource
 from pipeload_hooks._split import SplitSource, attach_split, can_split, restore_split
+from pipeload_hooks._usage import Usage, observe_usage
 from pipeload_hooks._watch import EvictedWeightWatch, discard_ended
 
 __all__ = [
@@ -33,6 +34,7 @@ __all__ = [
     "PassGate",
     "RowSource",
     "SplitSource",
+    "Usage",
     "WeightSource",
     "attach",
     "attach_rows",
@@ -43,6 +45,7 @@ __all__ = [
     "find_blocks",
     "inside_compiled_call",
     "is_placeholder",
+    "observe_usage",
     "placeholder",
     "restore_split",
     "set_parameter",
