@@ -5,12 +5,13 @@ from __future__ import annotations
 import weakref
 from typing import TYPE_CHECKING
 
+import torch
+
 from pipeload_hooks import Binding, bind, unbind
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    import torch
     from torch import nn
 
     from pipeload._layout import Weight
@@ -30,6 +31,8 @@ class Seat:
         self.module = weakref.ref(site.module)
         self.units = site.units
         self.whole = site.whole
+        self.threads = torch.get_num_threads()
+        """Those with which ranges of rows were found to be exact."""
         self._binding = Binding(parameters)
         self._plan: UnitPlan | None = None
         self._resident: list[Bound] = []

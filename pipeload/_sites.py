@@ -262,7 +262,7 @@ def _cut_rows(
     """A site whose units are ranges of rows of about the same size, where that is exact."""
     rows = _rows_in(weight, chunk_bytes)
     first = len(specs)
-    if weight.shape[0] <= rows or not _is_exact(weight, bias=module.bias is not None):
+    if weight.shape[0] <= rows or not rows_are_exact(weight, bias=module.bias is not None):
         specs.append(UnitSpec(name, (weight,)))
         sites.append(Site(name, module, range(first, first + 1), None))
         return
@@ -276,8 +276,8 @@ def _rows_in(weight: Weight, nbytes: int) -> int:
     return max(2 * ROW_STEP, rows - rows % ROW_STEP)
 
 
-def _is_exact(weight: Weight, *, bias: bool) -> bool:
-    """Whether products of row ranges are the whole one's rows on this machine.
+def rows_are_exact(weight: Weight, *, bias: bool) -> bool:
+    """Whether products of row ranges are the whole one's rows, here and with the threads of now.
 
     Asked for the shortest ranges that are ever made: longer ones are the easier case.
     """

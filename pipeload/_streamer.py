@@ -11,6 +11,7 @@ import torch
 
 from pipeload._passlog import PassLog
 from pipeload._seats import Seat
+from pipeload._sites import rows_are_exact
 from pipeload.errors import UnsupportedModelError, UnsupportedOperationError
 from pipeload_hooks import (
     Attachment,
@@ -20,6 +21,7 @@ from pipeload_hooks import (
     attach_split,
     discard_ended,
     inside_compiled_call,
+    restore_split,
 )
 
 if TYPE_CHECKING:
@@ -146,12 +148,27 @@ class Streamer:
             seat.bind(units[index])
             return True
         if any(units[index].streams for index in seat.units):
+            self._check_threads(seat)
             return False
         for index in () if seat.settled(units) else seat.units:
             self._take(index)
             self._give(index)
         seat.bind_whole(self._whole)
         return True
+
+    def _check_threads(self, seat: Seat) -> None:
+        """How kernels sum depends on how many threads share the rows."""
+        threads = torch.get_num_threads()
+        module = seat.module()
+        if threads == seat.threads or seat.whole is None or module is None:
+            return
+        if not rows_are_exact(seat.whole, bias=module.bias is not None):
+            raise UnsupportedOperationError(
+                f"with {threads} threads, {seat.name!r} computed in ranges of rows would not give "
+                f"the same bits as a whole one; with {seat.threads}, as at loading, it does. Call "
+                f"torch.set_num_threads({seat.threads}), or set the number before loading."
+            )
+        seat.threads = threads
 
     def chunks(self, site: int) -> Iterator[tuple[int, int, torch.Tensor]]:
         """The ranges of rows of a split weight: (first row, last row + 1, their values)."""
@@ -263,6 +280,8 @@ class Streamer:
             self._watch.discard()
         for seat in self._seats:
             seat.unbind()
+            if seat.whole is not None and (module := seat.module()) is not None:
+                restore_split(module)
         for table in self.tables:
             table.unbind()
         self._held.clear()
