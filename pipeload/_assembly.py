@@ -80,13 +80,13 @@ class Assembly:
         )
         self._governor = Governor(build, needs, hint, prefetcher.counters)
         self._streamer = Streamer(
-            self._seats(),
-            self._tables(files),
-            prefetcher,
-            self._governor,
-            files,
-            read,
-            places.whole,
+            seats=self._seats(),
+            tables=self._tables(files),
+            prefetcher=prefetcher,
+            governor=self._governor,
+            files=files,
+            pinned_read=read,
+            whole=places.whole,
         )
 
     def _seats(self) -> list[Seat]:
@@ -164,7 +164,7 @@ def _unit(build: Build, index: int, places: Places) -> Unit:
 
 
 def _slots(build: Build) -> list[Region]:
-    """Address space for the largest unit with nothing of it resident; pages come as they are used."""
+    """Address space for the largest unit, all of it streamed; pages come as they are used."""
     largest = max(lay_out(spec.weights).nbytes for spec in build.parts.specs)
     arena = Arena(SLOTS * largest, device=_CPU, huge=True)
     return [arena.take(largest) for _ in range(SLOTS)]

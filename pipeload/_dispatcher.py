@@ -175,7 +175,7 @@ class Dispatcher:
 
         A unit in use keeps what it has: its memory cannot be taken from under it.
         """
-        for index, (unit, plan) in enumerate(zip(self.units, split.plans, strict=True)):
+        for unit, plan in zip(self.units, split.plans, strict=True):
             if unit.plan is not plan and unit.state is not UnitState.IN_USE:
                 self._give_slot_back(unit)
                 self.counters.resident_bytes -= unit.home.nbytes

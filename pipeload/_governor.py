@@ -123,7 +123,7 @@ class Governor:
     # -- passes ----------------------------------------------------------------------------------
 
     def before_pass(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Plan | None:
-        """Make room for a pass with these arguments: the plan to put into force, None for no change.
+        """Make room for a pass with these arguments; the plan to put into force, if it is another.
 
         Raises:
             MemoryLimitError: it does not fit even with nothing resident.
@@ -182,8 +182,8 @@ class Governor:
             smallest = limit_for(limit - page_table_bytes(limit) + self._residency.smallest - room)
             raise MemoryLimitError(
                 f"memory_limit={limit} bytes ({format_size(limit)}) is too small for this model as "
-                f"it was loaded; {smallest} bytes ({format_size(smallest)}) work now. Loaded again, "
-                "it may be cut more finely and take less.",
+                f"it was loaded; {smallest} bytes ({format_size(smallest)}) work now. "
+                "Loaded again, it may be cut more finely and take less.",
                 limit=limit,
                 smallest_limit=smallest,
             )

@@ -58,7 +58,7 @@ def auto_limit_bytes() -> int:
 
 
 def allowed_bytes() -> int:
-    """The least of control group, available and physical memory. What is held counts as available."""
+    """The least of control group, available and physical memory, what is held included."""
     memory = psutil.virtual_memory()
     choices = [int(memory.total), int(memory.available) + rss_bytes()]
     if (group := cgroup_limit_bytes()) is not None:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import NamedTuple
 
 from pipeload._pass_needs import PassNeeds, PassShape
-
-if TYPE_CHECKING:
-    from torch import nn
 
 # What a streaming process takes on between planning and its first generated tokens: thread stacks,
 # tokenizer and sampling objects (20 to 27 MB), and the code pages of what runs, which come back

@@ -142,20 +142,16 @@ class Divider:
             grain: how finely.
             touched: names of weights that are used while the module that owns them does not run.
         """
-        sites: list[Site] = []
-        specs: list[UnitSpec] = []
+        cutter = _Cutter(grain.chunk_bytes)
         for block, streamed in self._blocks:
             if grain.modules and touched.isdisjoint(weight.name for weight in streamed):
                 mine = {weight.name: weight for weight in streamed}
-                _cut(block.name, block.module, mine, grain.chunk_bytes, sites, specs)
+                cutter.modules(block.name, block.module, mine)
             else:
-                sites.append(
-                    Site(block.name, block.module, range(len(specs), len(specs) + 1), None)
-                )
-                specs.append(UnitSpec(block.name, tuple(streamed)))
+                cutter.whole(block.name, block.module, streamed)
         if self._head is not None and self._head_weight is not None:
-            name, module = self._head
-            _cut_rows(name, module, self._head_weight, grain.chunk_bytes, sites, specs)
+            cutter.rows(*self._head, self._head_weight)
+        sites, specs = cutter.sites, cutter.specs
         parts = Parts(sites, specs, self._tables, [], 0)
         chosen = {*parts.streamed, *(table.weight.name for table in self._tables)}
         pinned = [w for name, w in self._weights.items() if name not in chosen and w.group is None]
@@ -217,28 +213,46 @@ def _output_head(model: nn.Module) -> tuple[str, nn.Linear] | None:
     return next(((name, head) for name, module in model.named_modules() if module is head), None)
 
 
-def _cut(
-    path: str,
-    module: nn.Module,
-    mine: Mapping[str, Weight],
-    chunk_bytes: int,
-    sites: list[Site],
-    specs: list[UnitSpec],
-) -> None:
-    """Sites for the modules inside a block, in the order of the module tree."""
-    own = [w for n, _ in module.named_parameters(recurse=False) if (w := mine.get(f"{path}.{n}"))]
-    everything = [w for n, _ in module.named_parameters() if (w := mine.get(f"{path}.{n}"))]
-    if not everything:
-        return
-    if own or not _separable(path, everything):
-        if len(everything) == 1 and isinstance(module, nn.Linear) and can_split(module):
-            _cut_rows(path, module, everything[0], chunk_bytes, sites, specs)
+class _Cutter:
+    """Collects sites and units in the order of the module tree."""
+
+    def __init__(self, chunk_bytes: int) -> None:
+        self.sites: list[Site] = []
+        self.specs: list[UnitSpec] = []
+        self._chunk_bytes = chunk_bytes
+
+    def whole(self, path: str, module: nn.Module, weights: Sequence[Weight]) -> None:
+        """A site with one unit."""
+        first = len(self.specs)
+        self.sites.append(Site(path, module, range(first, first + 1), None))
+        self.specs.append(UnitSpec(path, tuple(weights)))
+
+    def modules(self, path: str, module: nn.Module, mine: Mapping[str, Weight]) -> None:
+        """Sites for the modules inside a block, for those of its weights that are in `mine`."""
+        named = ((f"{path}.{name}", name) for name, _ in module.named_parameters())
+        inside = [(mine[full], "." in name) for full, name in named if full in mine]
+        weights = [weight for weight, _ in inside]
+        if not weights:
             return
-        sites.append(Site(path, module, range(len(specs), len(specs) + 1), None))
-        specs.append(UnitSpec(path, tuple(everything)))
-        return
-    for name, child in module.named_children():
-        _cut(f"{path}.{name}", child, mine, chunk_bytes, sites, specs)
+        if all(deeper for _, deeper in inside) and _separable(path, weights):
+            for name, child in module.named_children():
+                self.modules(f"{path}.{name}", child, mine)
+        elif len(weights) == 1 and isinstance(module, nn.Linear) and can_split(module):
+            self.rows(path, module, weights[0])
+        else:
+            self.whole(path, module, weights)
+
+    def rows(self, path: str, module: nn.Linear, weight: Weight) -> None:
+        """A site whose units are ranges of rows of about the same size, where that is exact."""
+        rows = _rows_in(weight, self._chunk_bytes)
+        first = len(self.specs)
+        bias = module.bias is not None
+        if weight.shape[0] <= rows or not rows_are_exact(weight, bias=bias):
+            self.whole(path, module, [weight])
+            return
+        for start, stop in row_ranges(weight.shape[0], rows):
+            self.specs.append(UnitSpec(f"{path}[{start}:{stop}]", (weight.rows(start, stop),)))
+        self.sites.append(Site(path, module, range(first, len(self.specs)), weight))
 
 
 def _separable(path: str, weights: Iterable[Weight]) -> bool:
@@ -249,26 +263,6 @@ def _separable(path: str, weights: Iterable[Weight]) -> bool:
             child = weight.name.removeprefix(f"{path}.").split(".")[0]
             homes.setdefault(weight.group, set()).add(child)
     return all(len(children) == 1 for children in homes.values())
-
-
-def _cut_rows(
-    name: str,
-    module: nn.Linear,
-    weight: Weight,
-    chunk_bytes: int,
-    sites: list[Site],
-    specs: list[UnitSpec],
-) -> None:
-    """A site whose units are ranges of rows of about the same size, where that is exact."""
-    rows = _rows_in(weight, chunk_bytes)
-    first = len(specs)
-    if weight.shape[0] <= rows or not rows_are_exact(weight, bias=module.bias is not None):
-        specs.append(UnitSpec(name, (weight,)))
-        sites.append(Site(name, module, range(first, first + 1), None))
-        return
-    for start, stop in row_ranges(weight.shape[0], rows):
-        specs.append(UnitSpec(f"{name}[{start}:{stop}]", (weight.rows(start, stop),)))
-    sites.append(Site(name, module, range(first, len(specs)), weight))
 
 
 def _rows_in(weight: Weight, nbytes: int) -> int:

@@ -8,9 +8,9 @@ import weakref
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
+from torch import nn
 
 from pipeload._passlog import PassLog
-from pipeload._seats import Seat
 from pipeload._sites import rows_are_exact
 from pipeload.errors import UnsupportedModelError, UnsupportedOperationError
 from pipeload_hooks import (
@@ -25,9 +25,8 @@ from pipeload_hooks import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 
-    from torch import nn
     from torch.utils.hooks import RemovableHandle
 
     from pipeload._governor import Governor
@@ -35,6 +34,7 @@ if TYPE_CHECKING:
     from pipeload._plan import Plan
     from pipeload._prefetcher import Prefetcher
     from pipeload._reader import FileSet, PinnedRead
+    from pipeload._seats import Seat
     from pipeload._tables import TableSeat
 
 
@@ -50,6 +50,7 @@ class Streamer:
 
     def __init__(
         self,
+        *,
         seats: Sequence[Seat],
         tables: Sequence[TableSeat],
         prefetcher: Prefetcher,
@@ -95,8 +96,10 @@ class Streamer:
             module = seat.module()
             if index in hooked or module is None:
                 continue
-            put_on = attach if seat.whole is None else attach_split
-            self._attachment.add(index, *put_on(module, index, self))
+            if seat.whole is not None and isinstance(module, nn.Linear):
+                self._attachment.add(index, *attach_split(module, index, self))
+            else:
+                self._attachment.add(index, *attach(module, index, self))
         for table in self.tables:
             table.attach(self)
 
@@ -170,7 +173,7 @@ class Streamer:
             )
         seat.threads = threads
 
-    def chunks(self, site: int) -> Iterator[tuple[int, int, torch.Tensor]]:
+    def chunks(self, site: int) -> Generator[tuple[int, int, torch.Tensor], None, None]:
         """The ranges of rows of a split weight: (first row, last row + 1, their values)."""
         # No `finally`: a generator that an interrupt left behind would run it much later. Whoever
         # stops halfway calls `release`, or the next pass recovers.
@@ -360,7 +363,7 @@ class Streamer:
     # -- evicted weights -------------------------------------------------------------------------
 
     def _make_watch(self) -> EvictedWeightWatch:
-        owners = (*self._seats, *self.tables)
+        owners: list[Seat | TableSeat] = [*self._seats, *self.tables]
         names = {id(p): name for owner in owners for name, p in owner.parameters.items()}
 
         def refuse(function: str, name: str) -> NoReturn:

@@ -50,7 +50,8 @@ def descriptors() -> int:
 
 def threads_of(model: Any) -> list[threading.Thread]:
     prefetcher = prefetcher_of(model)
-    return [prefetcher._thread, *prefetcher._dispatcher._pool._threads]
+    pool = prefetcher._dispatcher._pool
+    return [prefetcher._thread, *(pool._threads if pool is not None else ())]
 
 
 def break_off(model: Any) -> None:

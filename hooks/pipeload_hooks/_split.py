@@ -25,19 +25,19 @@ if TYPE_CHECKING:
 class SplitSource(Protocol):
     """Makes the weight of a Linear real while it runs: all of it, or a range of rows at a time."""
 
-    def acquire(self, index: int) -> bool:
+    def acquire(self, site: int) -> bool:
         """Return True once the whole weight is bound, False if it comes through `chunks`."""
 
-    def chunks(self, index: int) -> Generator[tuple[int, int, torch.Tensor], None, None]:
+    def chunks(self, site: int) -> Generator[tuple[int, int, torch.Tensor], None, None]:
         """Yield (start, stop, rows `start:stop` of the weight), without gaps and in order.
 
         The tensor is used until the next one is asked for. The generator is always closed.
         """
 
-    def release(self, index: int) -> None:
+    def release(self, site: int) -> None:
         """The Linear has run. Must do nothing for one that was never acquired."""
 
-    def refuse_recording(self, index: int) -> None:
+    def refuse_recording(self, site: int) -> None:
         """Autograd would record weights that are gone by the time of backward: raise."""
 
 
