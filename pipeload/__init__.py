@@ -16,7 +16,7 @@ from pipeload.errors import (
 )
 
 if TYPE_CHECKING:
-    from pipeload._api import from_pretrained, handle, plan
+    from pipeload._api import from_pretrained, handle, plan, smallest_limit
     from pipeload._handle import Handle
     from pipeload._plan import Plan
     from pipeload._stats import Stats
@@ -37,6 +37,7 @@ __all__ = [
     "from_pretrained",
     "handle",
     "plan",
+    "smallest_limit",
 ]
 
 # Loaded when first asked for: importing pipeload imports neither torch nor transformers.
@@ -47,6 +48,7 @@ _HOMES = {
     "from_pretrained": "pipeload._api",
     "handle": "pipeload._api",
     "plan": "pipeload._api",
+    "smallest_limit": "pipeload._api",
 }
 
 

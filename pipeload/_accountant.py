@@ -145,6 +145,15 @@ class Accountant:
         ]
         return any(given)
 
+    def reclaim(self, client: Client, nbytes: int) -> int:
+        """Have all but `client` give back `nbytes`, if they can; returns what they did."""
+        given = 0
+        for other in self.clients:
+            before = other.budget
+            if other is not client and given < nbytes and other.shrink(before - nbytes + given):
+                given += before - other.budget
+        return given
+
     def untouched_bytes(self) -> int:
         """What models may come to hold and do not hold yet."""
         held = sum(client.held_bytes() for client in self.clients)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import transformers
 
 from pipeload import _transformers
+from pipeload._accountant import ACCOUNTANT
 from pipeload._assembly import Assembly
 from pipeload._build import Build, Options, make_plan
 from pipeload._checkpoint import check_folder
@@ -20,10 +22,10 @@ from pipeload._probe import probe_usage
 from pipeload._reader import IO_MODES
 from pipeload._reserve import PassHint, reserve_bytes
 from pipeload._sites import Divider
-from pipeload.errors import OptionError
+from pipeload.errors import MemoryLimitError, OptionError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from torch import nn
 
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
 
 _MAX_READERS = 64
 _FEW_CORES = 4
+_PRESSURES = ("off", "auto")
 
 
 class _Planned(Exception):  # noqa: N818 - carries a result out of the library's loader
@@ -47,6 +50,7 @@ def from_pretrained(
     batch: int = 1,
     io_mode: str = "auto",
     readers: int | None = None,
+    pressure: str = "off",
     auto_class: type[Any] | None = None,
     **kwargs: Any,
 ) -> Any:
@@ -55,15 +59,20 @@ def from_pretrained(
     Args:
         pretrained: a folder or a hub id, as for transformers.
         *args: passed on to the library's `from_pretrained`.
-        memory_limit: what the whole process may hold while the model runs: bytes, or "4GB" (10^9),
-        "4GiB".
-            "auto" takes the least of control group, available and physical memory, less a tenth.
-        tokens: longest sequence (prompt and answer, in tokens) to keep memory free for.
+        memory_limit: what the whole process may hold while the model runs: bytes, "4GB" (10^9),
+            "4GiB", or "50%" of the least of control group, available and physical memory. "auto"
+            takes nine tenths of that, or the limit of a model that streams in this process already:
+            all share one.
+        tokens: longest sequence (prompt and answer, in tokens) to keep memory free for. Longer ones
+            run as well, with fewer weights resident, as long as they fit at all.
         batch: sequences at once to keep memory free for.
         io_mode: "direct" reads past the page cache, "buffered" through it, "uncached" through it
-        and drops
-            what was read; "auto" takes the page cache when everything streamed fits in it.
+            and drops what was read; "auto" takes the page cache when everything streamed fits in
+            it.
         readers: threads that read at once; four when None, two when weights are cast.
+        pressure: with "auto", weights are given back when the process's control groups have no more
+            room or it waits for memory, before the kernel has to act; "off" looks at `memory_limit`
+            alone.
         auto_class: the class whose `from_pretrained` is called. AutoModelForCausalLM when None.
         **kwargs: passed on to the library's `from_pretrained`.
 
@@ -79,6 +88,9 @@ def from_pretrained(
         ReadError: the disk failed.
     """
     options = _options(memory_limit, tokens, batch, io_mode, readers, disk_rate=None)
+    if pressure not in _PRESSURES:
+        raise OptionError(f"pressure={pressure!r} is unknown. Choose one of 'off', 'auto'.")
+    ACCOUNTANT.check_limit(options.memory_limit)
     _check_folder(pretrained, kwargs)
     _advise_openmp()
     built: list[Assembly] = []
@@ -86,8 +98,8 @@ def from_pretrained(
     def stream(pending: _transformers.PendingLoad) -> Any:
         needs = PassNeeds(pending.model, pending.model.config)
         hint = PassHint(tokens, batch)
-        build = _plan(pending, needs, hint, options)
-        built.append(Assembly(pending, build, needs, hint))
+        build = _plan_beside_others(partial(_plan, pending, needs, hint, options))
+        built.append(Assembly(pending, build, needs, hint, pressure=pressure == "auto"))
         return pending.load_rest(build.parts.taken)
 
     with _transformers.take_over_loading(stream):
@@ -149,6 +161,34 @@ def plan(
     raise _nothing_loaded(pretrained, auto_class)
 
 
+def smallest_limit(
+    pretrained: str | os.PathLike[str],
+    *args: Any,
+    tokens: int = 256,
+    batch: int = 1,
+    **kwargs: Any,
+) -> int:
+    """The smallest `memory_limit`, in bytes, with which `from_pretrained` works in this process.
+
+    Args:
+        pretrained: a folder or a hub id.
+        *args: as for `from_pretrained`.
+        tokens: longest sequence, prompt and answer, in tokens.
+        batch: sequences at once.
+        **kwargs: as for `from_pretrained`.
+
+    Raises:
+        CheckpointError: as for `from_pretrained`.
+        UnsupportedModelError: as for `from_pretrained`.
+        OptionError: as for `from_pretrained`.
+    """
+    try:
+        made = plan(pretrained, *args, memory_limit=1, tokens=tokens, batch=batch, **kwargs)
+    except MemoryLimitError as error:
+        return error.smallest_limit
+    return made.smallest_limit
+
+
 def handle(model: nn.Module) -> Handle:
     """The handle of a streamed model, also when it is wrapped in another module (PEFT).
 
@@ -170,6 +210,23 @@ def _nothing_loaded(pretrained: object, auto_class: type[Any] | None) -> OptionE
         f"{name}.from_pretrained loaded no checkpoint from {str(pretrained)!r}, so there is "
         "nothing to stream. Pass a model class as auto_class=."
     )
+
+
+def _plan_beside_others(make: Callable[[], Build]) -> Build:
+    """A plan for a model that is really to be loaded: others give back what is over their share."""
+    for _ in range(2):  # first what it cannot do without, then its share of the rest
+        if not ACCOUNTANT.clients:
+            break
+        try:
+            build = make()
+            wants = build.residency.smallest, build.residency.everything
+            given = ACCOUNTANT.make_room(wants, build.plan.resident - build.plan.pinned_bytes)
+        except MemoryLimitError as error:
+            short = error.smallest_limit - error.limit
+            given = ACCOUNTANT.make_room((short, short), 0)
+        if not given:
+            break
+    return make()
 
 
 def _plan(
@@ -210,7 +267,8 @@ def _options(
         )
     if io_mode not in IO_MODES:
         raise OptionError(f"io_mode={io_mode!r} is unknown. Choose one of {', '.join(IO_MODES)}.")
-    return Options(parse_limit(memory_limit), io_mode, readers, disk_rate)
+    shared = ACCOUNTANT.limit if memory_limit == "auto" and ACCOUNTANT.clients else None
+    return Options(shared or parse_limit(memory_limit), io_mode, readers, disk_rate)
 
 
 def _is_whole(value: object) -> bool:

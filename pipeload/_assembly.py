@@ -19,6 +19,7 @@ from pipeload._layout import Weight, lay_out
 from pipeload._placement import SCRATCH_BYTES
 from pipeload._places import Places
 from pipeload._prefetcher import Prefetcher
+from pipeload._pressure import watch
 from pipeload._reader import FileSet, run_jobs
 from pipeload._restore import Restorer
 from pipeload._rows import RowTable
@@ -52,6 +53,8 @@ class Assembly:
         build: Build,
         needs: PassNeeds,
         hint: PassHint,
+        *,
+        pressure: bool,
     ) -> None:
         """Allocate memory, read what is always resident, and start reading the first units.
 
@@ -60,6 +63,7 @@ class Assembly:
         """
         parts, plan = build.parts, build.plan
         self._parts = parts
+        self._pressure = pressure
         paths = pending.checkpoint.files
         files = FileSet(paths, build.stream_mode)
         convert = pending.converter()
@@ -78,7 +82,8 @@ class Assembly:
             scratch=scratch,
             chunk_bytes=CHUNK_BYTES,
         )
-        self._governor = Governor(build, needs, hint, prefetcher.counters)
+        self._governor = Governor(build, needs, hint, prefetcher.counters, pressure=pressure)
+        ACCOUNTANT.join(self._governor, plan.memory_limit)
         self._streamer = Streamer(
             seats=self._seats(),
             tables=self._tables(files),
@@ -120,7 +125,8 @@ class Assembly:
         for name in (_transformers.AUTO_COMPILE, "pipeload"):
             undo.append(partial(_guards.forget, weakref.ref(model), name))
         self._governor.adopt = _weak_adopt(self._streamer)
-        ACCOUNTANT.join(self._governor, self._governor.plan.memory_limit)
+        if self._pressure:
+            watch(self._governor.look_around)
         handle = Handle(model, self._streamer, undo, Restorer(self._streamer, self._filled))
         object.__setattr__(model, "pipeload", handle)
 

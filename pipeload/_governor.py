@@ -13,11 +13,13 @@ measured raises the next estimates.
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from pipeload._accountant import ACCOUNTANT
 from pipeload._build import SLOTS
+from pipeload._pressure import PressureGauge
 from pipeload._reserve import (
     KERNEL_BYTES,
     WARM_UP_BYTES,
@@ -56,8 +58,13 @@ class Governor:
         needs: PassNeeds,
         hint: PassHint,
         counters: Counters,
+        *,
+        pressure: bool,
     ) -> None:
         plan, residency = build.plan, build.residency
+        self._lock = threading.Lock()
+        """The pass's own thread, one that sets limits and one that watches the group come here."""
+        self._gauge = PressureGauge(plan.memory_limit) if pressure else None
         self.plan = plan
         """What is kept and streamed now."""
         self.adopt: Callable[[Plan], bool] | None = None
@@ -114,11 +121,21 @@ class Governor:
 
     def shrink(self, budget: int) -> bool:
         """Give back down to `budget`, now; False when a pass is running."""
-        plan = self._plan_for(max(budget, self._residency.smallest))
-        if self.adopt is None or not self.adopt(plan):
-            return False
-        self.plan, self._budget = plan, max(budget, self._residency.smallest)
-        return True
+        with self._lock:
+            plan = self._plan_for(max(budget, self._residency.smallest))
+            if self.adopt is None or not self.adopt(plan):
+                return False
+            self.plan, self._budget = plan, max(budget, self._residency.smallest)
+            return True
+
+    def look_around(self) -> None:
+        """Give back what the control group does not allow any more, if no pass is running.
+
+        One that is running looks by itself.
+        """
+        room = self._room(self._limit, ACCOUNTANT.other_bytes())
+        if room < self._budget > self._residency.smallest:
+            self.shrink(room)
 
     # -- passes ----------------------------------------------------------------------------------
 
@@ -128,10 +145,16 @@ class Governor:
         Raises:
             MemoryLimitError: it does not fit even with nothing resident.
         """
+        with self._lock:
+            return self._before_pass(args, kwargs)
+
+    def _before_pass(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Plan | None:
         self._need = int(self._needs.for_pass(args, kwargs) * self._error)
         self._other_at_begin = self._other_peak = ACCOUNTANT.other_bytes()
         self._held_at_begin = self.held_bytes()
         room = self._room(self._limit, self._other_at_begin) - self._need
+        if room < self._residency.smallest:
+            room += ACCOUNTANT.reclaim(self, self._residency.smallest - room)
         if room < self._residency.smallest:
             shape = self._needs.shape(args, kwargs)
             if not self._hint.covers(shape):  # what was promised at the start is done in any case
@@ -148,6 +171,10 @@ class Governor:
 
     def inside_pass(self) -> Plan | None:
         """Look again before a site runs: somebody else may have taken memory meanwhile."""
+        with self._lock:
+            return self._inside_pass()
+
+    def _inside_pass(self) -> Plan | None:
         other = ACCOUNTANT.other_bytes()
         self._other_peak = max(self._other_peak, other)
         if self._overdue:
@@ -190,6 +217,12 @@ class Governor:
 
     def take_limit(self, limit: int) -> None:
         """Plan for another limit; what is over it goes now, or before the next site of a pass."""
+        with self._lock:
+            self._take_limit(limit)
+
+    def _take_limit(self, limit: int) -> None:
+        if self._gauge is not None:
+            self._gauge.limit = limit
         room = min(self._cap(limit), self._room(limit, ACCOUNTANT.other_bytes()))
         self._recent.clear()
         self._budget = max(self._residency.smallest, ACCOUNTANT.share(self, room))
@@ -201,7 +234,8 @@ class Governor:
 
     @property
     def _limit(self) -> int:
-        return self.plan.memory_limit
+        limit = self.plan.memory_limit
+        return limit if self._gauge is None else min(limit, self._gauge.allowed_bytes())
 
     def _room(self, limit: int, other: int) -> int:
         """Bytes for this model's residents, buffers and pass, if everybody else keeps theirs."""
@@ -237,7 +271,7 @@ class Governor:
     def _too_large(self, shape: PassShape, room: int) -> MemoryLimitError:
         limit = self.plan.memory_limit
         free = int((room + self._need - self._residency.smallest) / self._error)
-        wanted = limit + self._residency.smallest - room
+        wanted = limit_for(limit - page_table_bytes(limit) + self._residency.smallest - room)
         tokens = self._needs.longest_tokens(free, shape.batch)
         batch = self._needs.largest_batch(free, shape.tokens + shape.cached)
         chunk = self._needs.prefill_chunk(free, shape)

@@ -8,6 +8,7 @@ import os
 import sys
 from functools import lru_cache
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 
@@ -43,9 +44,31 @@ def peak_rss_bytes() -> int:
 
 def cgroup_limit_bytes() -> int | None:
     """The tightest memory limit of this process's control groups, None without one."""
-    limits = [_read_int(path) for path in _cgroup_files()]
-    found = [limit for limit in limits if limit is not None and limit < _UNLIMITED]
-    return min(found, default=None)
+    return min(filter(None, map(_limit_of, _cgroups())), default=None)
+
+
+def cgroup_room_bytes() -> int | None:
+    """What this process may still take before one of its control groups is full.
+
+    Usage of everybody in a group counts, but not the part of the page cache that is dropped first.
+    None without a limit.
+    """
+    rooms = []
+    for group in _cgroups():
+        limit, usage = _limit_of(group), _read_int(group.folder / group.usage)
+        if limit is not None and usage is not None:
+            rooms.append(limit - usage + _idle_cache_bytes(group))
+    return min(rooms, default=None)
+
+
+def memory_stall() -> float:
+    """The share of the last ten seconds in which somebody waited for memory (Linux PSI).
+
+    Of this process's own group where the kernel tells, else of the whole machine; 0.0 if unknown.
+    """
+    own = [group.folder / "memory.pressure" for group in _cgroups()[:1]]
+    shares = (_stalled_share(path) for path in (*own, Path("/proc/pressure/memory")))
+    return next((share for share in shares if share is not None), 0.0)
 
 
 def auto_limit_bytes() -> int:
@@ -102,6 +125,36 @@ def _page_size() -> int:
     return os.sysconf("SC_PAGE_SIZE")
 
 
+def _stalled_share(path: Path) -> float | None:
+    try:
+        first = path.read_text(encoding="ascii").split("\n", 1)[0]
+        return float(first.split("avg10=")[1].split()[0]) / 100
+    except (OSError, IndexError, ValueError):
+        return None
+
+
+class _Group(NamedTuple):
+    """A memory control group, and what its files are called."""
+
+    folder: Path
+    limits: tuple[str, ...]
+    usage: str
+    idle_cache: str
+
+
+def _limit_of(group: _Group) -> int | None:
+    found = (_read_int(group.folder / name) for name in group.limits)
+    return min((n for n in found if n is not None and n < _UNLIMITED), default=None)
+
+
+def _idle_cache_bytes(group: _Group) -> int:
+    try:
+        lines = (group.folder / "memory.stat").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return 0
+    return next((int(n) for name, n in map(str.split, lines) if name == group.idle_cache), 0)
+
+
 def _read_int(path: Path) -> int | None:
     try:
         return int(path.read_text(encoding="ascii"))
@@ -109,24 +162,31 @@ def _read_int(path: Path) -> int | None:
         return None  # not there, or "max"
 
 
-def _cgroup_files() -> list[Path]:
-    """The limit files of this process's groups and their parents (version 1 and 2)."""
+def _cgroups() -> list[_Group]:
+    """This process's groups and their parents (version 1 and 2), its own first."""
     try:
         lines = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()
     except OSError:
         return []
-    files: list[Path] = []
+    groups: list[_Group] = []
     for line in lines:
-        _, controllers, group = line.split(":", 2)
+        _, controllers, name = line.split(":", 2)
         if controllers == "":
-            root, name = Path("/sys/fs/cgroup"), "memory.max"
+            root = Path("/sys/fs/cgroup")
+            # Above "high" the kernel slows a group down instead of ending it.
+            limits: tuple[str, ...] = ("memory.max", "memory.high")
+            others = "memory.current", "inactive_file"
         elif "memory" in controllers.split(","):
-            root, name = Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes"
+            root = Path("/sys/fs/cgroup/memory")
+            limits = ("memory.limit_in_bytes",)
+            others = "memory.usage_in_bytes", "total_inactive_file"
         else:
             continue
-        folder = root / group.lstrip("/")
+        folder = root / name.lstrip("/")
         # In a container the path is the host's, and the group is mounted at the root.
-        files += [
-            parent / name for parent in (folder, *folder.parents) if parent.is_relative_to(root)
+        groups += [
+            _Group(parent, limits, *others)
+            for parent in (folder, *folder.parents)
+            if parent.is_relative_to(root)
         ]
-    return files
+    return groups
