@@ -34,8 +34,9 @@ if TYPE_CHECKING:
     from pipeload._sites import Divider, Parts
 
 SLOTS = 2
-SMALLEST_SLACK_BYTES = 2_000_000
-"""What a limit that is reported as workable has beyond what was needed when it was computed."""
+SMALLEST_SLACK_BYTES = 6_000_000
+"""What a limit that is reported as workable has beyond what was needed when it was computed: the
+same process, started again, differs by some megabytes."""
 MAPPED = "mapped"
 """How a model that fits is read: `Plan.io_mode`, not an option of the user's."""
 # Each direct read of 16 MB is split by the kernel into many requests at once, so more threads

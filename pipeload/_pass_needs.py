@@ -40,6 +40,9 @@ _MARGIN_BYTES = 6_000_000
 # Copies in fp32 of the last logits that `generate` makes: itself, processed, and as probabilities.
 _LAST_LOGITS = 3
 _FP32 = 4  # bytes
+# Each expert's share of a prompt is another shape, and each shape another compiled kernel.
+_EXPERT_KERNEL = 600_000
+_MOST_KERNELS = 32
 _MOST = 1 << 40  # no prompt and no batch is larger
 
 
@@ -49,6 +52,7 @@ class PassNeeds:
     def __init__(self, model: nn.Module, config: Any) -> None:
         self._widths = read_widths(model, config)
         self._reader = CacheReader(self._widths.layers, self._widths.item)
+        self._cross_reader = CacheReader(self._widths.layers, self._widths.item)
 
     def shape(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> PassShape:
         """The size of the pass that the model is called for; what it cannot read counts as one."""
@@ -136,7 +140,7 @@ class PassNeeds:
     ) -> int:
         cache = cache_of(args, kwargs)
         use = kwargs.get("use_cache")
-        if cache is None and not (self._widths.use_cache if use is None else use):
+        if cache is None and (use is False or (use is None and not self._widths.use_cache)):
             return 0
         growth = sum(layer.growth(shape.tokens) for layer in layers)
         if self._widths.encoder_decoder:
@@ -146,8 +150,10 @@ class PassNeeds:
     def _cross_growth(self, cache: Any, kwargs: Mapping[str, Any], shape: PassShape) -> int:
         """The encoder's keys and values: cached once, in the first pass."""
         _, cross = self_and_cross(cache)
+        if cross is None and cache is not None:
+            return 0
         try:
-            layers = self._reader.read(cross, shape.batch)
+            layers = self._cross_reader.read(cross, shape.batch)
         except Exception:
             return 0
         seen = encoder_positions(kwargs, self._widths.seen_by_encoder)
@@ -175,6 +181,8 @@ class PassNeeds:
         # A mask of two values as it lives throughout: bool, or the scores' own type.
         held = mask * (item if w.attention == "eager" else 1)
         held += self._recorded(layers, shape, extras)
+        if w.experts and item < _FP32 and positions > 1:
+            held += min(2 * w.experts, 2 * positions, _MOST_KERNELS) * _EXPERT_KERNEL
         return max(
             max(block, scores) + held, self._head(shape, extras) + held, self._towers(extras)
         )
@@ -193,9 +201,8 @@ class PassNeeds:
         nbytes = logits * w.item * (1 + w.capped) + (shape.tokens * shape.batch + kept) * (
             w.hidden * w.item
         )
-        nbytes += (
-            logits * 2 * _FP32 * extras.labels
-        )  # the loss takes them in fp32, and their logarithms
+        # The loss takes them in fp32, and their logarithms.
+        nbytes += logits * 2 * _FP32 * extras.labels
         return nbytes + _LAST_LOGITS * shape.batch * w.vocabulary * _FP32
 
     def _recorded(self, layers: Sequence[CachedLayers], shape: PassShape, extras: Extras) -> int:
@@ -222,13 +229,15 @@ def _attention(layer: CachedLayers, mask: int, shape: PassShape, w: Widths) -> i
     # Keys as wide as the queries; of a single head they are only viewed as many.
     repeated = shape.batch * wide * w.query * w.item * (w.key_heads < w.heads)
     held = 2 * repeated * (w.key_heads > 1)
+    copied += shape.batch * wide * w.unfolded * w.item
+    held += shape.batch * wide * w.unfolded * w.item
     scores = shape.batch * w.heads * shape.tokens * wide
     if w.attention == "eager":
         # In half precision the softmax makes an fp32 copy, and gives fp32.
-        softmax = scores * (w.item + 8 if w.item < _FP32 else 2 * w.item)
+        softmax = scores * (w.item + 2 * _FP32 if w.item < _FP32 else 2 * w.item)
         return max(copied, held + softmax, repeated + scores * w.item)
     if not w.same_heads:  # no kernel for it: in fp32, and written out
-        return max(copied, 4 * repeated + scores * 3 * _FP32)
+        return max(copied, held + scores * 10)
     if mask and shape.tokens > 1:  # the kernel wants it in the queries' type, and no shared heads
         return max(copied, held + mask * w.item) + (layer.kind == PACKED) * copied
     return copied

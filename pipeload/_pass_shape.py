@@ -73,8 +73,8 @@ def read_extras(kwargs: Mapping[str, Any], shape: PassShape, widths: Widths) -> 
         patches=patches,
         encoded=encoded,
         labels=kwargs.get("labels") is not None,
-        hidden_states=bool(kwargs.get("output_hidden_states")),
-        attentions=bool(kwargs.get("output_attentions")),
+        hidden_states=kwargs.get("output_hidden_states") is True,
+        attentions=kwargs.get("output_attentions") is True,
     )
 
 

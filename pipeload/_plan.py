@@ -90,19 +90,18 @@ class Plan:
         return None if self.disk_rate is None else self.bytes_per_pass / self.disk_rate
 
     @property
+    def unused(self) -> int:
+        """Bytes of the limit that nothing is planned for."""
+        fixed = self.floor_bytes + self.reserve_bytes + self.scratch_bytes
+        return self.memory_limit - fixed - self.resident - self.buffers
+
+    @property
     def fits(self) -> bool:
         """Whether everything is resident, so that nothing is streamed after the first pass."""
         return self.bytes_per_pass == 0
 
     def table(self) -> str:
         """Where each byte of the limit goes, one line per purpose."""
-        used = (
-            self.floor_bytes
-            + self.reserve_bytes
-            + self.resident
-            + self.buffers
-            + self.scratch_bytes
-        )
         rows = [
             ("process floor", self.floor_bytes, "interpreter, libraries, everything loaded before"),
             (
@@ -118,7 +117,7 @@ class Plan:
             ),
             ("buffers", self.buffers, f"{self.slots} x {format_size(self.slot_bytes)}"),
             ("scratch", self.scratch_bytes, "dtype casts while reading"),
-            ("unused", self.memory_limit - used, "smaller than the smallest piece"),
+            ("unused", self.unused, "smaller than the smallest piece"),
             (
                 "memory limit",
                 self.memory_limit,

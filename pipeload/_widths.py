@@ -15,7 +15,7 @@ from torch import nn
 from pipeload._caches import DYNAMIC, NO_ROWS, SLIDING, LayerSize, attention_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
 _PROJECTION = re.compile(r"\.(\d+)\.(?:\w+\.)*(q_proj|k_proj|v_proj)$")
 _TOWERS = re.compile(r"vision|visual|image|audio|video")
@@ -38,9 +38,13 @@ class Widths(NamedTuple):
     """Heads of the keys; fewer than `heads` where several queries use one."""
     same_heads: bool
     """Whether keys and values are equally wide: else scores are written out."""
+    unfolded: int
+    """Keys and values of one cached position that latent attention makes of what it cached."""
     normed_queries: bool
     inner: int
     """All that a feed-forward layer holds at once, beside the residual stream."""
+    experts: int
+    """Experts that one position may be sent to; 0 without any."""
     vocabulary: int
     capped: bool
     """Whether logits are squeezed by a soft cap, which takes a second copy."""
@@ -64,19 +68,23 @@ def read_widths(model: nn.Module, config: Any) -> Widths:
     item = max((p.element_size() for p in model.parameters() if p.is_floating_point()), default=4)
     found = _projections(model, encoder_decoder=bool(getattr(config, "is_encoder_decoder", False)))
     hidden = size_of(text, "hidden_size", "d_model")
-    heads = max(1, size_of(text, "decoder_attention_heads", "num_attention_heads"))
-    head_dim = size_of(text, "head_dim", "d_kv") or hidden // heads
-    layers = tuple(_layers(text, found, item, heads, head_dim))
-    query = max([widths.get("q_proj", 0) for widths in found.values()] + [heads * head_dim])
+    heads, head_dim = _heads(text)
+    layers = tuple(_layers(text, found, item))
+    latent = size_of(text, "kv_lora_rank")
+    nope, rope = size_of(text, "qk_nope_head_dim"), size_of(text, "qk_rope_head_dim")
+    query = heads * (nope + rope) if latent else heads * head_dim
+    query = max([query, *(widths.get("q_proj", 0) for widths in found.values())])
     return Widths(
         item=item,
         hidden=hidden,
         query=query,
         heads=heads,
-        key_heads=_key_heads(text, heads),
+        key_heads=heads if latent else _key_heads(text, heads),
         same_heads=not size_of(text, "v_head_dim"),
+        unfolded=heads * (2 * nope + rope + size_of(text, "v_head_dim")) if latent else 0,
         normed_queries=any(name.endswith("q_norm") for name, _ in model.named_modules()),
         inner=_inner(model, text, hidden),
+        experts=size_of(text, "num_local_experts", "num_experts", "n_routed_experts"),
         vocabulary=size_of(text, "vocab_size"),
         capped=getattr(text, "final_logit_softcapping", None) is not None,
         attention=attention_of(text),
@@ -92,7 +100,10 @@ def read_widths(model: nn.Module, config: Any) -> Widths:
 def size_of(config: Any, *names: str) -> int:
     """The first of these sizes that this architecture has; 0 where it has none, or a list."""
     for name in names:
-        value = getattr(config, name, None)
+        try:
+            value = getattr(config, name, None)
+        except RuntimeError:  # one per layer, and this is the configuration of all
+            continue
         if isinstance(value, int) and not isinstance(value, bool):
             return value
     return 0
@@ -112,20 +123,14 @@ def _projections(model: nn.Module, *, encoder_decoder: bool) -> Mapping[int, dic
     return found
 
 
-def _layers(
-    text: Any, found: Mapping[int, dict[str, int]], item: int, heads: int, head_dim: int
-) -> Iterator[LayerSize]:
-    kv_heads = _key_heads(text, heads)
-    key, value = kv_heads * head_dim, kv_heads * head_dim
-    if size_of(text, "kv_lora_rank"):  # latent attention caches its keys and values unfolded
-        key = heads * (size_of(text, "qk_nope_head_dim") + size_of(text, "qk_rope_head_dim"))
-        value = heads * size_of(text, "v_head_dim")
+def _layers(text: Any, found: Mapping[int, dict[str, int]], item: int) -> Iterator[LayerSize]:
     count = size_of(text, "num_decoder_layers", "decoder_layers", "num_hidden_layers")
     state = _state_bytes(text, item)
-    for index, kind in enumerate(_kinds(text, count)):
-        own = found.get(index, {})
-        window = size_of(text, "attention_chunk_size" if kind == "chunked" else "sliding_window")
+    each = getattr(text, "per_layer_config", None) or [text] * count
+    for index, (kind, own) in enumerate(zip(_kinds(text, each), each, strict=False)):
+        window = size_of(own, "attention_chunk_size" if kind == "chunked" else "sliding_window")
         sliding = kind in ("sliding", "chunked", "hybrid_sliding") and window > 0
+        key, value = _row(own, found.get(index, {}))
         if kind == "none":
             yield LayerSize(NO_ROWS, 0, 0, 0)
         elif kind == "state":
@@ -134,10 +139,25 @@ def _layers(
             yield LayerSize(
                 SLIDING if sliding else DYNAMIC,
                 window if sliding else 0,
-                own.get("k_proj", key) * item,
-                own.get("v_proj", value) * item,
+                key * item,
+                value * item,
                 state if kind.startswith("hybrid") else 0,
             )
+
+
+def _row(text: Any, projections: Mapping[str, int]) -> tuple[int, int]:
+    """Elements of the keys and of the values that a layer caches of one position."""
+    if rank := size_of(text, "kv_lora_rank"):  # latent attention: what both are made of
+        return rank, size_of(text, "qk_rope_head_dim")
+    heads, head_dim = _heads(text)
+    both = _key_heads(text, heads) * head_dim
+    return projections.get("k_proj", both), projections.get("v_proj", both)
+
+
+def _heads(text: Any) -> tuple[int, int]:
+    """Heads of the queries, and the size of one."""
+    heads = max(1, size_of(text, "decoder_attention_heads", "num_attention_heads"))
+    return heads, size_of(text, "head_dim", "d_kv") or size_of(text, "hidden_size") // heads
 
 
 def _key_heads(text: Any, heads: int) -> int:
@@ -146,16 +166,15 @@ def _key_heads(text: Any, heads: int) -> int:
     return size_of(text, "num_key_value_heads", "num_kv_heads") or heads
 
 
-def _kinds(text: Any, count: int) -> list[str]:
+def _kinds(text: Any, each: Sequence[Any]) -> list[str]:
     """One of full, sliding, chunked, state, hybrid, hybrid_sliding, none for each layer."""
     types = getattr(text, "layer_types", None)
     if types is None:
-        plain = "full"
-        if size_of(text, "sliding_window"):
-            plain = "sliding"
-        elif size_of(text, "attention_chunk_size"):
-            plain = "chunked"
-        return [plain] * count
+        windows = {"sliding": "sliding_window", "chunked": "attention_chunk_size"}
+        return [
+            next((kind for kind, name in windows.items() if size_of(own, name)), "full")
+            for own in each
+        ]
     names = {"sliding_attention": "sliding", "chunked_attention": "chunked", "moe": "none"}
     names |= {"mlp": "none", "hybrid": "hybrid", "hybrid_sliding": "hybrid_sliding"}
     names |= dict.fromkeys(_STATE_LAYERS, "state")
@@ -177,9 +196,9 @@ def _state_bytes(text: Any, item: int) -> int:
         return convolution + width * size_of(text, "linear_key_head_dim") * 4  # its rule is fp32
     if kernel := size_of(text, "conv_L_cache"):
         return size_of(text, "hidden_size") * kernel * item
-    inner = size_of(text, "mamba_d_ssm", "intermediate_size")
-    if expand := size_of(text, "mamba_expand", "expand"):
-        inner = expand * size_of(text, "hidden_size")
+    inner = size_of(text, "mamba_d_ssm") or (
+        size_of(text, "mamba_expand", "expand") * size_of(text, "hidden_size")
+    )
     depth = size_of(text, "mamba_d_state", "state_size", "ssm_state_size")
     kernel = size_of(text, "mamba_d_conv", "conv_kernel")
     groups = size_of(text, "mamba_n_groups", "n_groups")

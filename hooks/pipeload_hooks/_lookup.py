@@ -174,11 +174,17 @@ def _super_starts_at(forward: FunctionType, owner: type) -> bool:
 
 
 def _same(forward: FunctionType, compiled: CodeType) -> bool:
-    """Whether the source is what runs: the file may have changed since it was loaded."""
+    """Whether the source is what runs: the file may have changed since it was loaded.
+
+    Told by names and constants, not by bytecode, which depends on the rest of the file (a method of
+    an imported module is called by other instructions).
+    """
     codes = [compiled]
     for _ in range(2):  # the module holds the class, the class the function
         codes = [inner for code in codes for inner in code.co_consts if isinstance(inner, CodeType)]
-    runs = forward.__code__
-    return [(code.co_code, code.co_names, code.co_varnames) for code in codes] == [
-        (runs.co_code, runs.co_names, runs.co_varnames)
-    ]
+    found = [_content(code) for code in codes if code.co_name == "forward"]
+    return found == [_content(forward.__code__)]
+
+
+def _content(code: CodeType) -> tuple[object, ...]:
+    return code.co_names, code.co_varnames, code.co_consts
