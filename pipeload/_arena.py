@@ -19,6 +19,8 @@ import torch
 from pipeload._layout import ceil_page
 
 HUGE_PAGE = 2 << 20
+# Not in the mmap module before Python 3.13. The number holds for Linux on x86 and ARM.
+MAP_NORESERVE: int = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
 
 DTYPES: dict[str, torch.dtype] = {
     "BOOL": torch.bool,
@@ -63,8 +65,13 @@ class Region(NamedTuple):
 class Arena:
     """Memory of a fixed size on one device. Pages cost nothing until they are written."""
 
-    def __init__(self, nbytes: int, *, device: torch.device, huge: bool) -> None:
+    def __init__(
+        self, nbytes: int, *, device: torch.device, huge: bool, sparse: bool = False
+    ) -> None:
         """Reserve `nbytes` bytes, in huge pages if `huge`.
+
+        With `sparse`, most of it stays unwritten: it may be larger than the machine's memory, and
+        the kernel puts small pages there whatever its settings.
 
         Raises:
             MemoryError: the system refuses the address space.
@@ -74,7 +81,7 @@ class Arena:
         self._taken = 0
         # Room to start on a huge page; the kernel would not use huge pages at the start otherwise.
         size = self.nbytes + HUGE_PAGE
-        self._map = _anonymous(size, huge=huge)
+        self._map = _anonymous(size, huge=huge, sparse=sparse)
         skip = -torch.frombuffer(self._map, dtype=torch.uint8).data_ptr() % HUGE_PAGE
         self._view = memoryview(self._map)[skip : skip + self.nbytes]
 
@@ -106,13 +113,17 @@ class Arena:
             return torch.frombuffer(self.buffer(offset, nbytes), dtype=DTYPES[dtype]).view(shape)
 
 
-def _anonymous(size: int, *, huge: bool) -> mmap.mmap:
+def _anonymous(size: int, *, huge: bool, sparse: bool) -> mmap.mmap:
     if sys.platform == "win32":
         return mmap.mmap(-1, size)
     # Private: shared anonymous memory would be counted as shmem and survive a fork as one copy.
-    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    advice = getattr(mmap, "MADV_HUGEPAGE", None)
-    if huge and advice is not None:
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    if sparse:
+        flags |= MAP_NORESERVE
+    memory = mmap.mmap(-1, size, flags=flags)
+    wish = "MADV_HUGEPAGE" if huge else "MADV_NOHUGEPAGE"
+    advice = getattr(mmap, wish, None)
+    if (huge or sparse) and advice is not None:
         with contextlib.suppress(OSError):  # a kernel without huge pages: slower, still right
             memory.madvise(advice)
     return memory

@@ -9,7 +9,9 @@ from __future__ import annotations
 from pipeload_hooks._attach import Attachment, attach, inside_compiled_call
 from pipeload_hooks._binding import Binding, placeholder, set_parameter
 from pipeload_hooks._blocks import Block, find_blocks
+from pipeload_hooks._lookup import takes_ids
 from pipeload_hooks._passes import PassGate
+from pipeload_hooks._rows import RowSource, attach_rows
 from pipeload_hooks._source import WeightSource
 from pipeload_hooks._watch import EvictedWeightWatch, discard_ended
 
@@ -19,11 +21,14 @@ __all__ = [
     "Block",
     "EvictedWeightWatch",
     "PassGate",
+    "RowSource",
     "WeightSource",
     "attach",
+    "attach_rows",
     "discard_ended",
     "find_blocks",
     "inside_compiled_call",
     "placeholder",
     "set_parameter",
+    "takes_ids",
 ]
