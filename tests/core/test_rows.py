@@ -7,8 +7,8 @@ import signal
 import subprocess
 import sys
 import threading
-from collections import deque
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -191,9 +191,20 @@ def test_many_rows_are_read_by_several_threads(stored: tuple[Stored, Disk]) -> N
     check(table, made.values, [1, 2, 3000])
     assert threads == {threading.get_ident()}
     threads.clear()
+    both, invited = threading.Barrier(2), [1, 2]
+
+    def meet(_first: int) -> None:
+        threads.add(threading.get_ident())
+        with suppress(IndexError):
+            invited.pop()
+            both.wait(60)
+
+    files.before = meet
     ids = list(range(0, 5000, 50))
     nbytes = check(table, made.values, ids)
-    assert len(threads - {threading.get_ident()}) > 1
+    assert not both.broken
+    assert len(threads) > 1
+    assert threading.get_ident() not in threads
     assert nbytes == (made.pages([1, 2, 3000, *ids]) - made.pages([1, 2, 3000])) * PAGE
     assert check(table, made.values, list(range(5000))) > 0  # the whole table, in long runs
     assert table.held_bytes == made.pages(list(range(5000))) * PAGE
@@ -287,22 +298,32 @@ def test_a_file_cut_short(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("count", [20, 200], ids=["caller", "threads"])
-def test_an_interrupt_in_a_read(stored: tuple[Stored, Disk], count: int) -> None:
+def test_an_interrupt_in_a_read(
+    request: pytest.FixtureRequest, stored: tuple[Stored, Disk], count: int
+) -> None:
     """Ctrl-C comes through, and readers left behind do not make pages count as read."""
     made, files = stored
     main = threading.get_ident()
-    once = deque([signal.SIGINT])
+    once = [KeyboardInterrupt]
+
+    def raise_once(*_: object) -> None:
+        if once:
+            raise once.pop()
+
+    before = signal.signal(signal.SIGINT, raise_once)
+    request.addfinalizer(partial(signal.signal, signal.SIGINT, before))
     dropped = threading.Event()
     waiting: list[threading.Thread] = []
     reads: list[int] = []
 
     def interrupt(first: int) -> None:
         if first > 20_000_000:
-            with suppress(IndexError):
-                signal.pthread_kill(main, once.pop())
+            signal.pthread_kill(main, signal.SIGINT)
             if threading.get_ident() != main:
                 waiting.append(threading.current_thread())
-                dropped.wait(60)
+                # Again and again: one that comes just before the caller waits does not wake it.
+                while not dropped.wait(0.02):
+                    signal.pthread_kill(main, signal.SIGINT)
 
     files.before = interrupt
     table = RowTable(made.weight, files, 1 << 30)

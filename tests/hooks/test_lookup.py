@@ -233,13 +233,13 @@ class ByProperty(nn.Embedding):
 
 class Escapes(nn.Embedding):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return super().forward(input) + vars(self)["_parameters"]["weight"][0]
+        other: torch.Tensor = vars(self)["_parameters"]["weight"][0]
+        return super().forward(input) + other
 
 
 class Inner(nn.Embedding):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        rows: list[torch.Tensor] = [super(Inner, self).forward(input) for input in (input + 1,)]
-        return rows[0]
+        return torch.stack([super(Inner, self).forward(input) for input in (input + 1,)])
 
 
 class Positions(nn.Embedding):
