@@ -72,7 +72,7 @@ class Governor:
         self._counters = counters
         self._residency = residency
         self._needs = needs
-        self._hint = hint
+        self._hint, self._hint_need = hint, hint.pass_bytes(needs)
         self._fixed = plan.pinned_bytes + plan.scratch_bytes + build.parts.conversion_bytes
         self._spent = plan.floor_bytes + plan.reserve_bytes + plan.pinned_bytes + plan.scratch_bytes
         self._floor = plan.floor_bytes - ACCOUNTANT.promised_to_others(None)
@@ -157,7 +157,8 @@ class Governor:
             room += ACCOUNTANT.reclaim(self, self._residency.smallest - room)
         if room < self._residency.smallest:
             shape = self._needs.shape(args, kwargs)
-            if not self._hint.covers(shape):  # what was promised at the start is done in any case
+            promised = self._need <= self._hint_need and self._hint.covers(shape)
+            if not promised:  # else it is done in any case
                 raise self._too_large(shape, room)
             room = self._residency.smallest
         self._running = True

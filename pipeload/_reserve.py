@@ -24,16 +24,21 @@ class PassHint(NamedTuple):
     batch: int
     """Sequences at once."""
 
+    def pass_bytes(self, needs: PassNeeds) -> int:
+        """What `generate` needs for a prompt of that length: logits of the last position alone.
+
+        A plain forward gives them for every position; it is measured when it comes.
+        """
+        return needs.for_shape(PassShape(self.tokens, self.batch))
+
     def covers(self, shape: PassShape) -> bool:
-        """Whether memory was kept free for such a pass."""
+        """Whether memory was kept free for a pass of that size."""
         return shape.tokens + shape.cached <= self.tokens and shape.batch <= self.batch
 
 
 def reserve_bytes(needs: PassNeeds, hint: PassHint, limit: int) -> int:
     """Memory to keep free for a pass of the hint, in bytes."""
-    # The plain forward gives logits for every position.
-    shape = PassShape(hint.tokens, hint.batch)
-    return process_bytes(limit) + needs.for_shape(shape, kept=hint.tokens)
+    return process_bytes(limit) + hint.pass_bytes(needs)
 
 
 def process_bytes(limit: int) -> int:
