@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+import itertools
 import logging
 from collections.abc import Mapping
 from dataclasses import replace
@@ -10,9 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from pipeload._twins import TwinList, short_copy, twin_lists, widen_usage
 from pipeload_hooks import Usage, observe_usage
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import nn
 
 _TOKENS = 2
@@ -43,26 +46,43 @@ def probe_usage(model: nn.Module) -> Usage | None:
     """How a forward of `model`, whose parameters are on the meta device, uses them.
 
     Two forwards: one of a prompt, whose modules are listed, and one that continues it. A copy runs,
-    so nothing about `model` changes. None when it cannot run without values: where it looks at
-    them, where an operation knows no meta device, or where the library has no inputs.
+    so nothing about `model` changes; it has few blocks, which stand for all that are like them
+    (every operation costs time, even where there is no data), or all if it cannot run with few.
+    None when it cannot run without values: where it looks at them, where an operation knows no
+    meta device, or where the library has no inputs.
     """
     inputs = meta_inputs(model)
     if not inputs or any(not parameter.is_meta for parameter in model.parameters()):
         return None
     # Some operations (fused experts) know the meta device in bf16 alone; use is the same in any.
-    for dtype in (None, torch.bfloat16):
+    dtypes = (None, torch.bfloat16)
+    lists = _lists(model)
+    for shortened, dtype in itertools.product((lists, []) if lists else ([],), dtypes):
         try:
             # Buffers are real where the library has made them so; one device is needed.
-            probed = _without_padding(copy.deepcopy(model).to("meta", dtype).eval())
+            probed = short_copy(model, shortened).to("meta", dtype).eval()
             with torch.no_grad():
-                return _observe(probed, inputs)
+                usage = _observe(_without_padding(probed), inputs, shortened)
+            return widen_usage(usage, shortened)
         # Whatever a model that was never meant to run like this may raise.
         except Exception as error:  # noqa: PERF203
-            _log.debug("%s cannot run on the meta device: %r", type(model).__name__, error)
+            short = "A short " if shortened else ""
+            name = type(model).__name__
+            _log.debug("%s%s cannot run on the meta device: %r", short, name, error)
     return None
 
 
-def _observe(model: Any, inputs: Mapping[str, torch.Tensor]) -> Usage:
+def _lists(model: nn.Module) -> list[TwinList]:
+    try:
+        return twin_lists(model)
+    except Exception as error:  # Attributes may be anything; all blocks run then.
+        _log.debug("The blocks of %s cannot be compared: %r", type(model).__name__, error)
+        return []
+
+
+def _observe(
+    model: Any, inputs: Mapping[str, torch.Tensor], shortened: Sequence[TwinList]
+) -> Usage:
     caches: dict[str, object] = {}
 
     def read_prompt() -> None:
@@ -78,8 +98,22 @@ def _observe(model: Any, inputs: Mapping[str, torch.Tensor]) -> Usage:
     first = observe_usage(model, read_prompt)
     if not caches:
         return first
+    for cache in caches.values():
+        _shorten(cache, {len(twins.groups): twins.kept for twins in shortened})
     then = observe_usage(model, continue_it)
     return replace(first, touched_outside=first.touched_outside | then.touched_outside)
+
+
+def _shorten(cache: object, kept: Mapping[int, int]) -> None:
+    """Take from a cache the layers of blocks that are not there.
+
+    They are empty, and a cache that asks its last layer would take itself for a new one.
+    """
+    fields = getattr(cache, "__dict__", {})
+    for part in (cache, *fields.values()):  # one for each half of an encoder with a decoder
+        layers: object = getattr(part, "layers", None)
+        if isinstance(layers, list) and len(layers) in kept:
+            del layers[kept[len(layers)] :]
 
 
 def _smallest(value: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,7 @@ FILES = sorted([*(ROOT / "pipeload").glob("*.py"), *(ROOT / "hooks").glob("*/*.p
 # A module may import those on lower floors, at run time. A new module needs a floor.
 FLOORS = (
     {"errors", "_stats", "_layout", "_passlog", "_home", "_floor", "_demo_tokenizer"},
-    {"_bench_reader", "_sizes", "_checkpoint_json", "_arena", "_reader", "_guards"},
+    {"_bench_reader", "_sizes", "_checkpoint_json", "_arena", "_reader", "_guards", "_twins"},
     {"_caches", "_probe", "_row_check", "_seats", "_tables"},
     {"_checkpoint_folder", "_memory", "_plan", "_placement", "_mapped", "_nan_arena", "_unit"},
     {
@@ -68,7 +68,7 @@ THE_LIBRARYS_FILES = {
     "_cli_output",
     "_cli_run",
 }
-FILES_ON_THE_HOOKS = {"_assembly", "_probe", "_seats", "_sites", "_streamer", "_tables"}
+FILES_ON_THE_HOOKS = {"_assembly", "_probe", "_seats", "_sites", "_streamer", "_tables", "_twins"}
 
 
 class Imports(NamedTuple):

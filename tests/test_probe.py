@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
+from pipeload import _probe
 from pipeload._probe import meta_inputs, probe_usage
 from pipeload._transformers import PendingLoad, take_over_loading
+from pipeload._twins import twin_lists
 from tests.models import FAMILIES, tiny_config
 
 if TYPE_CHECKING:
@@ -31,6 +35,40 @@ MORE: dict[str, dict[str, Any]] = {
     "t5": {"vocab_size": 64, "d_model": 32, "d_ff": 48, "num_layers": 2, "num_heads": 4},
     "mamba": {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2},
 }
+_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
+HYBRIDS: dict[str, dict[str, Any]] = {
+    "gemma3_text": _SMALL | {"head_dim": 8},
+    "jamba": _SMALL | {"num_experts": 4, "mamba_dt_rank": 4},
+    "qwen3_next": _SMALL
+    | _EXPERTS
+    | {
+        "num_experts": 4,
+        "shared_expert_intermediate_size": 16,
+        "head_dim": 8,
+        "linear_num_value_heads": 4,
+        "linear_num_key_heads": 2,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+    },
+    "deepseek_v3": _SMALL
+    | _EXPERTS
+    | {
+        "num_key_value_heads": 4,
+        "n_routed_experts": 4,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "q_lora_rank": 8,
+        "kv_lora_rank": 8,
+        "qk_rope_head_dim": 4,
+        "qk_nope_head_dim": 4,
+        "v_head_dim": 8,
+    },
+    "gpt_oss": _SMALL | {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8},
+}
+LAYERS = 12
+# How many of them it takes to see every kind of layer; two if all are alike.
+KINDS_WITHIN = {"gemma3_text": 6, "jamba": 5, "qwen3_next": 4, "gpt_oss": 2, "deepseek_v3": 2}
 
 
 class Seen(Exception):  # noqa: N818
@@ -40,7 +78,7 @@ class Seen(Exception):  # noqa: N818
 def on_meta(model_type: str, config: Any = None) -> nn.Module:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
-    made = config or AutoConfig.for_model(model_type, **MORE[model_type])
+    made = config or AutoConfig.for_model(model_type, **(MORE | HYBRIDS)[model_type])
     auto: Any = AutoModelForSeq2SeqLM if model_type == "t5" else AutoModelForCausalLM
     with torch.device("meta"):
         model: nn.Module = auto.from_config(made)
@@ -98,6 +136,84 @@ def test_inputs_are_small() -> None:
         "decoder_input_ids": (1, 2),
     }
     assert all(value.is_meta for value in inputs.values())
+
+
+@pytest.mark.parametrize("name", [*FAMILIES, *MORE, *HYBRIDS])
+def test_few_layers_tell_of_all(name: str) -> None:
+    """The same usage, to the order of the calls, as if every layer had run."""
+    from transformers import AutoConfig
+
+    options = (MORE | HYBRIDS).get(name)
+    layers = {"t5": "num_layers", "bloom": "n_layer", "gpt2": "n_layer"}
+    longer = {layers.get(name, "num_hidden_layers"): LAYERS}
+    model = on_meta(
+        name,
+        tiny_config(name, **longer)
+        if options is None
+        else AutoConfig.for_model(name, **(options | longer)),
+    )
+    lists = twin_lists(model)
+    assert {(len(t.groups), t.kept) for t in lists} == {(LAYERS, KINDS_WITHIN.get(name, 2))}
+    with mock.patch.object(_probe, "_observe", wraps=_probe._observe) as observe:
+        few = probe_usage(model)
+    assert all(call.args[2] for call in observe.call_args_list), "it ran whole"
+    with mock.patch.object(_probe, "twin_lists", return_value=[]):
+        assert few == probe_usage(model)
+
+
+class Layer(nn.Module):
+    """Once there is something in its cache, it reads the weight of what it called before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 3, device="meta")
+
+    def forward(self, x: torch.Tensor, *, goes_on: bool) -> torch.Tensor:
+        result: torch.Tensor = x @ self.inner.weight if goes_on else self.inner(x)
+        return result
+
+
+class Indexed(nn.Module):
+    """Counts its layers by itself; asks the last layer of its cache whether it is in use."""
+
+    dummy_inputs = {"input_ids": torch.ones(3, 5, dtype=torch.long)}  # noqa: RUF012
+
+    def __init__(self, count: int | None) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(5, 3, device="meta")
+        self.layers = nn.ModuleList(Layer() for _ in range(6))
+        self.count = count
+
+    def forward(self, input_ids: torch.Tensor, cache: Any = None) -> Any:
+        cache = cache or SimpleNamespace(layers=[[] for _ in range(6)])
+        goes_on = bool(cache.layers[-1])
+        x = self.embed(input_ids)
+        for index in range(self.count or len(self.layers)):
+            x = self.layers[index](x, goes_on=goes_on)
+            cache.layers[index].append(x)
+        return {"x": x, "cache": cache}
+
+
+@pytest.mark.parametrize("count", [None, 6])
+def test_few_layers_fit_their_cache_or_all_run(count: int | None) -> None:
+    """Layers that are not there leave no holes; a model that misses them runs as a whole."""
+    model = Indexed(count)
+    names = set(model.state_dict())
+    usage = probe_usage(model)
+    assert usage is not None
+    assert usage.touched_outside == {f"layers.{i}.inner.weight" for i in range(6)}
+    assert usage.executed[2:] == tuple(f"layers.{i}{m}" for i in range(6) for m in ("", ".inner"))
+    assert set(model.state_dict()) == names
+
+
+def test_blocks_that_cannot_be_compared() -> None:
+    """Then all of them run."""
+    model, plain = Indexed(None), Indexed(None)
+    loop: list[object] = []
+    loop.append(loop)
+    model.layers[0].__dict__["loop"] = loop
+    model.layers[1].__dict__["config"] = {"layers": 6}
+    assert probe_usage(model) == probe_usage(plain) is not None
 
 
 class Choosy(nn.Module):
