@@ -14,7 +14,7 @@ from pipeload._assembly import Assembly
 from pipeload._build import Options, Parts, divide, make_plan
 from pipeload._checkpoint import check_folder
 from pipeload._handle import Handle
-from pipeload._memory import auto_limit_bytes, return_freed_memory
+from pipeload._memory import auto_limit_bytes, keep_few_kernels, return_freed_memory
 from pipeload._reader import IO_MODES
 from pipeload._reserve import PassHint, reserve_bytes
 from pipeload._sizes import parse_size
@@ -84,6 +84,7 @@ def from_pretrained(
     def stream(pending: _transformers.PendingLoad) -> Any:
         parts, plan = _plan(pending, PassHint(tokens, batch), options)
         return_freed_memory()
+        keep_few_kernels()
         built.append(Assembly(pending, parts, plan))
         return pending.load_rest(parts.taken)
 

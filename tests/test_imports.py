@@ -15,11 +15,13 @@ FILES = sorted([*(ROOT / "pipeload").glob("*.py"), *(ROOT / "hooks").glob("*/*.p
 
 # A module may import those on lower floors, at run time. A new module needs a floor.
 FLOORS = (
-    {"errors", "_stats", "_layout", "_memory", "_passlog", "_reserve", "_demo_tokenizer"},
-    {"_bench_reader", "_sizes", "_checkpoint_json", "_arena", "_reader", "_guards"},
+    {"errors", "_stats", "_layout", "_memory", "_passlog", "_caches", "_demo_tokenizer"},
+    {"_bench_reader", "_sizes", "_checkpoint_json", "_arena", "_reader", "_guards", "_widths"},
     {"_checkpoint_folder", "_plan", "_placement", "_mapped", "_restore", "_demo_model", "_unit"},
-    {"_checkpoint", "_dispatcher", "_residency", "_handle"},
-    {"_prefetcher", "_streamer", "_build"},
+    {"_checkpoint", "_dispatcher", "_residency", "_handle", "_pass_shape"},
+    {"_prefetcher", "_streamer", "_pass_needs"},
+    {"_reserve"},
+    {"_build"},
     {"_transformers"},
     {"_assembly"},
     {"_api"},
@@ -35,6 +37,7 @@ FLOOR = {name: number for number, names in enumerate(FLOORS) for name in names}
 # Pure: sizes, byte ranges and records. They can be used, and tested, without torch.
 WITHOUT_TORCH = {
     "errors",
+    "_caches",
     "_checkpoint",
     "_checkpoint_folder",
     "_checkpoint_json",

@@ -1,0 +1,276 @@
+"""What one forward pass needs in memory beside the weights, from the arguments of that very pass.
+
+Counts the tensors that the library's decoders hold at once, in the three phases of a pass that can
+be its peak: attention, feed-forward, and head. All figures in bytes. An estimate: it leads,
+measured memory decides.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from pipeload._caches import (
+    NO_ROWS,
+    PACKED,
+    STATIC,
+    CachedLayers,
+    CacheReader,
+    self_and_cross,
+)
+from pipeload._pass_shape import (
+    Extras,
+    PassShape,
+    cache_of,
+    encoder_positions,
+    read_extras,
+    read_shape,
+)
+from pipeload._widths import Widths, read_widths
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from torch import nn
+
+__all__ = ["PassNeeds", "PassShape"]
+
+# Thread buffers of the matrix products, position tables, and what lies between the counted tensors.
+_MARGIN = 1.05
+_MARGIN_BYTES = 6_000_000
+# Cached tensors below 1 MB lie in the heap, between temporaries whose room they then keep apart.
+_HOLES_BYTES = 8_000_000
+# Copies in fp32 of the last logits that `generate` makes: itself, processed, and as probabilities.
+_LAST_LOGITS = 3
+_FP32 = 4  # bytes
+# Each expert's share of a prompt is another shape, and each shape another compiled kernel.
+_EXPERT_KERNEL = 600_000
+_MOST_KERNELS = 32
+_MOST = 1 << 40  # no prompt and no batch is larger
+
+
+class PassNeeds:
+    """Memory needs of one model's passes. Holds numbers only, not the model."""
+
+    def __init__(self, model: nn.Module, config: Any) -> None:
+        self._widths = read_widths(model, config)
+        self._reader = CacheReader(self._widths.layers, self._widths.item)
+        self._cross_reader = CacheReader(self._widths.layers, self._widths.item)
+
+    def shape(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> PassShape:
+        """The size of the pass that the model is called for; what it cannot read counts as one."""
+        return read_shape(args, kwargs)
+
+    def cache_growth(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+        """Bytes that the cache will have gained after this pass; negative where it will be freed.
+
+        A sliding layer that grows by copies keeps a long prompt whole until the next pass.
+        """
+        shape = self.shape(args, kwargs)
+        return self._growth(self._cached(args, kwargs, shape), args, kwargs, shape)
+
+    def transient(self, args: Sequence[Any], kwargs: Mapping[str, Any], shape: PassShape) -> int:
+        """Most bytes that live at once during this pass and are freed after it."""
+        layers = self._cached(args, kwargs, shape)
+        return self._peak(layers, shape, read_extras(kwargs, shape, self._widths))
+
+    def for_pass(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+        """All that this pass takes on, with a margin."""
+        shape = self.shape(args, kwargs)
+        layers = self._cached(args, kwargs, shape)
+        growth = self._growth(layers, args, kwargs, shape)
+        return _with_margin(
+            growth, self._peak(layers, shape, read_extras(kwargs, shape, self._widths))
+        )
+
+    def for_shape(self, shape: PassShape, *, kept: int = 1) -> int:
+        """The same for a pass of the plain library on an empty cache, with a margin."""
+        layers = self._reader.fresh(shape.batch)
+        growth = sum(layer.growth(shape.tokens) for layer in layers)
+        return _with_margin(growth, self._peak(layers, shape, Extras(kept)))
+
+    def longest_tokens(self, room_bytes: int, batch: int) -> int:
+        """The longest prompt of `batch` sequences that fits in `room_bytes`; 0 if none does."""
+        return _largest(lambda tokens: self.for_shape(PassShape(tokens, batch)) <= room_bytes)
+
+    def largest_batch(self, room_bytes: int, tokens: int) -> int:
+        """How many prompts of `tokens` fit at once in `room_bytes`; 0 if not one does."""
+        return _largest(lambda batch: self.for_shape(PassShape(tokens, batch)) <= room_bytes)
+
+    def prefill_chunk(self, room_bytes: int, shape: PassShape) -> int | None:
+        """The largest `prefill_chunk_size` of `generate` with which a prompt of `shape` fits.
+
+        The cache of the whole prompt must fit in any case; None where it does not.
+        """
+        if shape.tokens <= 1:
+            return None
+        if self._chunked(shape, shape.tokens) <= room_bytes:
+            return shape.tokens
+        # From here on every chunk but the first has a mask: more tokens need more memory.
+        chunk = _largest(
+            lambda chunk: self._chunked(shape, chunk) <= room_bytes, most=shape.tokens - 1
+        )
+        return chunk or None
+
+    def _chunked(self, shape: PassShape, chunk: int) -> int:
+        """All that a prompt takes on in chunks: the last of them has the longest past."""
+        past = shape.tokens - chunk
+        before = [layer.after(shape.cached) for layer in self._reader.fresh(shape.batch)]
+        last = [layer.after(past) for layer in before]
+        growth = sum(
+            new.alike * (new.storage_after(chunk) - old.storage + old.state)
+            for new, old in zip(last, before, strict=True)
+        )
+        size = PassShape(chunk, shape.batch, shape.cached + past)
+        return _with_margin(growth, self._peak(last, size, Extras()))
+
+    def _cached(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], shape: PassShape
+    ) -> list[CachedLayers]:
+        """The layers of the self-attention cache; of none at all, as if it were fresh."""
+        own, _ = self_and_cross(cache_of(args, kwargs))
+        try:
+            return self._reader.read(own, shape.batch)
+        except Exception:
+            return self._reader.fresh(shape.batch)
+
+    def _growth(
+        self,
+        layers: Sequence[CachedLayers],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        shape: PassShape,
+    ) -> int:
+        cache = cache_of(args, kwargs)
+        use = kwargs.get("use_cache")
+        if cache is None and (use is False or (use is None and not self._widths.use_cache)):
+            return 0
+        growth = sum(layer.growth(shape.tokens) for layer in layers)
+        if self._widths.encoder_decoder:
+            growth += self._cross_growth(cache, kwargs, shape)
+        return growth
+
+    def _cross_growth(self, cache: Any, kwargs: Mapping[str, Any], shape: PassShape) -> int:
+        """The encoder's keys and values: cached once, in the first pass."""
+        _, cross = self_and_cross(cache)
+        if cross is None and cache is not None:
+            return 0
+        try:
+            layers = self._cross_reader.read(cross, shape.batch)
+        except Exception:
+            return 0
+        seen = encoder_positions(kwargs, self._widths.seen_by_encoder)
+        return sum(layer.growth(seen) for layer in layers if not layer.storage)
+
+    def _peak(self, layers: Sequence[CachedLayers], shape: PassShape, extras: Extras) -> int:
+        """The largest phase. What is alive: the embeddings, a layer's input, and its residual."""
+        w = self._widths
+        positions = shape.tokens * shape.batch
+        layers = [layer for layer in layers if layer.kind != NO_ROWS]
+        masks = [_mask_elements(layer, shape, extras, w) for layer in layers]
+        item = w.item
+        mask = int(sum({layer.kind: m for layer, m in zip(layers, masks, strict=True)}.values()))
+        stream = 3 * w.hidden * item
+        norm = w.hidden * (item + 2 * _FP32)
+        forward = (w.hidden + w.inner) * item
+        block = positions * (stream + max(norm, forward, self._rotated()))
+        scores = max(
+            (
+                positions * (stream + 2 * w.query * item) + _attention(layer, m, shape, w)
+                for layer, m in zip(layers, masks, strict=True)
+            ),
+            default=0,
+        )
+        # A mask of two values as it lives throughout: bool, or the scores' own type.
+        held = mask * (item if w.attention == "eager" else 1)
+        held += self._recorded(layers, shape, extras)
+        if w.experts and item < _FP32 and positions > 1:
+            held += min(2 * w.experts, 2 * positions, _MOST_KERNELS) * _EXPERT_KERNEL
+        return max(
+            max(block, scores) + held, self._head(shape, extras) + held, self._towers(extras)
+        )
+
+    def _rotated(self) -> int:
+        """Queries, keys and values of one position while the queries are normed and rotated."""
+        w = self._widths
+        key = max((layer.key + layer.value for layer in w.layers), default=0)
+        return max(4 * w.query * w.item + key, w.query * (w.item + 2 * _FP32) * w.normed_queries)
+
+    def _head(self, shape: PassShape, extras: Extras) -> int:
+        """Logits, the hidden states they come from, and what `generate` makes of the last ones."""
+        w = self._widths
+        kept = extras.kept * shape.batch
+        logits = kept * w.vocabulary
+        nbytes = logits * w.item * (1 + w.capped) + (shape.tokens * shape.batch + kept) * (
+            w.hidden * w.item
+        )
+        # The loss takes them in fp32, and their logarithms.
+        nbytes += logits * 2 * _FP32 * extras.labels
+        return nbytes + _LAST_LOGITS * shape.batch * w.vocabulary * _FP32
+
+    def _recorded(self, layers: Sequence[CachedLayers], shape: PassShape, extras: Extras) -> int:
+        """What a call has the library keep of every layer."""
+        w, nbytes = self._widths, 0
+        if extras.hidden_states:
+            nbytes += (len(w.layers) + 1) * shape.tokens * shape.batch * w.hidden * w.item
+        if extras.attentions:
+            nbytes += sum(
+                layer.alike * layer.attended(shape.tokens) * shape.tokens for layer in layers
+            ) * (shape.batch * w.heads * w.item)
+        return nbytes
+
+    def _towers(self, extras: Extras) -> int:
+        """A vision tower or an encoder: it runs before the first layer."""
+        w = self._widths
+        return (extras.patches * w.vision + extras.encoded * (4 * w.hidden + w.inner)) * w.item
+
+
+def _attention(layer: CachedLayers, mask: int, shape: PassShape, w: Widths) -> int:
+    """What one layer's attention takes: its update, repeated heads, and scores."""
+    wide = layer.attended(shape.tokens)
+    copied = layer.copied(shape.tokens)
+    # Keys as wide as the queries; of a single head they are only viewed as many.
+    repeated = shape.batch * wide * w.query * w.item * (w.key_heads < w.heads)
+    held = 2 * repeated * (w.key_heads > 1)
+    copied += shape.batch * wide * w.unfolded * w.item
+    held += shape.batch * wide * w.unfolded * w.item
+    scores = shape.batch * w.heads * shape.tokens * wide
+    if w.attention == "eager":
+        # In half precision the softmax makes an fp32 copy, and gives fp32.
+        softmax = scores * (w.item + 2 * _FP32 if w.item < _FP32 else 2 * w.item)
+        return max(copied, held + softmax, repeated + scores * w.item)
+    if not w.same_heads:  # no kernel for it: in fp32, and written out
+        return max(copied, held + scores * 10)
+    if mask and shape.tokens > 1:  # the kernel wants it in the queries' type, and no shared heads
+        return max(copied, held + mask * w.item) + (layer.kind == PACKED) * copied
+    return copied
+
+
+def _mask_elements(layer: CachedLayers, shape: PassShape, extras: Extras, w: Widths) -> int:
+    """Elements of the mask that is written out for a layer; 0 where the kernel needs none."""
+    wide = layer.attended(shape.tokens)
+    plain = not extras.padded and (layer.rows == 0 or shape.tokens == 1)
+    if layer.kind != STATIC and layer.capacity and layer.kind != PACKED:
+        plain = plain and wide < layer.capacity
+    if plain and w.attention != "eager":
+        return 0
+    return shape.batch * shape.tokens * wide
+
+
+def _with_margin(growth: int, transient: int) -> int:
+    grown = max(0, growth)
+    holes = min(grown // 2, _HOLES_BYTES)
+    return int((grown + transient) * _MARGIN) + holes + _MARGIN_BYTES
+
+
+def _largest(fits: Callable[[int], bool], *, most: int = _MOST) -> int:
+    """The largest whole number up to `most` that fits, if all smaller ones do; 0 if none does."""
+    if not fits(1):
+        return 0
+    low, high = 1, 2
+    while high <= most and fits(high):
+        low, high = high, 2 * high
+    high = min(high, most + 1)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
