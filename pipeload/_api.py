@@ -16,7 +16,7 @@ from pipeload._assembly import Assembly
 from pipeload._build import Build, Options, make_plan
 from pipeload._checkpoint import check_folder
 from pipeload._handle import Handle
-from pipeload._memory import parse_limit, return_freed_memory
+from pipeload._memory import keep_few_kernels, parse_limit, return_freed_memory
 from pipeload._pass_needs import PassNeeds
 from pipeload._probe import probe_usage
 from pipeload._reader import IO_MODES
@@ -233,6 +233,7 @@ def _plan(
     pending: _transformers.PendingLoad, needs: PassNeeds, hint: PassHint, options: Options
 ) -> Build:
     return_freed_memory()
+    keep_few_kernels()
     model = pending.model
     divider = Divider(model, pending.weights(), model.all_tied_weights_keys or {})
     reserve = reserve_bytes(needs, hint, options.memory_limit)

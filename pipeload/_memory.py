@@ -19,6 +19,11 @@ from pipeload._sizes import parse_share, parse_size
 _MMAP_THRESHOLD_BYTES = 1 << 20
 _M_MMAP_THRESHOLD = -3
 _UNLIMITED = 1 << 60
+# oneDNN compiles a kernel for each new shape of a half-precision product (0.6 MB on AVX2), and it
+# and torch keep 1024 of them each: prompts of many lengths would take 600 MB. A decoding step uses
+# about six; with 32 kept, 18 MB are the most.
+_KERNELS_KEPT = "32"
+_KERNEL_CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
 
 
 def rss_bytes() -> int:
@@ -118,6 +123,16 @@ def return_freed_memory() -> None:
     # another C library: it has no such threshold
     with contextlib.suppress(AttributeError, OSError):
         ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD_BYTES)
+
+
+def keep_few_kernels() -> None:
+    """Have torch keep few of the kernels it compiles, unless the environment says how many.
+
+    Both caches read their limit at the first product; a process that has computed in half precision
+    before keeps its larger ones.
+    """
+    for name in _KERNEL_CACHES:
+        os.environ.setdefault(name, _KERNELS_KEPT)
 
 
 @lru_cache(maxsize=1)

@@ -37,6 +37,8 @@ __all__ = ["PassNeeds", "PassShape"]
 # Thread buffers of the matrix products, position tables, and what lies between the counted tensors.
 _MARGIN = 1.05
 _MARGIN_BYTES = 6_000_000
+# Cached tensors below 1 MB lie in the heap, between temporaries whose room they then keep apart.
+_HOLES_BYTES = 8_000_000
 # Copies in fp32 of the last logits that `generate` makes: itself, processed, and as probabilities.
 _LAST_LOGITS = 3
 _FP32 = 4  # bytes
@@ -255,7 +257,9 @@ def _mask_elements(layer: CachedLayers, shape: PassShape, extras: Extras, w: Wid
 
 
 def _with_margin(growth: int, transient: int) -> int:
-    return int((max(0, growth) + transient) * _MARGIN) + _MARGIN_BYTES
+    grown = max(0, growth)
+    holes = min(grown // 2, _HOLES_BYTES)
+    return int((grown + transient) * _MARGIN) + holes + _MARGIN_BYTES
 
 
 def _largest(fits: Callable[[int], bool], *, most: int = _MOST) -> int:
