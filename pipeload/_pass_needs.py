@@ -37,7 +37,7 @@ __all__ = ["PassNeeds", "PassShape"]
 # Thread buffers of the matrix products, position tables, and what lies between the counted tensors.
 _MARGIN = 1.05
 _MARGIN_BYTES = 6_000_000
-# Cached tensors below 1 MB lie in the heap, between temporaries whose room they then keep apart.
+# Small cached tensors lie in the heap, between temporaries whose room they then keep apart.
 _HOLES_BYTES = 8_000_000
 # Copies in fp32 of the last logits that `generate` makes: itself, processed, and as probabilities.
 _LAST_LOGITS = 3
