@@ -32,11 +32,13 @@ import torch, transformers
 from transformers.generation.streamers import BaseStreamer
 transformers.utils.logging.disable_progress_bar()
 folder, limit, new, batch, event = sys.argv[1], sys.argv[2], *map(int, sys.argv[3:5]), sys.argv[5]
+hint = int(sys.argv[6])
 ids = (torch.arange(100 * batch).view(batch, 100) * 37) % 30000 + 5
 if limit == "plain":
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
 else:
-    model = pipeload.from_pretrained(folder, memory_limit=int(limit), batch=batch, dtype="auto")
+    model = pipeload.from_pretrained(folder, memory_limit=int(limit), tokens=hint, batch=batch,
+        dtype="auto")
 model.generation_config.eos_token_id = None
 samples, users = [], []
 
@@ -81,7 +83,9 @@ print(json.dumps(result))
 """
 
 
-def run(folder: Path, limit: int | None, new: int, batch: int, event: str = "") -> dict[str, Any]:
+def run(
+    folder: Path, limit: int | None, new: int, batch: int, event: str = "", *, hint: int = 256
+) -> dict[str, Any]:
     """`new` tokens after 100, under a cap of `limit` bytes, or in plain transformers if None.
 
     `event`: "halve" takes half of the residents' memory away in mid-run and gives it back, "list"
@@ -89,6 +93,7 @@ def run(folder: Path, limit: int | None, new: int, batch: int, event: str = "") 
     """
     name = "plain" if limit is None else str(limit)
     command = [sys.executable, "-c", _CHILD, str(folder), name, str(new), str(batch), event]
+    command.append(str(hint))
     if limit is None:
         done = subprocess.run(command, capture_output=True, text=True, check=True)
     else:

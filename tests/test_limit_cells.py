@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -12,21 +11,17 @@ from tests.cgroups import memory_cgroup
 from tests.limits import Cell, fault
 from tests.models import smollm2
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
 pytestmark = [pytest.mark.slow, pytest.mark.cgroup]
 
 CELLS = (("x1", 16, 1), ("x1", 512, 4), ("x1.25", 16, 4), ("+0.5", 512, 1), ("+0.95", 16, 1))
 
 
 @pytest.fixture(autouse=True)
-def groups_work() -> Iterator[None]:
+def groups_work() -> None:
     """Skips where no memory control group can be made."""
     with memory_cgroup(1 << 40):
         pass
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    yield
 
 
 @pytest.mark.parametrize(("limit", "prompt", "batch"), CELLS)
@@ -54,9 +49,9 @@ def test_a_pass_that_cannot_fit_is_refused() -> None:
 def test_residents_yield_and_come_back(event: str) -> None:
     """To a longer cache, to another limit, to the user's own memory; the tokens stay the same."""
     folder = smollm2("bf16")
-    limit = Cell(folder, 100, 4, new=2, hint=256).bytes_of("+1.2" if event == "list" else "+0.5")
+    limit = Cell(folder, 100, 4, new=2, hint=128).bytes_of("+1.2" if event == "list" else "+0.5")
     shape = (400, 4, event)
-    result = growing.run(folder, limit, *shape)
+    result = growing.run(folder, limit, *shape, hint=128)
     assert "died" not in result, result
     assert result["peak"] <= limit
     resident = [nbytes for _, nbytes, _ in result["samples"]]
