@@ -32,6 +32,9 @@ class Client(Protocol):
     def promised_bytes(self) -> int:
         """What it may come to hold by its plan, `held_bytes` included."""
 
+    def least_bytes(self) -> int:
+        """What it cannot do without."""
+
     def running_bytes(self) -> int:
         """What its running pass was granted beside that, 0 when none runs."""
 
@@ -57,7 +60,9 @@ class Accountant:
     """Keeps the limit of this process and knows everybody who may give memory back."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self.lock = threading.RLock()
+        """Whoever moves a budget holds it: models ask each other for memory, so with a lock each,
+        two could wait for one another."""
         self._clients: weakref.WeakSet[Client] = weakref.WeakSet()
         self.limit: int | None = None
         """Bytes, None while no model streams."""
@@ -65,10 +70,11 @@ class Accountant:
     @property
     def clients(self) -> list[Client]:
         """Everybody who streams now."""
-        clients = list(self._clients)
-        if not clients:
-            self.limit = None
-        return clients
+        with self.lock:
+            clients = list(self._clients)
+            if not clients:
+                self.limit = None
+            return clients
 
     def check_limit(self, limit: int) -> None:
         """Whether a model may be loaded with `limit` beside those that are there.
@@ -86,18 +92,18 @@ class Accountant:
 
     def join(self, client: Client, limit: int) -> None:
         """Count `client` from now on, as long as it lives."""
-        with self._lock:
+        with self.lock:
             self.limit = limit
             self._clients.add(client)
 
     def leave(self, client: Client) -> None:
         """Forget `client`. May be called again."""
-        with self._lock:
+        with self.lock:
             self._clients.discard(client)
 
     def forget_all(self) -> None:
         """Count nobody any more."""
-        with self._lock:
+        with self.lock:
             self._clients.clear()
 
     def set_limit(self, limit: int) -> None:
@@ -106,11 +112,13 @@ class Accountant:
         Raises:
             MemoryLimitError: what is there does not fit.
         """
-        for client in self.clients:
-            client.check_limit(limit)
-        self.limit = limit
-        for client in self.clients:
-            client.take_limit(limit)
+        with self.lock:
+            clients = self.clients
+            for client in clients:
+                client.check_limit(limit)
+            self.limit = limit
+            for client in clients:
+                client.take_limit(limit)
 
     def other_bytes(self) -> int:
         """What this process holds beside weights that stream: see [Note: what is measured]."""
@@ -120,6 +128,11 @@ class Accountant:
         """What all but `client` may come to hold, and what their running passes may take."""
         others = (other for other in self.clients if other is not client)
         return sum(other.promised_bytes() + other.running_bytes() for other in others)
+
+    def least_of_others(self, client: Client) -> int:
+        """What all but `client` hold at least, their running passes included."""
+        others = (other for other in self.clients if other is not client)
+        return sum(other.least_bytes() + other.running_bytes() for other in others)
 
     def share(self, client: Client, budget: int) -> int:
         """The fair part of `client`, if all the others' memory and `budget` were one."""

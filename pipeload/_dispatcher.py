@@ -183,10 +183,13 @@ class Dispatcher:
                 self.counters.resident_bytes += unit.home.nbytes
         self._unread = sum(bool(unit.home.unread) for unit in self.units)
         for slot, region in enumerate(self._regions):
-            if self._occupants[slot] is None and self._touched[slot] > split.slot_bytes:
-                region.discard(split.slot_bytes)
-                self.counters.buffer_bytes -= self._touched[slot] - split.slot_bytes
-                self._touched[slot] = split.slot_bytes
+            occupant = self._occupants[slot]
+            used = 0 if occupant is None else self.units[occupant].plan.streamed.nbytes
+            keep = max(split.slot_bytes, used)
+            if self._touched[slot] > keep:
+                region.discard(keep)
+                self.counters.buffer_bytes -= self._touched[slot] - keep
+                self._touched[slot] = keep
         self._split = None
         split.ticket.settle()
 
@@ -271,7 +274,9 @@ class Dispatcher:
         ticket = self._tickets.pop(load.unit, None)
         if load.error is not None:
             self._give_slot_back(unit)
-            self.counters.resident_bytes -= sum(place.nbytes for place in unit.home.unread)
+            for place in unit.home.unread:
+                place.drop()  # half filled, and not counted any more
+                self.counters.resident_bytes -= place.nbytes
             unit.state, unit.failed = UnitState.ON_DISK, True
             if ticket is not None:
                 ticket.settle(_name_block(load.error, unit.plan.name))

@@ -13,7 +13,6 @@ measured raises the next estimates.
 from __future__ import annotations
 
 import dataclasses
-import threading
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
@@ -62,11 +61,9 @@ class Governor:
         pressure: bool,
     ) -> None:
         plan, residency = build.plan, build.residency
-        self._lock = threading.Lock()
-        """The pass's own thread, one that sets limits and one that watches the group come here."""
         self._gauge = PressureGauge(plan.memory_limit) if pressure else None
         self.plan = plan
-        """What is kept and streamed now."""
+        """What is to be kept and streamed: in force once no pass is in the way."""
         self.adopt: Callable[[Plan], bool] | None = None
         """Puts a plan into force if no pass runs; set once somebody can."""
         self._counters = counters
@@ -86,13 +83,13 @@ class Governor:
         self._held_at_begin = 0
         self._other_peak = 0
         self._running = False
-        self._overdue = False
-        """The plan in force is not yet `plan`: a pass was running."""
 
-    def _cap(self, limit: int) -> int:
+    def _cap(self, limit: int, others: int | None = None) -> int:
         """More than was planned for the hint is never taken: the hint's memory stays free."""
-        spent = page_table_bytes(limit) + self._spent + ACCOUNTANT.promised_to_others(self)
-        return min(self._residency.everything, limit - spent)
+        others = ACCOUNTANT.promised_to_others(self) if others is None else others
+        return min(
+            self._residency.everything, limit - page_table_bytes(limit) - self._spent - others
+        )
 
     # -- Client ----------------------------------------------------------------------------------
 
@@ -104,6 +101,10 @@ class Governor:
     def promised_bytes(self) -> int:
         """What it may come to hold."""
         return max(self.held_bytes(), self._fixed + min(self._budget, self._residency.everything))
+
+    def least_bytes(self) -> int:
+        """What it holds with nothing resident that can be streamed."""
+        return self._fixed + self._residency.smallest
 
     def running_bytes(self) -> int:
         """What its running pass was granted."""
@@ -121,7 +122,7 @@ class Governor:
 
     def shrink(self, budget: int) -> bool:
         """Give back down to `budget`, now; False when a pass is running."""
-        with self._lock:
+        with ACCOUNTANT.lock:
             plan = self._plan_for(max(budget, self._residency.smallest))
             if self.adopt is None or not self.adopt(plan):
                 return False
@@ -139,16 +140,16 @@ class Governor:
 
     # -- passes ----------------------------------------------------------------------------------
 
-    def before_pass(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Plan | None:
-        """Make room for a pass with these arguments; the plan to put into force, if it is another.
+    def before_pass(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Make room for a pass with these arguments: `plan` is to be in force before it runs.
 
         Raises:
             MemoryLimitError: it does not fit even with nothing resident.
         """
-        with self._lock:
-            return self._before_pass(args, kwargs)
+        with ACCOUNTANT.lock:
+            self._before_pass(args, kwargs)
 
-    def _before_pass(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Plan | None:
+    def _before_pass(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         self._need = int(self._needs.for_pass(args, kwargs) * self._error)
         self._other_at_begin = self._other_peak = ACCOUNTANT.other_bytes()
         self._held_at_begin = self.held_bytes()
@@ -165,26 +166,20 @@ class Governor:
         room = min(room, self._cap(self._limit), ACCOUNTANT.share(self, room))
         room = max(room, self._residency.smallest)
         self._recent.append(room)
-        plan = self._aim(room)
-        if self._overdue:
-            plan, self._overdue = self.plan, False
-        return plan
+        self._aim(room)
 
-    def inside_pass(self) -> Plan | None:
+    def inside_pass(self) -> None:
         """Look again before a site runs: somebody else may have taken memory meanwhile."""
-        with self._lock:
-            return self._inside_pass()
+        with ACCOUNTANT.lock:
+            self._inside_pass()
 
-    def _inside_pass(self) -> Plan | None:
+    def _inside_pass(self) -> None:
         other = ACCOUNTANT.other_bytes()
         self._other_peak = max(self._other_peak, other)
-        if self._overdue:
-            self._overdue = False
-            return self.plan
         room = self._room(self._limit, other)
-        if room >= self._budget or self._budget <= self._residency.smallest:
-            return None
-        return self._aim(max(room, self._residency.smallest))
+        if room < self._budget > self._residency.smallest:
+            self._recent.append(room)  # or the next pass would begin with what this one gave back
+            self._aim(max(room, self._residency.smallest))
 
     def after_pass(self) -> None:
         """The pass is over, whatever became of it."""
@@ -192,11 +187,16 @@ class Governor:
         self._passes += 1
         used = self._other_peak - self._other_at_begin
         # A fresh process takes on more than the pass, and weights on their way count for others.
-        steady = self._passes > _WARM_PASSES and self._held_at_begin == self.held_bytes()
+        # What was given back does not: it was there before.
+        steady = self._passes > _WARM_PASSES and self._held_at_begin >= self.held_bytes()
         if steady and used > self._need:
             self._error = min(_MOST_ERROR, used / max(1, self._need))
         else:
             self._error = max(1.0, self._error * _FORGET)
+
+    def let_run(self) -> None:
+        """The pass begins, and nobody will say that it is over: nothing is set aside for it."""
+        self._running = False
 
     def check_limit(self, limit: int) -> None:
         """Whether another limit of the process holds this model beside what is there now.
@@ -204,8 +204,11 @@ class Governor:
         Raises:
             MemoryLimitError: it is too small; says one that works.
         """
-        other = ACCOUNTANT.other_bytes() - self.running_bytes()
-        room = min(self._cap(limit), self._room(limit, other))
+        other, others = ACCOUNTANT.other_bytes(), ACCOUNTANT.least_of_others(self)
+        # What a running pass took is gone after it; what it was granted may not be taken yet.
+        took = max(0, other - self._other_at_begin)
+        other -= min(took, self.running_bytes())
+        room = min(self._cap(limit, others), self._room(limit, other, others))
         if room < self._residency.smallest:
             smallest = limit_for(limit - page_table_bytes(limit) + self._residency.smallest - room)
             raise MemoryLimitError(
@@ -218,7 +221,7 @@ class Governor:
 
     def take_limit(self, limit: int) -> None:
         """Plan for another limit; what is over it goes now, or before the next site of a pass."""
-        with self._lock:
+        with ACCOUNTANT.lock:
             self._take_limit(limit)
 
     def _take_limit(self, limit: int) -> None:
@@ -228,8 +231,8 @@ class Governor:
         self._recent.clear()
         self._budget = max(self._residency.smallest, ACCOUNTANT.share(self, room))
         self.plan = dataclasses.replace(self._plan_for(self._budget), memory_limit=limit)
-        if self.adopt is None or not self.adopt(self.plan):
-            self._overdue = True
+        if self.adopt is not None:
+            self.adopt(self.plan)
 
     # -- arithmetic ------------------------------------------------------------------------------
 
@@ -238,13 +241,14 @@ class Governor:
         limit = self.plan.memory_limit
         return limit if self._gauge is None else min(limit, self._gauge.allowed_bytes())
 
-    def _room(self, limit: int, other: int) -> int:
+    def _room(self, limit: int, other: int, others: int | None = None) -> int:
         """Bytes for this model's residents, buffers and pass, if everybody else keeps theirs."""
         overhead = KERNEL_BYTES + page_table_bytes(limit)
         other = max(other, self._floor + WARM_UP_BYTES)  # it will be that much soon
-        return limit - other - overhead - self._fixed - ACCOUNTANT.promised_to_others(self)
+        others = ACCOUNTANT.promised_to_others(self) if others is None else others
+        return limit - other - overhead - self._fixed - others
 
-    def _aim(self, room: int) -> Plan | None:
+    def _aim(self, room: int) -> None:
         step = max(_MIN_STEP_BYTES, self.plan.memory_limit // _STEPS)
         if room < self._budget:
             target = room - room % step
@@ -253,13 +257,10 @@ class Governor:
         ):
             target = min(self._recent)
         else:
-            return None
+            return
         target = max(target, self._residency.smallest)
-        if target == self._budget:
-            return None
-        self._budget = target
-        self.plan = self._plan_for(target)
-        return self.plan
+        if target != self._budget:
+            self.plan, self._budget = self._plan_for(target), target
 
     def _plan_for(self, budget: int) -> Plan:
         choice = self._residency.choose(budget)

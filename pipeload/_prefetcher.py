@@ -73,19 +73,28 @@ class Prefetcher:
         )
         self._dispatcher = dispatcher
         self._inbox = dispatcher.inbox
+        self._thread = threading.Thread()
+        self._closer = weakref.finalize(self, _end, self._inbox, self._thread)
+        self._closer.detach()  # there is nothing to end yet
         self.start()
 
     def start(self) -> None:
-        """Start the threads; after `close`, they go on where they were. Read the next units."""
-        self._thread = threading.Thread(
-            target=dispatch, args=(self._dispatcher,), name="pipeload-dispatcher", daemon=True
-        )
-        self._pid = os.getpid()
-        self._dispatcher.open()
-        self._thread.start()
-        self._inbox.put(lambda: None)
+        """Start the threads; after `close`, they go on where they were. Read the next units.
+
+        Does nothing while they run.
+        """
+        # An interrupt may have come between the two of these before: there is only one dispatcher.
+        if not self._thread.is_alive():
+            self._thread = threading.Thread(
+                target=dispatch, args=(self._dispatcher,), name="pipeload-dispatcher", daemon=True
+            )
+            self._pid = os.getpid()
+            self._dispatcher.open()
+            self._thread.start()
+            self._inbox.put(lambda: None)
         # The threads know the dispatcher only: when nobody holds this object any more, they end.
-        self._closer = weakref.finalize(self, _end, self._inbox, self._thread)
+        if not self._closer.alive:
+            self._closer = weakref.finalize(self, _end, self._inbox, self._thread)
 
     @property
     def units(self) -> Sequence[Unit]:

@@ -50,9 +50,10 @@ class Restorer:
 
     def _make_converted(self) -> dict[str, torch.Tensor]:
         """Copies of the streamed weights that the file does not hold as they are."""
-        plan = self._streamer.governor.plan
-        need = sum(w.nbytes for u in plan.units for w in u.streamed.weights if not w.raw)
-        limit, held = plan.memory_limit, rss_bytes()
+        # What is, not what is planned: a unit that was in use then has kept its parts.
+        plans = [unit.plan for unit in self._streamer.prefetcher.units]
+        need = sum(w.nbytes for plan in plans for w in plan.streamed.weights if not w.raw)
+        limit, held = self._streamer.governor.plan.memory_limit, rss_bytes()
         if need and held + need > limit:
             raise MemoryLimitError(
                 f"remove() must hold {format_size(need)} of cast or converted weights beside "
@@ -62,9 +63,9 @@ class Restorer:
                 smallest_limit=held + need,
             )
         made: dict[str, torch.Tensor] = {}
-        for index, unit in enumerate(plan.units):
-            passing = {weight.name for weight in unit.streamed.weights}
-            weights = [w for w in (*unit.resident_weights, *unit.streamed.weights) if not w.raw]
+        for index, plan in enumerate(plans):
+            passing = {weight.name for weight in plan.streamed.weights}
+            weights = [w for w in (*plan.resident_weights, *plan.streamed.weights) if not w.raw]
             if not weights:
                 continue
             with self._streamer.borrowed(index) as views:

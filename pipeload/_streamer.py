@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 import weakref
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -81,6 +82,10 @@ class Streamer:
         self._pass_modules: list[weakref.ref[nn.Module]] = []
         self._pass_hooks: list[RemovableHandle] = []
         self._settled = False
+        self._waiting: set[int] = set()
+        """Threads that wait at the start of a pass until others have ended theirs."""
+        self._in_force: Plan | None = governor.plan
+        """The plan that was adopted last, None after an interrupt in the middle of that."""
 
     # -- hooks -----------------------------------------------------------------------------------
 
@@ -142,8 +147,8 @@ class Streamer:
         seat = self._seats[site]
         self.enter(seat.module(), again=site in self._inside)
         self._inside.add(site)
-        if (plan := self.governor.inside_pass()) is not None:
-            self._adopt(plan)
+        self.governor.inside_pass()
+        self._catch_up()
         units = self.prefetcher.units
         if seat.whole is None:
             (index,) = seat.units
@@ -248,13 +253,17 @@ class Streamer:
         _refuse_compiled()
         if not self._gate.enter(module):
             return
+        if self._settled:  # by the pass that this one waited for; others may run beside it
+            self._gate.leave(module)
+            self._begin_settled(module, args, kwargs)
+            return
         if self._open or self._held:
             self.recover()
         discard_ended()  # another thread may have ended a pass that died in this one
         self._open = True
         self.files.check_unchanged()
-        if (plan := self.governor.before_pass(args, kwargs)) is not None:
-            self._adopt(plan)
+        self.governor.before_pass(args, kwargs)
+        self._catch_up()
         self.log.begin(args, kwargs)
         if self._watch is not None:
             self._watch.begin()
@@ -297,24 +306,35 @@ class Streamer:
 
     def adopt(self, plan: Plan) -> bool:
         """Keep and stream what `plan` says, if no pass is running; returns whether none was."""
-        with self._gate.idle(self._outermost()) as idle:
+        model = self._outermost()
+        modules = [] if model is None else list(model.modules())
+        with self._gate.idle(modules, self._waiting) as idle:
             if idle:
+                if self._open or self._held:
+                    self.recover()  # a pass that died holds what is to be given back
                 self._adopt(plan)
             return idle
 
+    def _catch_up(self) -> None:
+        if self.governor.plan is not self._in_force:
+            self._adopt(self.governor.plan)
+
     def _adopt(self, plan: Plan) -> None:
+        self._in_force = None
+        self._attach_sites()
+        if self._settled:
+            self.prefetcher.start()
+            self._detach_passes()
+            self._attach_passes()
+            self._settled = False
+        # No weight is touched before all hooks are back: an interrupt may come anywhere.
         units = self.prefetcher.units
         changed = {i for i, unit in enumerate(units) if unit.plan is not plan.units[i]}
         for seat in self._seats:
             if not changed.isdisjoint(seat.units) and self._held.isdisjoint(seat.units):
                 seat.evict()
-        self._attach_sites()
-        if self._settled:
-            self._settled = False
-            self._detach_passes()
-            self._attach_passes()
-            self.prefetcher.start()
         self.prefetcher.resplit(plan.units, plan.slot_bytes)
+        self._in_force = plan
 
     def _outermost(self) -> nn.Module | None:
         return self._pass_modules[0]() if self._pass_modules else None
@@ -349,12 +369,19 @@ class Streamer:
     def _begin_settled(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> None:
-        plan = self.governor.before_pass(args, kwargs)
-        while plan is not None and self._settled:
-            # Other threads may be computing with what is to be given back, and carry no hook.
-            if not self.adopt(plan):
-                time.sleep(_IDLE_SECONDS)
+        self.governor.before_pass(args, kwargs)
+        me = threading.get_ident()
+        try:
+            while self._settled and self.governor.plan is not self._in_force:
+                # Other threads may be computing with what is to be given back, and carry no hook.
+                self._waiting.add(me)
+                if not self.adopt(self.governor.plan):
+                    time.sleep(_IDLE_SECONDS)
+        finally:
+            self._waiting.discard(me)
+        self._gate.wait_while_idle()
         if self._settled:
+            self.governor.let_run()
             self.log.begin(args, kwargs)
             self.log.count()
         else:

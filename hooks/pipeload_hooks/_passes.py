@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Collection, Iterator
     from types import FrameType
 
 _CALL_CODE = nn.Module._call_impl.__code__
@@ -84,18 +84,27 @@ class PassGate:
             return self._owner is not None and not self._owner_is_dead()
 
     @contextlib.contextmanager
-    def idle(self, module: nn.Module | None) -> Iterator[bool]:
-        """Keep passes from beginning; gives whether no other thread is inside one.
+    def idle(self, modules: Collection[nn.Module], waiting: Collection[int]) -> Iterator[bool]:
+        """Keep passes from beginning; gives whether none runs.
 
-        Calls of `module` count as well: they may have begun while it carried no hooks.
+        Calls of `modules` count as well: they may have begun while these carried no hooks. Threads
+        that are `waiting`, by their identity, are at the start of one such call.
         """
         with self._lock:
-            me = threading.get_ident()
-            others = [frame for thread, frame in sys._current_frames().items() if thread != me]
             running = self._owner is not None and not self._owner_is_dead()
+            wanted = set(map(id, modules))
             yield not running and not any(
-                module is not None and _running_calls(frame, module) for frame in others
+                _calls_of(frame, wanted) > (thread in waiting)
+                for thread, frame in sys._current_frames().items()
             )
+
+    def wait_while_idle(self) -> None:
+        """Return once nobody is in a block of `idle`; one that begins later sees the caller's call.
+
+        For calls that carry no hook, so that `enter` does not hold them back.
+        """
+        with self._lock:
+            pass
 
     def _holds(self, module: nn.Module) -> bool:
         return any(entered is module for entered in self._entered)
@@ -121,5 +130,14 @@ def _running_calls(frame: FrameType | None, module: nn.Module) -> int:
     while frame is not None:
         if frame.f_code is _CALL_CODE and frame.f_locals.get("self") is module:
             count += 1
+        frame = frame.f_back
+    return count
+
+
+def _calls_of(frame: FrameType | None, modules: Collection[int]) -> int:
+    """How many calls of modules with these `id`s run on a stack."""
+    count = 0
+    while frame is not None:
+        count += frame.f_code is _CALL_CODE and id(frame.f_locals.get("self")) in modules
         frame = frame.f_back
     return count
