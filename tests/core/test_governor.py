@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
@@ -233,7 +234,7 @@ def test_growth_inside_every_pass_is_learned(bench: Bench) -> None:
     for _ in range(60):
         bench.run(30, took=110 * MB)
         plans.append(bench.governor.plan)
-    changes = sum(a is not b for a, b in zip(plans[10:], plans[11:], strict=False))
+    changes = sum(a is not b for a, b in itertools.pairwise(plans[10:]))
     assert changes <= 2
     assert bench.governor._error > 1
 
