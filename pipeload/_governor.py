@@ -177,8 +177,9 @@ class Governor:
         other = ACCOUNTANT.other_bytes()
         self._other_peak = max(self._other_peak, other)
         room = self._room(self._limit, other)
+        if self._recent:  # this pass allows no more, whatever it began with
+            self._recent[-1] = min(self._recent[-1], room)
         if room < self._budget > self._residency.smallest:
-            self._recent.append(room)  # or the next pass would begin with what this one gave back
             self._aim(max(room, self._residency.smallest))
 
     def after_pass(self) -> None:

@@ -86,6 +86,8 @@ class Streamer:
         """Threads that wait at the start of a pass until others have ended theirs."""
         self._in_force: Plan | None = governor.plan
         """The plan that was adopted last, None after an interrupt in the middle of that."""
+        self._kept_old = False
+        """Units that were in use then keep and stream what they did before."""
 
     # -- hooks -----------------------------------------------------------------------------------
 
@@ -280,6 +282,8 @@ class Streamer:
             self.recover()  # an exception that somebody caught inside the pass
         self._alone = None
         self._open = False
+        if self._kept_old:
+            self._in_force = None  # units that were in use then have not followed
         self.governor.after_pass()
         if done:
             self._watch = None
@@ -334,7 +338,7 @@ class Streamer:
             if not changed.isdisjoint(seat.units) and self._held.isdisjoint(seat.units):
                 seat.evict()
         self.prefetcher.resplit(plan.units, plan.slot_bytes)
-        self._in_force = plan
+        self._in_force, self._kept_old = plan, bool(self._held)
 
     def _outermost(self) -> nn.Module | None:
         return self._pass_modules[0]() if self._pass_modules else None

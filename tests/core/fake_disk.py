@@ -15,6 +15,7 @@ from pipeload._layout import Conversion, Layout, Weight, lay_out
 from pipeload._placement import Placement
 from pipeload._plan import UnitPlan
 from pipeload._prefetcher import Prefetcher
+from pipeload._residency import Residency, UnitSpec
 from pipeload._unit import Unit
 from pipeload.errors import ReadError
 from tests.streaming import WAIT_SECONDS, finish_messages
@@ -129,6 +130,116 @@ class Rig:
             assert unit.slot is not None
             view = unit.slots[unit.slot].views[f"streamed.{index}"]
             assert set(view.tolist()) == {index + 1}
+
+    def run(self, *order: int) -> None:
+        """Blocks that run one after the other."""
+        for index in order:
+            self.prefetcher.acquire(index)
+            self.check_values(index)
+            self.prefetcher.release(index)
+
+
+PIECES = (1, 2, 3)
+"""Blocks of `UNIT_BYTES` that the pieces of a `PieceRig` unit take."""
+
+
+class PieceFiles(FakeFiles):
+    """Every piece of every unit has a byte of its own; `failing` are units."""
+
+    def read_pages(self, path: Path, first: int, stop: int, into: memoryview) -> int:
+        blocks = range(first // UNIT_BYTES, -(-stop // UNIT_BYTES))
+        with self._began:
+            self.reads.append(blocks[0] // sum(PIECES))
+            self._began.notify_all()
+        assert self.opened.wait(WAIT_SECONDS)
+        for block in blocks:
+            start = max(block * UNIT_BYTES, first)
+            end = min((block + 1) * UNIT_BYTES, stop)
+            into[start - first : end - first] = bytes([_value(block)]) * (end - start)
+            if block // sum(PIECES) in self.failing:  # after some of it has come
+                raise ReadError(f"reading {str(path)!r} failed")
+        return stop - first
+
+
+def _value(block: int) -> int:
+    unit, within = divmod(block, sum(PIECES))
+    return unit * len(PIECES) + (within > 0) + (within > 2) + 1
+
+
+class PieceRig:
+    """A prefetcher over units of several pieces, split by a budget that may change."""
+
+    def __init__(self, units: int, *, readers: int = 2) -> None:
+        self.files = PieceFiles()
+        files = cast("FileSet", self.files)
+        specs = []
+        for unit in range(units):
+            weights, block = [], unit * sum(PIECES)
+            for piece, blocks in enumerate(PIECES):
+                start, nbytes = block * UNIT_BYTES, blocks * UNIT_BYTES
+                name = f"{unit}.{piece}"
+                entry = TensorEntry(name, STREAMED, "U8", (nbytes,), start, start + nbytes)
+                weights.append(Weight(name, "U8", (nbytes,), nbytes, (entry,)))
+                block += blocks
+            specs.append(UnitSpec(f"block.{unit}", tuple(weights)))
+        self.residency = Residency(specs, slots=2)
+        self.budget = self.residency.smallest
+        plans, _ = self._split()
+        cpu = torch.device("cpu")
+
+        def make(layout: Layout) -> Placement:
+            region = Arena(layout.nbytes, device=cpu, huge=False).take(layout.nbytes)
+            return Placement(layout, region, files, convert)
+
+        largest = max(lay_out(spec.weights).nbytes for spec in specs)
+        arena = Arena(2 * largest, device=cpu, huge=False)
+        self.regions = [arena.take(largest) for _ in range(2)]
+        self.prefetcher = Prefetcher(
+            [Unit(plan, Home(make, plan.resident)) for plan in plans],
+            slots=self.regions,
+            files=files,
+            convert=convert,
+            scratch=[None] * readers,
+            chunk_bytes=1 << 20,
+        )
+        self.plans = plans
+
+    @property
+    def dispatcher(self) -> Any:
+        return self.prefetcher._dispatcher
+
+    def _split(self) -> tuple[tuple[UnitPlan, ...], int]:
+        choice = self.residency.choose(self.budget)
+        assert choice is not None
+        plans = self.residency.plans(choice)
+        return plans, max(plan.streamed.nbytes for plan in plans)
+
+    def resplit(self, budget: int) -> None:
+        """Keep and stream what `budget` buys."""
+        self.budget = budget
+        self.plans, slot_bytes = self._split()
+        self.prefetcher.resplit(self.plans, slot_bytes)
+
+    def rest(self) -> None:
+        """Return once every read has ended and nothing more is begun."""
+        while True:
+            finish_messages(self.prefetcher)
+            if not self.dispatcher._loading:
+                return
+
+    def check_values(self, index: int) -> None:
+        """Each piece is there once, with its own bytes."""
+        unit = self.prefetcher.units[index]
+        passing = {}
+        if unit.streams:
+            assert unit.slot is not None
+            passing = unit.slots[unit.slot].views
+        assert not set(passing) & set(unit.home.views)
+        views = {**unit.home.views, **passing}
+        assert set(views) == {f"{index}.{piece}" for piece in range(len(PIECES))}
+        for name, view in views.items():
+            piece = int(name.split(".")[1])
+            assert view.unique().tolist() == [index * len(PIECES) + piece + 1]
 
     def run(self, *order: int) -> None:
         """Blocks that run one after the other."""
