@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
     from rich.progress import Progress
 
-    from pipeload._plan import Plan
 
 log = logging.getLogger("pipeload")
 
@@ -75,13 +74,13 @@ def silence_libraries(*, debug: bool) -> None:
 
 
 @contextlib.contextmanager
-def first_pass(model: Any, plan: Plan) -> Iterator[FirstPass]:
+def first_pass(model: Any) -> Iterator[FirstPass]:
     """Show how many blocks of the first pass are done; ends with it, or at the first token."""
-    shown = FirstPass(len(plan.units))
-    hooks = [
-        model.get_submodule(unit.name).register_forward_hook(shown.block_done)
-        for unit in plan.units
-    ]
+    from pipeload_hooks import find_blocks  # late: it loads torch
+
+    blocks = find_blocks(model)
+    shown = FirstPass(len(blocks))
+    hooks = [block.module.register_forward_hook(shown.block_done) for block in blocks]
     shown.on_stop = hooks
     try:
         yield shown

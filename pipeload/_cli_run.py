@@ -55,7 +55,7 @@ def run(request: Request, *, debug: bool) -> None:
     plan = pipeload.handle(model).plan
     log.info("%s", describe_plan(plan))
     loaded = time.perf_counter()
-    with first_pass(model, plan) as shown:
+    with first_pass(model) as shown:
         answer = _Answer(tokenizer, model, write=not request.json, on_first_token=shown.stop)
         _generate(model, inputs, answer, request)
     figures = count(

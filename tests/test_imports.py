@@ -68,7 +68,16 @@ THE_LIBRARYS_FILES = {
     "_cli_output",
     "_cli_run",
 }
-FILES_ON_THE_HOOKS = {"_assembly", "_probe", "_seats", "_sites", "_streamer", "_tables", "_twins"}
+FILES_ON_THE_HOOKS = {
+    "_assembly",
+    "_cli_output",
+    "_probe",
+    "_seats",
+    "_sites",
+    "_streamer",
+    "_tables",
+    "_twins",
+}
 
 
 class Imports(NamedTuple):
