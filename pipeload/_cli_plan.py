@@ -232,7 +232,7 @@ def _text(plan: Plan, *, batch: int, probed: bool) -> str:
     else:
         per_token = format_size(round(plan.bytes_per_pass / batch))
         lines.append(
-            f"{len(plan.units)} layers; {per_token} come from disk per token. "
+            f"{len(plan.units)} units; {per_token} come from disk per token. "
             f"At {rate} ({source})\n"
             f"that allows at most {speed:.3g} tokens/s; computing may take longer."
         )

@@ -53,27 +53,30 @@ def cgroup_limit_bytes() -> int | None:
     return min(filter(None, map(_limit_of, _cgroups())), default=None)
 
 
-def cgroup_room_bytes() -> int | None:
-    """What this process may still take before one of its control groups is full.
+def room_bytes() -> int:
+    """What this process may still take before the machine or one of its control groups is full.
 
     Usage of everybody in a group counts, but not the part of the page cache that is dropped first.
-    None without a limit.
     """
-    rooms = []
+    rooms = [int(psutil.virtual_memory().available)]
     for group in _cgroups():
         limit, usage = _limit_of(group), _read_int(group.folder / group.usage)
         if limit is not None and usage is not None:
             rooms.append(limit - usage + _idle_cache_bytes(group))
-    return min(rooms, default=None)
+    return min(rooms)
 
 
 def memory_stall() -> float:
     """The share of the last ten seconds in which somebody waited for memory (Linux PSI).
 
-    Of this process's own group where the kernel tells, else of the whole machine; 0.0 if unknown.
+    Of this process's own group where the kernel tells. Of the whole machine only without a limit
+    on the group: others that thrash within limits of theirs say nothing about this one's. 0.0 if
+    unknown.
     """
-    own = [group.folder / "memory.pressure" for group in _cgroups()[:1]]
-    shares = (_stalled_share(path) for path in (*own, Path("/proc/pressure/memory")))
+    paths = [group.folder / "memory.pressure" for group in _cgroups()[:1]]
+    if cgroup_limit_bytes() is None:
+        paths.append(Path("/proc/pressure/memory"))
+    shares = (_stalled_share(path) for path in paths)
     return next((share for share in shares if share is not None), 0.0)
 
 

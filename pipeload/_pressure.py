@@ -13,7 +13,7 @@ import time
 import weakref
 from typing import TYPE_CHECKING
 
-from pipeload._memory import cgroup_room_bytes, memory_stall, rss_bytes
+from pipeload._memory import memory_stall, room_bytes, rss_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -44,8 +44,8 @@ class PressureGauge:
         return min(self._allowed, self.limit)
 
     def _measure(self) -> int:
-        held, room = rss_bytes(), cgroup_room_bytes()
-        allowed = self.limit if room is None else held + room - _MARGIN_BYTES
+        held = rss_bytes()
+        allowed = held + room_bytes() - _MARGIN_BYTES
         if memory_stall() > _STALLED:
             allowed = min(allowed, held - int(held * _STEP))
         return allowed

@@ -365,7 +365,7 @@ def test_plan_predicts_from_a_given_rate(talker: Path) -> None:
     assert figures["tokens_per_second"] == pytest.approx(1e6 / figures["bytes_per_token"])
     assert figures["disk_rate_measured"] is False
     assert figures["smallest_limit"] <= limit
-    for word in ("memory limit", "smallest that works", "6 layers", "1.00 MB/s (as given)"):
+    for word in ("memory limit", "smallest that works", "7 units", "1.00 MB/s (as given)"):
         assert word in table
 
 
