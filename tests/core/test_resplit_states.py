@@ -110,7 +110,8 @@ class ResplitMachine(RuleBasedStateMachine):
 
         def message() -> None:
             try:
-                answer.set_result(look())
+                look()
+                answer.set_result(None)
             except BaseException as error:
                 answer.set_exception(error)
 
