@@ -116,7 +116,7 @@ def test_an_impossible_limit_changes_nothing(folder: Path, plain: Any) -> None:
         model.pipeload.set_memory_limit("much")
 
 
-class Callback(BaseStreamer):  # type: ignore[misc]
+class Callback(BaseStreamer):
     """Calls back for each token of `generate`."""
 
     def __init__(self, calls: Callable[[], object]) -> None:
@@ -179,9 +179,14 @@ def test_a_settled_pass_keeps_its_weights(folder: Path, plain: Any, inner: bool)
     logits(model)
     assert streamer_of(model)._settled
     low = model.pipeload.plan.memory_limit - ALL
-    call = (lambda m: m.model(IDS)[0]) if inner else (lambda m: m(IDS).logits)
+
+    def call(model: Any) -> torch.Tensor:
+        with torch.no_grad():
+            result: torch.Tensor = model.model(IDS)[0] if inner else model(IDS).logits
+        return result
+
     expected = call(plain)
-    changed = []
+    changed: list[bool] = []
 
     def change(*_args: object) -> None:
         if not changed:
@@ -189,8 +194,7 @@ def test_a_settled_pass_keeps_its_weights(folder: Path, plain: Any, inner: bool)
             in_thread(model.pipeload.set_memory_limit, low).result(WAIT_SECONDS)
 
     hook = model.model.layers[2].register_forward_pre_hook(change)
-    with torch.no_grad():
-        assert torch.equal(call(model), expected)
+    assert torch.equal(call(model), expected)
     hook.remove()
     assert changed
     check_right(model, plain)
@@ -284,7 +288,7 @@ def test_a_pass_too_large_is_refused(folder: Path, plain: Any, pressure: Pressur
     ran = []
     hook = model.model.embed_tokens.register_forward_pre_hook(lambda *_a: ran.append(1))
     pressure.nbytes = FLOOR_BYTES + 60_000_000
-    with pytest.raises(MemoryLimitError, match="prefill_chunk_size|No chunk") as caught:
+    with pytest.raises(MemoryLimitError, match=r"prefill_chunk_size|No chunk") as caught:
         logits(model, torch.ones(40, 200, dtype=torch.long))
     assert not ran
     assert caught.value.smallest_limit > caught.value.limit
