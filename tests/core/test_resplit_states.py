@@ -196,3 +196,22 @@ def test_any_order_of_budgets() -> None:
             suppress_health_check=list(HealthCheck),
         ),
     )
+
+
+def test_a_buffer_shrinks_under_a_unit_that_stays_in_it() -> None:
+    """Another unit once filled it further than anybody will again."""
+    rig = PieceRig(2)
+    rig.run(0, 1)
+    rig.rest()
+    kept = rig.residency._plan(0, 0b110)  # the smallest piece streams no more
+    small = kept.streamed.nbytes
+    rig.prefetcher.resplit((kept, rig.residency._plan(1, 0b110)), rig.plans[0].streamed.nbytes)
+    rig.run(0, 1)
+    rig.rest()
+    units = rig.prefetcher.units
+    assert {units[0].slot, units[1].slot} == {0, 1}
+    rig.prefetcher.resplit([unit.plan for unit in units], small)
+    assert rig.prefetcher.counters.buffer_bytes == 2 * small
+    for index in range(2):
+        rig.check_values(index)
+    rig.prefetcher.close()
