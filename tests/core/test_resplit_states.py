@@ -200,18 +200,17 @@ def test_any_order_of_budgets() -> None:
 
 def test_a_buffer_shrinks_under_a_unit_that_stays_in_it() -> None:
     """Another unit once filled it further than anybody will again."""
-    rig = PieceRig(2)
-    rig.run(0, 1)
-    rig.rest()
-    kept = rig.residency._plan(0, 0b110)  # the smallest piece streams no more
-    small = kept.streamed.nbytes
-    rig.prefetcher.resplit((kept, rig.residency._plan(1, 0b110)), rig.plans[0].streamed.nbytes)
-    rig.run(0, 1)
-    rig.rest()
-    units = rig.prefetcher.units
-    assert {units[0].slot, units[1].slot} == {0, 1}
-    rig.prefetcher.resplit([unit.plan for unit in units], small)
+    rig = PieceRig(COUNT)
+    rig.run(*range(COUNT))
+    large = rig.plans[0].streamed.nbytes
+    plans = [rig.residency._plan(index, 0b110) for index in range(COUNT)]
+    small = plans[0].streamed.nbytes
+    assert small < large
+    for slot_bytes in (large, small):
+        rig.prefetcher.resplit(plans, slot_bytes)
+        rig.run(*range(COUNT))
+        rig.rest()
+        assert None not in rig.dispatcher._occupants
     assert rig.prefetcher.counters.buffer_bytes == 2 * small
-    for index in range(2):
-        rig.check_values(index)
+    rig.run(*range(COUNT))
     rig.prefetcher.close()
