@@ -324,14 +324,14 @@ class Streamer:
             self._adopt(self.governor.plan)
 
     def _adopt(self, plan: Plan) -> None:
-        self._in_force = None
+        # No weight is touched before the sites' hooks are back: an interrupt may come anywhere.
+        torn, self._in_force = self._in_force is None, None
         self._attach_sites()
-        if self._settled:
+        if self._settled or torn:
             self.prefetcher.start()
+            self._settled = False
             self._detach_passes()
             self._attach_passes()
-            self._settled = False
-        # No weight is touched before all hooks are back: an interrupt may come anywhere.
         units = self.prefetcher.units
         changed = {i for i, unit in enumerate(units) if unit.plan is not plan.units[i]}
         for seat in self._seats:

@@ -88,14 +88,15 @@ class PassGate:
         """Keep passes from beginning; gives whether none runs.
 
         Calls of `modules` count as well: they may have begun while these carried no hooks. Threads
-        that are `waiting`, by their identity, are at the start of one such call.
+        that are `waiting`, by their identity, have not yet computed anything in theirs.
         """
         with self._lock:
             running = self._owner is not None and not self._owner_is_dead()
             wanted = set(map(id, modules))
             yield not running and not any(
-                _calls_of(frame, wanted) > (thread in waiting)
+                _is_inside(frame, wanted)
                 for thread, frame in sys._current_frames().items()
+                if thread not in waiting
             )
 
     def wait_while_idle(self) -> None:
@@ -134,10 +135,10 @@ def _running_calls(frame: FrameType | None, module: nn.Module) -> int:
     return count
 
 
-def _calls_of(frame: FrameType | None, modules: Collection[int]) -> int:
-    """How many calls of modules with these `id`s run on a stack."""
-    count = 0
+def _is_inside(frame: FrameType | None, modules: Collection[int]) -> bool:
+    """Whether a call of a module with one of these `id`s runs on a stack."""
     while frame is not None:
-        count += frame.f_code is _CALL_CODE and id(frame.f_locals.get("self")) in modules
+        if frame.f_code is _CALL_CODE and id(frame.f_locals.get("self")) in modules:
+            return True
         frame = frame.f_back
-    return count
+    return False

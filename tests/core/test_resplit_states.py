@@ -110,7 +110,8 @@ class ResplitMachine(RuleBasedStateMachine):
 
         def message() -> None:
             try:
-                answer.set_result(look())
+                look()
+                answer.set_result(None)
             except BaseException as error:
                 answer.set_exception(error)
 
@@ -195,3 +196,21 @@ def test_any_order_of_budgets() -> None:
             suppress_health_check=list(HealthCheck),
         ),
     )
+
+
+def test_a_buffer_shrinks_under_a_unit_that_stays_in_it() -> None:
+    """Another unit once filled it further than anybody will again."""
+    rig = PieceRig(COUNT)
+    rig.run(*range(COUNT))
+    large = rig.plans[0].streamed.nbytes
+    plans = [rig.residency._plan(index, 0b110) for index in range(COUNT)]
+    small = plans[0].streamed.nbytes
+    assert small < large
+    for slot_bytes in (large, small):
+        rig.prefetcher.resplit(plans, slot_bytes)
+        rig.run(*range(COUNT))
+        rig.rest()
+        assert None not in rig.dispatcher._occupants
+    assert rig.prefetcher.counters.buffer_bytes == 2 * small
+    rig.run(*range(COUNT))
+    rig.prefetcher.close()
