@@ -8,27 +8,16 @@ import time
 import weakref
 from typing import TYPE_CHECKING, Any, NoReturn
 
-import torch
-from torch import nn
-
+from pipeload._hooking import Hooks
 from pipeload._passlog import PassLog
-from pipeload._sites import rows_are_exact
-from pipeload.errors import UnsupportedModelError, UnsupportedOperationError
-from pipeload_hooks import (
-    Attachment,
-    EvictedWeightWatch,
-    PassGate,
-    attach,
-    attach_split,
-    discard_ended,
-    inside_compiled_call,
-    restore_split,
-)
+from pipeload._refusals import check_threads, make_watch, refuse_compiled, refuse_recording
+from pipeload_hooks import EvictedWeightWatch, PassGate, discard_ended, restore_split
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 
-    from torch.utils.hooks import RemovableHandle
+    import torch
+    from torch import nn
 
     from pipeload._governor import Governor
     from pipeload._layout import Weight
@@ -77,10 +66,10 @@ class Streamer:
         self._open = False
         self._alone: int | None = None
         """The `id` of the module that was called by itself and is a pass of its own."""
-        self._watch: EvictedWeightWatch | None = self._make_watch()
-        self._attachment = Attachment()
-        self._pass_modules: list[weakref.ref[nn.Module]] = []
-        self._pass_hooks: list[RemovableHandle] = []
+        self._watch: EvictedWeightWatch | None = make_watch([*seats, *tables])
+        # A pass that died leaves its watch on its thread's stack of modes.
+        weakref.finalize(self, self._watch.end).atexit = False
+        self._hooks = Hooks(seats, tables, [])
         self._settled = False
         self._waiting: set[int] = set()
         """Threads that wait at the start of a pass until others have ended theirs."""
@@ -89,50 +78,20 @@ class Streamer:
         self._kept_old = False
         """Units that were in use then keep and stream what they did before."""
 
-    # -- hooks -----------------------------------------------------------------------------------
-
     def attach(self, pass_modules: Sequence[nn.Module]) -> None:
         """Put the hooks on: around every site, and around every module a pass may begin at."""
-        self._pass_modules = [weakref.ref(module) for module in pass_modules]
-        self._attach_sites()
-        self._attach_passes()
-
-    def _attach_sites(self) -> None:
-        hooked = set(self._attachment.sites())
-        for index, seat in enumerate(self._seats):
-            module = seat.module()
-            if index in hooked or module is None:
-                continue
-            if seat.whole is not None and isinstance(module, nn.Linear):
-                self._attachment.add(index, *attach_split(module, index, self))
-            else:
-                self._attachment.add(index, *attach(module, index, self))
-        for table in self.tables:
-            table.attach(self)
-
-    def _attach_passes(self) -> None:
-        for reference in self._pass_modules:
-            if (module := reference()) is not None:
-                self._pass_hooks += [
-                    module.register_forward_pre_hook(self._begin, prepend=True, with_kwargs=True),
-                    module.register_forward_hook(self._end, always_call=True),
-                ]
+        self._hooks = Hooks(self._seats, self.tables, pass_modules)
+        self._hooks.attach_sites(self)
+        self._hooks.attach_passes(self._begin, self._end)
 
     def detach(self) -> None:
         """Take all hooks off. The weights stay as they are."""
-        self._attachment.remove()
-        for table in self.tables:
-            table.detach()
-        self._detach_passes()
-
-    def _detach_passes(self) -> None:
-        while self._pass_hooks:
-            self._pass_hooks.pop().remove()
+        self._hooks.detach()
 
     @property
     def hooked_sites(self) -> int:
         """Sites that still carry hooks."""
-        return len(self._attachment)
+        return len(self._hooks.sites())
 
     @property
     def busy(self) -> bool:
@@ -158,27 +117,13 @@ class Streamer:
             seat.bind(units[index])
             return True
         if any(units[index].streams for index in seat.units):
-            self._check_threads(seat)
+            check_threads(seat)
             return False
         for index in () if seat.settled(units) else seat.units:
             self._take(index)
             self._give(index)
         seat.bind_whole(self._whole)
         return True
-
-    def _check_threads(self, seat: Seat) -> None:
-        """How kernels sum depends on how many threads share the rows."""
-        threads = torch.get_num_threads()
-        module = seat.module()
-        if threads == seat.threads or seat.whole is None or module is None:
-            return
-        if not rows_are_exact(seat.whole, bias=module.bias is not None):
-            raise UnsupportedOperationError(
-                f"with {threads} threads, {seat.name!r} computed in ranges of rows would not give "
-                f"the same bits as a whole one; with {seat.threads}, as at loading, it does. Call "
-                f"torch.set_num_threads({seat.threads}), or set the number before loading."
-            )
-        seat.threads = threads
 
     def chunks(self, site: int) -> Generator[tuple[int, int, torch.Tensor], None, None]:
         """The ranges of rows of a split weight: (first row, last row + 1, their values)."""
@@ -210,7 +155,7 @@ class Streamer:
         `again`: it is on record as running, which only a new pass, or the gate's look at the stack,
         can tell from a pass of this thread that died.
         """
-        _refuse_compiled()
+        refuse_compiled()
         if (not self._gate.owned() or again) and module is not None:
             self._begin(module, (), {})
             if self._gate.is_outermost(module):
@@ -223,12 +168,7 @@ class Streamer:
 
     def refuse_recording(self, site: int) -> NoReturn:
         """Training is not possible: weights are overwritten before backward could use them."""
-        raise UnsupportedOperationError(
-            f"autograd is recording: the input of block {self._seats[site].name!r} requires "
-            "grad, but streamed weights are gone by the time of backward. For inference, wrap "
-            "the call in torch.no_grad() or torch.inference_mode(). Training a streamed model "
-            "is not possible."
-        )
+        refuse_recording(self._seats[site].name)
 
     def _take(self, index: int) -> None:
         self._held.add(index)
@@ -252,7 +192,7 @@ class Streamer:
     # -- passes ----------------------------------------------------------------------------------
 
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        _refuse_compiled()
+        refuse_compiled()
         if not self._gate.enter(module):
             return
         if self._settled:  # by the pass that this one waited for; others may run beside it
@@ -310,7 +250,7 @@ class Streamer:
 
     def adopt(self, plan: Plan) -> bool:
         """Keep and stream what `plan` says, if no pass is running; returns whether none was."""
-        model = self._outermost()
+        model = self._hooks.outermost()
         modules = [] if model is None else list(model.modules())
         with self._gate.idle(modules, self._waiting) as idle:
             if idle:
@@ -326,12 +266,11 @@ class Streamer:
     def _adopt(self, plan: Plan) -> None:
         # No weight is touched before the sites' hooks are back: an interrupt may come anywhere.
         torn, self._in_force = self._in_force is None, None
-        self._attach_sites()
+        self._hooks.attach_sites(self)
         if self._settled or torn:
             self.prefetcher.start()
             self._settled = False
-            self._detach_passes()
-            self._attach_passes()
+            self._hooks.attach_passes(self._begin, self._end)
         units = self.prefetcher.units
         changed = {i for i, unit in enumerate(units) if unit.plan is not plan.units[i]}
         for seat in self._seats:
@@ -340,34 +279,24 @@ class Streamer:
         self.prefetcher.resplit(plan.units, plan.slot_bytes)
         self._in_force, self._kept_old = plan, bool(self._held)
 
-    def _outermost(self) -> nn.Module | None:
-        return self._pass_modules[0]() if self._pass_modules else None
-
     def _drop_settled(self) -> None:
         """A site that is all resident and bound needs no hook any more."""
         units = self.prefetcher.units
-        waiting = [i for i in self._attachment.sites() if not self._seats[i].settled(units)]
-        for index in self._attachment.sites():
-            seat = self._seats[index]
-            if index not in waiting and not (waiting and seat.shared):
-                self._attachment.remove(index)
+        waiting = [i for i in self._hooks.sites() if not self._seats[i].settled(units)]
+        for index in self._hooks.sites():
+            if index not in waiting and not (waiting and self._seats[index].shared):
+                self._hooks.detach_site(index)
         if not waiting:
             self._settle()
 
     def _settle(self) -> None:
         """Everything is resident and bound: one hook that watches passes is left."""
         self._settled = True
-        shared = [seat for seat in self._seats if seat.shared]
-        for seat in shared:
-            seat.bind_whole(self._whole)
-        names = {name for seat in shared for name in seat.parameters}
-        for table in self.tables:
-            if not names.isdisjoint(table.parameters):
-                table.detach()  # its rows are all in the head's weight now
-        self._detach_passes()
-        if (model := self._outermost()) is not None:
-            watch = self._begin_settled
-            self._pass_hooks.append(model.register_forward_pre_hook(watch, with_kwargs=True))
+        for seat in self._seats:
+            if seat.shared:
+                seat.bind_whole(self._whole)
+        self._hooks.detach_shared_tables()
+        self._hooks.attach_passes(self._begin_settled, None)
         self.prefetcher.close()
 
     def _begin_settled(
@@ -390,30 +319,3 @@ class Streamer:
             self.log.count()
         else:
             self._begin(module, args, kwargs)
-
-    # -- evicted weights -------------------------------------------------------------------------
-
-    def _make_watch(self) -> EvictedWeightWatch:
-        owners: list[Seat | TableSeat] = [*self._seats, *self.tables]
-        names = {id(p): name for owner in owners for name, p in owner.parameters.items()}
-
-        def refuse(function: str, name: str) -> NoReturn:
-            raise UnsupportedModelError(
-                f"{function}() was called on the weight {name!r} while its block was not "
-                "running, so its values are on disk. This model uses block weights from outside "
-                "the block and cannot be streamed; load it without pipeload."
-            )
-
-        watch = EvictedWeightWatch(names, refuse)
-        # A pass that died leaves its watch on its thread's stack of modes.
-        weakref.finalize(self, watch.end).atexit = False
-        return watch
-
-
-def _refuse_compiled() -> None:
-    if inside_compiled_call():
-        raise UnsupportedOperationError(
-            "torch.compile cannot trace a streamed model, whose weights come and go. Call the "
-            "model itself, or call pipeload.handle(model).remove() before torch.compile if it "
-            "fits in memory."
-        )

@@ -1,0 +1,101 @@
+"""The hooks on one model: around its sites and tables, and where its passes begin and end."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any, Protocol
+
+from torch import nn
+
+from pipeload_hooks import Attachment, SplitSource, attach, attach_split
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch.utils.hooks import RemovableHandle
+
+    from pipeload._seats import Seat
+    from pipeload._tables import Passes, TableSeat
+
+
+class Source(SplitSource, Protocol):
+    """What sites and tables call."""
+
+    def enter(self, module: nn.Module | None) -> None:
+        """An embedding is about to run."""
+
+    def leave(self, module: nn.Module | None) -> None:
+        """It has run."""
+
+
+class Hooks:
+    """Puts hooks on and takes them off. It holds modules weakly."""
+
+    def __init__(
+        self,
+        seats: Sequence[Seat],
+        tables: Sequence[TableSeat],
+        pass_modules: Sequence[nn.Module],
+    ) -> None:
+        """`pass_modules` are those at which a pass may begin, the outermost first."""
+        self._seats, self._tables = seats, tables
+        self._pass_modules = [weakref.ref(module) for module in pass_modules]
+        self._attachment = Attachment()
+        self._pass_hooks: list[RemovableHandle] = []
+
+    def sites(self) -> list[int]:
+        """Sites that carry hooks."""
+        return self._attachment.sites()
+
+    def outermost(self) -> nn.Module | None:
+        """The model, None when it is gone."""
+        return self._pass_modules[0]() if self._pass_modules else None
+
+    def attach_sites(self, source: Source) -> None:
+        """Around every site and every table that carries none."""
+        hooked = set(self._attachment.sites())
+        for index, seat in enumerate(self._seats):
+            module = seat.module()
+            if index in hooked or module is None:
+                continue
+            if seat.whole is not None and isinstance(module, nn.Linear):
+                self._attachment.add(index, *attach_split(module, index, source))
+            else:
+                self._attachment.add(index, *attach(module, index, source))
+        passes: Passes = source
+        for table in self._tables:
+            table.attach(passes)
+
+    def attach_passes(self, begin: Callable[..., Any], end: Callable[..., Any] | None) -> None:
+        """In place of those that were, where a pass may begin; without `end` at the model alone."""
+        self._detach_passes()
+        modules = self._pass_modules if end is not None else self._pass_modules[:1]
+        for module in filter(None, (reference() for reference in modules)):
+            first = end is not None  # before the hooks of its sites
+            self._pass_hooks.append(
+                module.register_forward_pre_hook(begin, prepend=first, with_kwargs=True)
+            )
+            if end is not None:
+                self._pass_hooks.append(module.register_forward_hook(end, always_call=True))
+
+    def detach_site(self, index: int) -> None:
+        """Nothing is left to do for it."""
+        self._attachment.remove(index)
+
+    def detach_shared_tables(self) -> None:
+        """Their rows are all in the weight of a head now."""
+        names = {name for seat in self._seats if seat.shared for name in seat.parameters}
+        for table in self._tables:
+            if not names.isdisjoint(table.parameters):
+                table.detach()
+
+    def detach(self) -> None:
+        """Take all off."""
+        self._attachment.remove()
+        for table in self._tables:
+            table.detach()
+        self._detach_passes()
+
+    def _detach_passes(self) -> None:
+        while self._pass_hooks:
+            self._pass_hooks.pop().remove()

@@ -1,0 +1,65 @@
+"""What streaming cannot do exactly is refused, in words."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NoReturn
+
+import torch
+
+from pipeload._sites import rows_are_exact
+from pipeload.errors import UnsupportedModelError, UnsupportedOperationError
+from pipeload_hooks import EvictedWeightWatch, inside_compiled_call
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pipeload._seats import Seat
+    from pipeload._tables import TableSeat
+
+
+def make_watch(owners: Sequence[Seat | TableSeat]) -> EvictedWeightWatch:
+    """Refuses whatever reads a weight of `owners` while it is evicted."""
+    names = {id(p): name for owner in owners for name, p in owner.parameters.items()}
+
+    def refuse(function: str, name: str) -> NoReturn:
+        raise UnsupportedModelError(
+            f"{function}() was called on the weight {name!r} while its block was not running, so "
+            "its values are on disk. This model uses block weights from outside the block and "
+            "cannot be streamed; load it without pipeload."
+        )
+
+    return EvictedWeightWatch(names, refuse)
+
+
+def refuse_compiled() -> None:
+    """Raise if the model is called from a function that torch.compile made."""
+    if inside_compiled_call():
+        raise UnsupportedOperationError(
+            "torch.compile cannot trace a streamed model, whose weights come and go. Call the "
+            "model itself, or call pipeload.handle(model).remove() before torch.compile if it "
+            "fits in memory."
+        )
+
+
+def refuse_recording(name: str) -> NoReturn:
+    """Training is not possible: weights are overwritten before backward could use them."""
+    raise UnsupportedOperationError(
+        f"autograd is recording: the input of block {name!r} requires grad, but streamed weights "
+        "are gone by the time of backward. For inference, wrap the call in torch.no_grad() or "
+        "torch.inference_mode(). Training a streamed model is not possible."
+    )
+
+
+def check_threads(seat: Seat) -> None:
+    """How kernels sum depends on how many threads share the rows of a split weight."""
+    threads = torch.get_num_threads()
+    module = seat.module()
+    if threads == seat.threads or seat.whole is None or module is None:
+        return
+    if not rows_are_exact(seat.whole, bias=module.bias is not None):
+        raise UnsupportedOperationError(
+            f"with {threads} threads, {seat.name!r} computed in ranges of rows would not give the "
+            f"same bits as a whole one; with {seat.threads}, as at loading, it does. Call "
+            f"torch.set_num_threads({seat.threads}), or set the number before loading."
+        )
+    seat.threads = threads
