@@ -38,8 +38,12 @@ def checked_offsets(code: CodeType) -> frozenset[int]:
     if not code.co_filename.startswith(_FOLDERS) and code.co_filename != threading.__file__:
         return frozenset()
     after_check, found = False, set()
+    jumps = {*dis.hasjrel, *dis.hasjabs}
     for instruction in dis.get_instructions(code):
-        if after_check or instruction.is_jump_target:
+        # Backwards only. Where a loop in a `with` ends, nobody looks, and nothing would clean up.
+        if instruction.opcode in jumps and instruction.argval <= instruction.offset:
+            found.add(instruction.argval)
+        if after_check:
             found.add(instruction.offset)
         after_check = instruction.opname.startswith(("CALL", "RESUME"))
     return frozenset(found)
