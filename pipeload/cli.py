@@ -10,14 +10,17 @@ import enum
 import os
 import sys
 from pathlib import Path  # noqa: TC003 - typer reads the annotations
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from pipeload import __version__
 from pipeload._cli_output import reported
-from pipeload._sizes import parse_size
+from pipeload._sizes import parse_share, parse_size
 from pipeload.errors import OptionError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 DEMO_QUESTION = "What is the capital of France? Answer in one sentence."
 
@@ -49,7 +52,10 @@ class Dtype(str, enum.Enum):
 
 
 def _limit(text: str) -> str:
-    return text if text == "auto" else _size(text, "--memory-limit")
+    if text == "auto":
+        return text
+    parse = parse_share if text.rstrip().endswith("%") else parse_size
+    return _checked(text, "--memory-limit", parse)
 
 
 def _rate(text: str | None) -> str | None:
@@ -57,8 +63,12 @@ def _rate(text: str | None) -> str | None:
 
 
 def _size(text: str, name: str) -> str:
+    return _checked(text, name, parse_size)
+
+
+def _checked(text: str, name: str, parse: Callable[..., object]) -> str:
     try:
-        parse_size(text, name=name)
+        parse(text, name=name)
     except OptionError as error:
         raise typer.BadParameter(str(error)) from None
     return text
@@ -70,7 +80,7 @@ Model = Annotated[
 MemoryLimit = Annotated[
     str,
     typer.Option(
-        callback=_limit, help='What the whole process may hold: "2GB", "1.5GiB", or "auto".'
+        callback=_limit, help='What the whole process may hold: "2GB", "1.5GiB", "50%" or "auto".'
     ),
 ]
 NewTokens = Annotated[int, typer.Option(min=1, help="The most tokens to generate.")]

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeload._sizes import format_size, parse_size
+from pipeload._sizes import format_size, parse_share, parse_size
 from pipeload.errors import OptionError
 
 LARGEST = 2**63 - 1
@@ -135,3 +135,16 @@ def test_any_text_is_a_size_or_an_option_error(text: str) -> None:
     except OptionError:
         nbytes = 1
     assert 0 < nbytes <= LARGEST
+
+
+@pytest.mark.parametrize(("text", "share"), [("50%", 0.5), ("100 %", 1.0), (" 12.5% ", 0.125)])
+def test_shares(text: str, share: float) -> None:
+    """Percentages of what the system allows."""
+    assert parse_share(text) == share
+
+
+@pytest.mark.parametrize("text", ["0%", "101%", "-5%", "%", "50", "five%", "1e1%"])
+def test_no_shares(text: str) -> None:
+    """What is none is refused by name."""
+    with pytest.raises(OptionError, match=r"memory_limit=.*is no percentage"):
+        parse_share(text)
