@@ -56,7 +56,8 @@ def cgroup_limit_bytes() -> int | None:
 def room_bytes() -> int:
     """What this process may still take before the machine or one of its control groups is full.
 
-    Usage of everybody in a group counts, but not the part of the page cache that is dropped first.
+    Usage of everybody in a group counts, but not page cache that nobody has mapped: it is dropped
+    before anybody has to go.
     """
     rooms = [int(psutil.virtual_memory().available)]
     for group in _cgroups():
@@ -158,7 +159,8 @@ class _Group(NamedTuple):
     folder: Path
     limits: tuple[str, ...]
     usage: str
-    idle_cache: str
+    cache: tuple[str, str, str]
+    """Active and inactive pages of files, and those of both that are mapped."""
 
 
 def _limit_of(group: _Group) -> int | None:
@@ -171,7 +173,9 @@ def _idle_cache_bytes(group: _Group) -> int:
         lines = (group.folder / "memory.stat").read_text(encoding="ascii").splitlines()
     except OSError:
         return 0
-    return next((int(n) for name, n in map(str.split, lines) if name == group.idle_cache), 0)
+    figures = {name: int(value) for name, value in map(str.split, lines)}
+    active, inactive, mapped = (figures.get(name, 0) for name in group.cache)
+    return max(0, active + inactive - mapped)
 
 
 def _read_int(path: Path) -> int | None:
@@ -194,17 +198,18 @@ def _cgroups() -> list[_Group]:
             root = Path("/sys/fs/cgroup")
             # Above "high" the kernel slows a group down instead of ending it.
             limits: tuple[str, ...] = ("memory.max", "memory.high")
-            others = "memory.current", "inactive_file"
+            usage, cache = "memory.current", ("active_file", "inactive_file", "file_mapped")
         elif "memory" in controllers.split(","):
             root = Path("/sys/fs/cgroup/memory")
             limits = ("memory.limit_in_bytes",)
-            others = "memory.usage_in_bytes", "total_inactive_file"
+            usage = "memory.usage_in_bytes"
+            cache = ("total_active_file", "total_inactive_file", "total_mapped_file")
         else:
             continue
         folder = root / name.lstrip("/")
         # In a container the path is the host's, and the group is mounted at the root.
         groups += [
-            _Group(parent, limits, *others)
+            _Group(parent, limits, usage, cache)
             for parent in (folder, *folder.parents)
             if parent.is_relative_to(root)
         ]

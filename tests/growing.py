@@ -33,6 +33,7 @@ from transformers.generation.streamers import BaseStreamer
 transformers.utils.logging.disable_progress_bar()
 folder, limit, new, batch, event = sys.argv[1], sys.argv[2], *map(int, sys.argv[3:5]), sys.argv[5]
 hint = int(sys.argv[6])
+step = max(10, min(100, new // 10))
 ids = (torch.arange(100 * batch).view(batch, 100) * 37) % 30000 + 5
 if limit == "plain":
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
@@ -47,10 +48,10 @@ class Watch(BaseStreamer):
     started = time.perf_counter()
     def put(self, value):
         self.count += 1
-        if self.count % 100 == 0 and limit != "plain":
+        if self.count % step == 0 and limit != "plain":
             now = time.perf_counter()
             stats = model.pipeload.stats()
-            samples.append((self.count, stats.resident_bytes, (now - self.started) / 100))
+            samples.append((self.count, stats.resident_bytes, (now - self.started) / step))
             self.started = now
         if event == "halve" and limit != "plain" and self.count in (new // 4, new // 2):
             small = int(limit) - int(model.pipeload.plan.resident * 0.5)
