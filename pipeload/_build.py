@@ -183,7 +183,7 @@ def _too_small(
     return MemoryLimitError(
         f"memory_limit={limit} bytes ({format_size(limit)}) is too small. This process holds "
         f"{format_size(floor)} already, a pass needs {format_size(reserve)}, weights that are "
-        f"always resident take {format_size(pinned)}, and two buffers for the largest block must "
+        f"always resident take {format_size(pinned)}, and two buffers for the largest unit must "
         f"fit. The smallest limit that works here is {smallest} bytes ({format_size(smallest)}); "
         "a smaller tokens= or batch= lowers it.",
         limit=limit,
