@@ -11,13 +11,14 @@ import torch
 from pipeload import _guards, _transformers
 from pipeload._accountant import ACCOUNTANT
 from pipeload._arena import DTYPES, Arena, Region
-from pipeload._build import MAPPED, SLOTS, TABLE_KEEP_BYTES, Build
+from pipeload._build import MAPPED, TABLE_KEEP_BYTES, Build
 from pipeload._governor import Governor
 from pipeload._handle import Handle
 from pipeload._home import Home
 from pipeload._layout import Weight, lay_out
 from pipeload._placement import SCRATCH_BYTES
 from pipeload._places import Places
+from pipeload._plan import SLOTS
 from pipeload._prefetcher import Prefetcher
 from pipeload._pressure import watch
 from pipeload._reader import FileSet, run_jobs
@@ -30,7 +31,7 @@ from pipeload._unit import Unit
 from pipeload_hooks import placeholder, set_parameter
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from torch import nn
 
@@ -131,7 +132,7 @@ class Assembly:
         object.__setattr__(model, "pipeload", handle)
 
 
-def _weak_adopt(streamer: Streamer) -> Any:
+def _weak_adopt(streamer: Streamer) -> Callable[[Plan], bool]:
     """The streamer holds its governor; a reference back would keep both until a collection."""
     reference = weakref.WeakMethod(streamer.adopt)
 

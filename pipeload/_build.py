@@ -18,7 +18,7 @@ from pipeload._layout import ceil_page, lay_out
 from pipeload._mapped import MappedFiles, can_map
 from pipeload._memory import free_page_cache_bytes, rss_bytes
 from pipeload._placement import SCRATCH_BYTES
-from pipeload._plan import Plan
+from pipeload._plan import SLOTS, Plan
 from pipeload._reader import resolve_io_mode
 from pipeload._reserve import limit_for, page_table_bytes
 from pipeload._residency import Residency
@@ -27,13 +27,12 @@ from pipeload._sizes import format_size
 from pipeload.errors import MemoryLimitError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from pipeload._residency import Choice
     from pipeload._sites import Divider, Parts
 
-SLOTS = 2
 SMALLEST_SLACK_BYTES = 6_000_000
 """What a limit that is reported as workable has beyond what was needed when it was computed: the
 same process, started again, differs by some megabytes."""
@@ -82,7 +81,7 @@ def make_plan(
     Args:
         divider: cuts the model into units.
         touched: names of weights that are used while the module that owns them does not run; None
-            when that cannot be known. Asked only when whole blocks do not fit.
+            when that cannot be known.
         files: the checkpoint's.
         reserve: bytes that a pass needs beside weights.
         options: what the user asked for.
@@ -91,31 +90,26 @@ def make_plan(
         MemoryLimitError: the limit is too small; says the smallest that works.
         OptionError: the files refuse the way of reading that was asked for.
     """
-    cuts = list(_cuts(divider, touched, options))
+    chunks = [size for size in CHUNKS if size <= divider.largest_block] or [CHUNKS[-1]]
+    coarse = [_Cut(divider, Grain(modules=False, chunk_bytes=c), options) for c in chunks]
+    outside = touched()
+    fine = [Grain(modules=True, chunk_bytes=c) for c in (chunks if outside is not None else ())]
+    finest = _Cut(divider, fine[-1], options, outside or frozenset()) if fine else coarse[-1]
     # After cutting: trying out products of rows has made torch take on what it takes on. What
     # running needs of the libraries comes back, out of the reserve.
     lower_floor()
     limit, floor = options.memory_limit, rss_bytes() + ACCOUNTANT.untouched_bytes()
-    best: tuple[float, _Cut, Choice] | None = None
-    smallest = None
-    for cut in cuts:
-        fixed = floor + reserve + cut.fixed
-        least = fixed - page_table_bytes(limit) + cut.residency.smallest
-        smallest = least if smallest is None else min(smallest, least)
-        if best is not None and cut.grain.modules and not best[1].grain.modules:
-            continue  # whole blocks fit
-        choice = cut.residency.choose(limit - fixed)
-        if choice is None:
-            continue
-        price = _price(cut.residency, choice)
-        if best is None or price < best[0]:
-            best = price, cut, choice
-    assert smallest is not None  # noqa: S101 - there is always a first cut
+    spent = floor + reserve
+    chosen = _cheapest(coarse, limit - spent)
+    if chosen is None and fine:  # whole blocks do not fit
+        others = [_Cut(divider, grain, options, outside or frozenset()) for grain in fine[:-1]]
+        chosen = _cheapest([*others, finest], limit - spent)
+    least = min(cut.fixed + cut.residency.smallest for cut in (*coarse, finest))
     # Not `limit`'s page tables, but its own; and the process grows a little by being told.
-    smallest = limit_for(smallest) + SMALLEST_SLACK_BYTES
-    if best is None:
-        raise _too_small(limit, smallest, floor=floor, reserve=reserve, pinned=cut.pinned)
-    _, cut, choice = best
+    smallest = limit_for(spent - page_table_bytes(limit) + least) + SMALLEST_SLACK_BYTES
+    if chosen is None:
+        raise _too_small(limit, smallest, floor=floor, reserve=reserve, pinned=finest.pinned)
+    cut, choice = chosen
     units = cut.residency.plans(choice)
     streamed_bytes = sum(unit.streamed_bytes for unit in units)
     room = free_page_cache_bytes() - max(0, limit - floor)
@@ -130,8 +124,6 @@ def make_plan(
         reserve_bytes=reserve + cut.parts.conversion_bytes + HUGE_PAGE,
         pinned_bytes=cut.pinned,
         units=units,
-        slot_bytes=max(unit.streamed.nbytes for unit in units),
-        slots=SLOTS if streamed_bytes else 0,
         scratch_bytes=cut.scratch,
         readers=cut.readers,
         io_mode=MAPPED if fits else stream_mode,  # see [Note: mapped or copied]
@@ -143,8 +135,14 @@ def make_plan(
 class _Cut:
     """A model cut at one grain, and the memory that this takes whatever is streamed. In bytes."""
 
-    def __init__(self, parts: Parts, grain: Grain, options: Options) -> None:
-        self.parts, self.grain = parts, grain
+    def __init__(
+        self,
+        divider: Divider,
+        grain: Grain,
+        options: Options,
+        touched: frozenset[str] = frozenset(),
+    ) -> None:
+        self.parts = parts = divider.divide(grain, touched)
         self.residency = Residency(parts.specs, slots=SLOTS)
         casting = parts.needs_scratch
         self.readers = options.readers or (_CASTING_READERS if casting else _READERS)
@@ -155,20 +153,11 @@ class _Cut:
         self.fixed = parts.conversion_bytes + self.pinned + self.scratch + HUGE_PAGE
 
 
-def _cuts(
-    divider: Divider, touched: Callable[[], frozenset[str] | None], options: Options
-) -> Iterator[_Cut]:
-    """From coarse to fine."""
-    chunks = [size for size in CHUNKS if size <= divider.largest_block] or [CHUNKS[-1]]
-    for chunk_bytes in chunks:
-        grain = Grain(modules=False, chunk_bytes=chunk_bytes)
-        yield _Cut(divider.divide(grain, frozenset()), grain, options)
-    outside = touched()
-    if outside is None:
-        return
-    for chunk_bytes in chunks:
-        grain = Grain(modules=True, chunk_bytes=chunk_bytes)
-        yield _Cut(divider.divide(grain, outside), grain, options)
+def _cheapest(cuts: Sequence[_Cut], budget: int) -> tuple[_Cut, Choice] | None:
+    """The cut whose passes take least time with `budget` bytes; None if none fits."""
+    found = [(cut, cut.residency.choose(budget - cut.fixed)) for cut in cuts]
+    fitting = [(cut, choice) for cut, choice in found if choice is not None]
+    return min(fitting, key=lambda pair: _price(pair[0].residency, pair[1]), default=None)
 
 
 def _price(residency: Residency, choice: Choice) -> float:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from pipeload._placement import Convert, Place, Placement
 from pipeload._reader import FileSet, Outcome, ReaderPool, Work
+from pipeload._slots import Slots
 from pipeload._stats import Counters
 from pipeload._unit import Load, Split, Ticket, Unit, UnitState
 from pipeload.errors import (
@@ -54,8 +55,7 @@ class Dispatcher:
         self.inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self.counters = Counters()
         self.units = units
-        self._regions = slots
-        self._occupants: list[int | None] = [None] * len(slots)
+        self._slots = Slots(slots, self.counters)
         self._files, self._convert = files, convert
         self._pool: ReaderPool | None = None
         self._scratch = scratch
@@ -67,7 +67,6 @@ class Dispatcher:
         self._jobs = 0
         self._tickets: dict[int, Ticket] = {}
         self._unread = sum(bool(unit.home.unread) for unit in units)
-        self._touched = [0] * len(slots)
         self._split: Split | None = None
 
     # -- messages; each runs in the dispatcher's thread --
@@ -161,12 +160,14 @@ class Dispatcher:
             slot = self._evictable_slot()
         if slot is not None or not unit.streams:
             self._start(index, slot)
-        elif all(self.units[i].state is UnitState.IN_USE for i in self._occupants if i is not None):
+            return
+        holders = [held for held in self._slots.occupants if held is not None]
+        if all(self.units[held].state is UnitState.IN_USE for held in holders):
             self._tickets.pop(index).settle(
                 UnsupportedModelError(
-                    f"block {unit.plan.name!r} runs inside {len(self._occupants)} other streamed "
-                    "blocks, which hold every buffer. Raise memory_limit until the model fits, "
-                    "or load it without pipeload."
+                    f"block {unit.plan.name!r} runs inside {len(holders)} other streamed blocks, "
+                    "which hold every buffer. Raise memory_limit until the model fits, or load it "
+                    "without pipeload."
                 )
             )
 
@@ -182,14 +183,9 @@ class Dispatcher:
                 unit.adopt(plan)
                 self.counters.resident_bytes += unit.home.nbytes
         self._unread = sum(bool(unit.home.unread) for unit in self.units)
-        for slot, region in enumerate(self._regions):
-            occupant = self._occupants[slot]
+        for slot, occupant in enumerate(self._slots.occupants):
             used = 0 if occupant is None else self.units[occupant].plan.streamed.nbytes
-            keep = max(split.slot_bytes, used)
-            if self._touched[slot] > keep:
-                region.discard(keep)
-                self.counters.buffer_bytes -= self._touched[slot] - keep
-                self._touched[slot] = keep
+            self._slots.shrink(slot, max(split.slot_bytes, used))
         self._split = None
         split.ticket.settle()
 
@@ -198,7 +194,7 @@ class Dispatcher:
 
         Safe here only, while the model's thread waits: see [Note: the ready flag].
         """
-        for occupant in self._occupants:
+        for occupant in self._slots.occupants:
             if occupant is not None and self.units[occupant].state is not UnitState.IN_USE:
                 self.units[occupant].used, self.units[occupant].ready = True, False
 
@@ -219,18 +215,14 @@ class Dispatcher:
         return None
 
     def _free_slot(self) -> int | None:
-        for slot, occupant in enumerate(self._occupants):
-            if occupant is None or (
-                self.units[occupant].state is UnitState.RESIDENT and self.units[occupant].used
-            ):
-                return slot
-        return None
+        units = self.units
+        return self._slots.first(
+            lambda held: units[held].state is UnitState.RESIDENT and units[held].used
+        )
 
     def _evictable_slot(self) -> int | None:
-        for slot, occupant in enumerate(self._occupants):
-            if occupant is None or self.units[occupant].state is UnitState.RESIDENT:
-                return slot
-        return None
+        units = self.units
+        return self._slots.first(lambda held: units[held].state is UnitState.RESIDENT)
 
     def _start(self, index: int, slot: int | None) -> None:
         unit = self.units[index]
@@ -248,18 +240,16 @@ class Dispatcher:
         self._submit(load, jobs or [lambda _scratch: 0])
 
     def _place(self, unit: Unit, index: int, slot: int) -> Placement:
-        previous = self._occupants[slot]
+        previous = self._slots.occupants[slot]
         if previous is not None and previous != index:
             evicted = self.units[previous]
             evicted.state, evicted.slot, evicted.ready = UnitState.ON_DISK, None, False
-        self._occupants[slot], unit.slot = index, slot
+        self._slots.enter(slot, index, unit.plan.streamed.nbytes)
+        unit.slot = slot
         if slot not in unit.slots:
             unit.slots[slot] = Placement(
-                unit.plan.streamed, self._regions[slot], self._files, self._convert
+                unit.plan.streamed, self._slots.regions[slot], self._files, self._convert
             )
-        touched = max(0, unit.plan.streamed.nbytes - self._touched[slot])
-        self.counters.buffer_bytes += touched
-        self._touched[slot] += touched
         return unit.slots[slot]
 
     def _chunk(self, placement: Place) -> int:
@@ -292,7 +282,7 @@ class Dispatcher:
 
     def _give_slot_back(self, unit: Unit) -> None:
         if unit.slot is not None:
-            self._occupants[unit.slot] = None
+            self._slots.leave(unit.slot)
             unit.slot = None
 
     def _arrive(self, index: int) -> None:

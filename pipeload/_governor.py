@@ -17,7 +17,6 @@ from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from pipeload._accountant import ACCOUNTANT
-from pipeload._build import SLOTS
 from pipeload._pressure import PressureGauge
 from pipeload._reserve import (
     KERNEL_BYTES,
@@ -266,10 +265,7 @@ class Governor:
     def _plan_for(self, budget: int) -> Plan:
         choice = self._residency.choose(budget)
         assert choice is not None  # noqa: S101 - nobody asks for less than the smallest
-        units = self._residency.plans(choice)
-        slot_bytes = max(unit.streamed.nbytes for unit in units)
-        slots = SLOTS if slot_bytes else 0
-        return dataclasses.replace(self.plan, units=units, slot_bytes=slot_bytes, slots=slots)
+        return dataclasses.replace(self.plan, units=self._residency.plans(choice))
 
     def _too_large(self, shape: PassShape, room: int) -> MemoryLimitError:
         limit = self.plan.memory_limit

@@ -10,6 +10,9 @@ from pipeload._sizes import format_size
 if TYPE_CHECKING:
     from pipeload._layout import Layout, Weight
 
+SLOTS = 2
+"""Buffers: one unit is in use while the next one is read."""
+
 
 @dataclass(frozen=True, slots=True)
 class UnitPlan:
@@ -55,10 +58,6 @@ class Plan:
     units: tuple[UnitPlan, ...] = field(repr=False)
     """What is read at once, in the order it is needed: blocks, or where these are too large their
     modules and ranges of rows; the head always in ranges of rows."""
-    slot_bytes: int
-    """Size of one buffer."""
-    slots: int
-    """Number of buffers."""
     scratch_bytes: int
     """Working memory of the readers for dtype casts."""
     readers: int
@@ -68,6 +67,16 @@ class Plan:
     "mapped": everything fits, and its files are only read ahead."""
     disk_rate: float | None
     """Bytes per second that `seconds_per_pass` assumes; None when nobody measured."""
+
+    @property
+    def slot_bytes(self) -> int:
+        """Size of one buffer: what the unit that streams most needs."""
+        return max(unit.streamed.nbytes for unit in self.units)
+
+    @property
+    def slots(self) -> int:
+        """Number of buffers, 0 when nothing streams."""
+        return 0 if self.fits else SLOTS
 
     @property
     def buffers(self) -> int:

@@ -15,7 +15,7 @@ FILES = sorted([*(ROOT / "pipeload").glob("*.py"), *(ROOT / "hooks").glob("*/*.p
 
 # A module may import those on lower floors, at run time. A new module needs a floor.
 FLOORS = (
-    {"errors", "_stats", "_layout", "_passlog", "_home", "_floor", "_demo_tokenizer"},
+    {"errors", "_stats", "_layout", "_passlog", "_home", "_floor", "_slots", "_demo_tokenizer"},
     {"_bench_reader", "_sizes", "_checkpoint_json", "_arena", "_reader", "_guards", "_twins"},
     {"_caches", "_probe", "_row_check", "_seats", "_tables"},
     {"_checkpoint_folder", "_memory", "_plan", "_placement", "_mapped", "_nan_arena", "_unit"},
@@ -58,6 +58,7 @@ WITHOUT_TORCH = {
     "_plan",
     "_residency",
     "_sizes",
+    "_slots",
     "_stats",
 }
 THE_LIBRARYS_FILES = {

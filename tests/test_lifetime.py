@@ -87,7 +87,7 @@ def test_a_forgotten_model_leaves_nothing(folder: Path, use: str, spare: int) ->
     kept = [weakref.ref(model), *map(weakref.ref, model.model.layers)]
     if prefetcher is not None:
         kept += [weakref.ref(prefetcher), weakref.ref(prefetcher._dispatcher)]
-        maps = [region.arena._map for region in prefetcher._dispatcher._regions]
+        maps = [region.arena._map for region in prefetcher._dispatcher._slots.regions]
         kept += map(weakref.ref, {id(memory): memory for memory in maps}.values())
         del maps
     del model, prefetcher

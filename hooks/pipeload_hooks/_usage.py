@@ -5,15 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from pipeload_hooks._watch import _HARMLESS
+from pipeload_hooks._watch import HARMLESS, parameters_in
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
+    from torch import nn
     from torch.utils.hooks import RemovableHandle
 
 
@@ -97,20 +96,10 @@ class _Observer(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if func not in _HARMLESS:
+        if func not in HARMLESS:
             innermost = id(self.running[-1]) if self.running else None
-            for parameter in _parameters((*args, *kwargs.values())):
+            for parameter in parameters_in((*args, *kwargs.values())):
                 owners = self._owners.get(id(parameter))
                 if owners is not None and innermost not in owners:
                     self.outside.add(id(parameter))
         return func(*args, **kwargs)
-
-
-def _parameters(values: Iterable[object]) -> Iterator[nn.Parameter]:
-    for value in values:
-        if isinstance(value, nn.Parameter):
-            yield value
-        elif isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
-            yield from _parameters(value)
-        elif isinstance(value, dict):
-            yield from _parameters(value.values())

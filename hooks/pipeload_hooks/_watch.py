@@ -11,11 +11,11 @@ from torch.overrides import TorchFunctionMode
 from pipeload_hooks._binding import is_placeholder
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
 # What may be asked of an evicted weight: its placeholder answers these truthfully.
 _METADATA = ("shape", "dtype", "device", "requires_grad", "layout", "is_meta", "ndim", "grad")
-_HARMLESS = frozenset(
+HARMLESS = frozenset(
     {
         *(vars(torch._C.TensorBase)[name].__get__ for name in _METADATA),
         torch.Tensor.size,
@@ -54,14 +54,11 @@ class EvictedWeightWatch(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if self.active and func not in _HARMLESS:
-            for value in (*args, *kwargs.values()):
-                if (
-                    isinstance(value, nn.Parameter)
-                    and id(value) in self._names
-                    and is_placeholder(value)
-                ):
-                    self._refuse(getattr(func, "__name__", str(func)), self._names[id(value)])
+        if self.active and func not in HARMLESS:
+            for parameter in parameters_in((*args, *kwargs.values())):
+                name = self._names.get(id(parameter))
+                if name is not None and is_placeholder(parameter):
+                    self._refuse(getattr(func, "__name__", str(func)), name)
         return func(*args, **kwargs)
 
     def begin(self) -> None:
@@ -99,3 +96,14 @@ def discard_ended() -> None:
 
 def _has_ended(mode: object) -> bool:
     return isinstance(mode, EvictedWeightWatch) and not mode.active
+
+
+def parameters_in(values: Iterable[object]) -> Iterator[nn.Parameter]:
+    """Parameters among a function's arguments, those in lists and dictionaries included."""
+    for value in values:
+        if isinstance(value, nn.Parameter):
+            yield value
+        elif isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
+            yield from parameters_in(value)
+        elif isinstance(value, dict):
+            yield from parameters_in(value.values())

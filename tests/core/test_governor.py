@@ -87,8 +87,6 @@ class Bench:
             reserve_bytes=RESERVE + page_table_bytes(self.limit),
             pinned_bytes=0,
             units=RESIDENCY.plans(choice),
-            slot_bytes=choice.slot_bytes,
-            slots=2,
             scratch_bytes=0,
             readers=1,
             io_mode="direct",

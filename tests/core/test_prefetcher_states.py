@@ -110,7 +110,7 @@ class PrefetcherMachine(RuleBasedStateMachine):
         taken = [unit.slot for unit in units if unit.slot is not None]
         assert len(taken) == len(set(taken)) <= self.slots
         for index, unit in enumerate(units):
-            occupant = unit.slot is not None and self.rig.dispatcher._occupants[unit.slot]
+            occupant = unit.slot is not None and self.rig.dispatcher._slots.occupants[unit.slot]
             assert unit.slot is None or occupant == index
             if unit.ready:
                 assert unit.state in (UnitState.RESIDENT, UnitState.IN_USE)

@@ -134,8 +134,8 @@ class ResplitMachine(RuleBasedStateMachine):
             for place in unit.home.unread
         )
         assert counters.resident_bytes == resident
-        assert counters.buffer_bytes == sum(dispatcher._touched)
-        for region, touched in zip(self.rig.regions, dispatcher._touched, strict=True):
+        assert counters.buffer_bytes == sum(dispatcher._slots.touched)
+        for region, touched in zip(self.rig.regions, dispatcher._slots.touched, strict=True):
             assert not any(region.buffer(touched, region.nbytes - touched))
         for unit in units:
             if unit.state is UnitState.ON_DISK:
@@ -154,7 +154,7 @@ class ResplitMachine(RuleBasedStateMachine):
         taken = [unit.slot for unit in units if unit.slot is not None]
         assert len(taken) == len(set(taken))
         for index, unit in enumerate(units):
-            assert unit.slot is None or self.rig.dispatcher._occupants[unit.slot] == index
+            assert unit.slot is None or self.rig.dispatcher._slots.occupants[unit.slot] == index
             if unit.ready:
                 assert unit.state in (UnitState.RESIDENT, UnitState.IN_USE)
                 self.rig.check_values(index)
@@ -210,7 +210,7 @@ def test_a_buffer_shrinks_under_a_unit_that_stays_in_it() -> None:
         rig.prefetcher.resplit(plans, slot_bytes)
         rig.run(*range(COUNT))
         rig.rest()
-        assert None not in rig.dispatcher._occupants
+        assert None not in rig.dispatcher._slots.occupants
     assert rig.prefetcher.counters.buffer_bytes == 2 * small
     rig.run(*range(COUNT))
     rig.prefetcher.close()

@@ -55,6 +55,7 @@ READS: dict[str, Callable[[nn.Linear], Any]] = {
     "method": lambda layer: layer.weight.norm(),
     "keyword": lambda layer: torch.add(input=torch.ones(2, 3), other=layer.weight),
     "index": lambda layer: layer.weight[0],
+    "list": lambda layer: torch.cat([torch.ones(2, 3), layer.weight]),
     "in place": lambda layer: layer.weight.data.mul_(2),
     "transpose": lambda layer: layer.weight.T,
     "item": lambda layer: layer.weight.tolist(),
