@@ -335,6 +335,9 @@ def dispatch(dispatcher: Dispatcher) -> None:
         del message
         dispatcher.schedule()
     dispatcher.close()
+    # What readers reported meanwhile names the dispatcher: left there, it would keep itself alive.
+    while not dispatcher.inbox.empty():
+        dispatcher.inbox.get_nowait()
 
 
 def _name_block(error: BaseException, block: str) -> BaseException:

@@ -45,6 +45,9 @@ _PATIENCE = 4
 _WARM_PASSES = 3
 _MOST_ERROR = 4.0
 _FORGET = 0.98
+# What a process keeps of chunks that have run: kernels for their shapes, holes in the heap.
+_KEPT_OF_CHUNKS_BYTES = 8_000_000
+_SMALLEST_CHUNK = 16  # tokens: each chunk reads the whole model
 
 
 class Governor:
@@ -273,8 +276,9 @@ class Governor:
         wanted = limit_for(limit - page_table_bytes(limit) + self._residency.smallest - room)
         tokens = self._needs.longest_tokens(free, shape.batch)
         batch = self._needs.largest_batch(free, shape.tokens + shape.cached)
-        chunk = self._needs.prefill_chunk(free, shape)
-        advice = f"prefill_chunk_size={chunk} in generate() would" if chunk else "No chunk would"
+        chunk = self._needs.prefill_chunk(free - _KEPT_OF_CHUNKS_BYTES, shape) or 0
+        useful = chunk >= _SMALLEST_CHUNK
+        advice = f"prefill_chunk_size={chunk} in generate() would" if useful else "No chunk would"
         return MemoryLimitError(
             f"this pass ({shape.batch} x {shape.tokens} tokens after {shape.cached}) needs "
             f"{self._need} bytes ({format_size(self._need)}) beside the weights, and with nothing "

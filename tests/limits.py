@@ -28,7 +28,7 @@ from pipeload._sizes import format_size, parse_size
 from tests.cgroups import drop_caches, memory_cgroup
 
 _CHILD = r"""
-import hashlib, json, sys
+import hashlib, json, re, sys
 import pipeload
 if sys.argv[2] != "plain":
     pipeload.from_pretrained  # as a user's script does: before it imports transformers itself
@@ -62,6 +62,11 @@ if limit != "sizes":
     except pipeload.MemoryLimitError as error:
         result["refused"] = str(error)
         model.generate(ids[:1, :4], max_new_tokens=2, do_sample=False, pad_token_id=0)
+        advice = re.search(r"prefill_chunk_size=(\d+) in generate", str(error))
+        if advice:
+            model.generate(ids, max_new_tokens=new, do_sample=False, pad_token_id=0,
+                prefill_chunk_size=int(advice[1]))
+            result["chunk"] = int(advice[1])
     result["seconds"] = time.perf_counter() - started
     from pipeload._memory import peak_rss_bytes
     result["peak"] = peak_rss_bytes()

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from hypothesis import HealthCheck, settings
+from hypothesis.stateful import run_state_machine_as_test
 
 from pipeload._arena import Arena, Region
 from pipeload._checkpoint import TensorEntry
@@ -22,6 +24,8 @@ from tests.streaming import WAIT_SECONDS, finish_messages
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from hypothesis.stateful import RuleBasedStateMachine
 
     from pipeload._reader import FileSet
 
@@ -77,7 +81,24 @@ def convert(
     return {conversion.weights[0].name: source}
 
 
-class Rig:
+class AnyRig:
+    """A prefetcher over fake files, and what every test asks of one."""
+
+    prefetcher: Prefetcher
+
+    @property
+    def dispatcher(self) -> Any:
+        return self.prefetcher._dispatcher
+
+    def rest(self) -> None:
+        """Return once every read has ended and nothing more is begun."""
+        while True:
+            finish_messages(self.prefetcher)
+            if not self.dispatcher._loading:
+                return
+
+
+class Rig(AnyRig):
     """A prefetcher over fake files. `kinds`: Streamed, Resident, Both or Converted, each unit."""
 
     def __init__(self, kinds: str, *, slots: int = 2, readers: int = 2) -> None:
@@ -109,17 +130,6 @@ class Rig:
             scratch=scratch,
             chunk_bytes=1 << 20,
         )
-
-    @property
-    def dispatcher(self) -> Any:
-        return self.prefetcher._dispatcher
-
-    def rest(self) -> None:
-        """Return once every read has ended and nothing more is begun."""
-        while True:
-            finish_messages(self.prefetcher)
-            if not self.dispatcher._loading:
-                return
 
     def check_values(self, index: int) -> None:
         """What a block would compute with is its own, all of it."""
@@ -166,7 +176,7 @@ def _value(block: int) -> int:
     return unit * len(PIECES) + (within > 0) + (within > 2) + 1
 
 
-class PieceRig:
+class PieceRig(AnyRig):
     """A prefetcher over units of several pieces, split by a budget that may change."""
 
     def __init__(self, units: int, *, readers: int = 2) -> None:
@@ -204,10 +214,6 @@ class PieceRig:
         )
         self.plans = plans
 
-    @property
-    def dispatcher(self) -> Any:
-        return self.prefetcher._dispatcher
-
     def _split(self) -> tuple[tuple[UnitPlan, ...], int]:
         choice = self.residency.choose(self.budget)
         assert choice is not None
@@ -219,13 +225,6 @@ class PieceRig:
         self.budget = budget
         self.plans, slot_bytes = self._split()
         self.prefetcher.resplit(self.plans, slot_bytes)
-
-    def rest(self) -> None:
-        """Return once every read has ended and nothing more is begun."""
-        while True:
-            finish_messages(self.prefetcher)
-            if not self.dispatcher._loading:
-                return
 
     def check_values(self, index: int) -> None:
         """Each piece is there once, with its own bytes."""
@@ -247,3 +246,16 @@ class PieceRig:
             self.prefetcher.acquire(index)
             self.check_values(index)
             self.prefetcher.release(index)
+
+
+def run_machine(machine: type[RuleBasedStateMachine], examples: int) -> None:
+    """Have hypothesis try that many orders of a machine's events."""
+    run_state_machine_as_test(
+        machine,
+        settings=settings(
+            max_examples=examples,
+            stateful_step_count=30,
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -13,12 +12,11 @@ from hypothesis.stateful import (
     invariant,
     precondition,
     rule,
-    run_state_machine_as_test,
 )
 
 from pipeload import ReadError, UnsupportedModelError
 from pipeload._unit import Ticket, UnitState
-from tests.core.fake_disk import Rig
+from tests.core.fake_disk import Rig, run_machine
 from tests.streaming import WAIT_SECONDS, finish_messages, in_thread
 
 UNITS = st.integers(0, 5)
@@ -141,12 +139,4 @@ class PrefetcherMachine(RuleBasedStateMachine):
 
 def test_any_order_of_events() -> None:
     """Checked by hypothesis; see the rules above."""
-    run_state_machine_as_test(
-        PrefetcherMachine,
-        settings=settings(
-            max_examples=60,
-            stateful_step_count=30,
-            deadline=None,
-            suppress_health_check=list(HealthCheck),
-        ),
-    )
+    run_machine(PrefetcherMachine, 60)

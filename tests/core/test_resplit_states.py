@@ -6,19 +6,17 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
 import pytest
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
     initialize,
     invariant,
     rule,
-    run_state_machine_as_test,
 )
 
 from pipeload import ReadError, UnsupportedModelError
 from pipeload._unit import UnitState
-from tests.core.fake_disk import PieceRig
+from tests.core.fake_disk import PieceRig, run_machine
 from tests.streaming import WAIT_SECONDS, in_thread
 
 if TYPE_CHECKING:
@@ -187,15 +185,7 @@ class ResplitMachine(RuleBasedStateMachine):
 
 def test_any_order_of_budgets() -> None:
     """Checked by hypothesis; see the rules above."""
-    run_state_machine_as_test(
-        ResplitMachine,
-        settings=settings(
-            max_examples=40,
-            stateful_step_count=30,
-            deadline=None,
-            suppress_health_check=list(HealthCheck),
-        ),
-    )
+    run_machine(ResplitMachine, 40)
 
 
 def test_a_buffer_shrinks_under_a_unit_that_stays_in_it() -> None:
