@@ -81,8 +81,3 @@ class Seat:
         if self.whole is not None:
             return bool(self._resident) and not any(unit.streams for unit in mine)
         return self._plan is mine[0].plan and not mine[0].streams
-
-    @property
-    def free(self) -> bool:
-        """Whether nothing that is streamed is bound."""
-        return not self._passing

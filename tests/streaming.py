@@ -116,7 +116,7 @@ def assert_nothing_held(model: nn.Module) -> None:
     assert all(unit.state is not UnitState.IN_USE for unit in prefetcher.units)
     slots = [unit.slot for unit in prefetcher.units if unit.slot is not None]
     assert len(slots) == len(set(slots))
-    assert all(seat.free for seat in streamer._seats)
+    assert all(not seat._passing for seat in streamer._seats)
 
 
 def in_thread(function: Callable[..., Any], *args: Any) -> Future[Any]:
