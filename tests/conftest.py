@@ -6,6 +6,7 @@ import os
 from typing import TYPE_CHECKING, Protocol
 
 import pytest
+from hypothesis import settings
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -19,6 +20,10 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 # OpenMP threads that spin while they wait take the cores from the readers.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+# No test asserts a time, examples included.
+settings.register_profile("untimed", deadline=None)
+settings.load_profile("untimed")
 
 MARKERS = (
     "slow: takes more than a few seconds",

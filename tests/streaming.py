@@ -42,6 +42,7 @@ def steady_floor(*, modules: bool = False) -> Iterator[None]:
     ACCOUNTANT.forget_all()
     with (
         mock.patch.object(_build, "rss_bytes", return_value=FLOOR_BYTES),
+        mock.patch.object(_build, "lower_floor"),
         # A process that never grows needs none, and a tiny model would fit in it.
         mock.patch.object(_build, "SMALLEST_SLACK_BYTES", 0),
         contextlib.nullcontext()

@@ -177,6 +177,7 @@ def planned(units: list[UnitSpec], pinned: list[Weight], limit: int, reserve: in
     reserve += page_table_bytes(limit)
     with (
         mock.patch.object(build, "rss_bytes", return_value=FLOOR),
+        mock.patch.object(build, "lower_floor"),
         mock.patch.object(build, "SMALLEST_SLACK_BYTES", 0),
     ):
         divider = cast("Divider", Cut(units, pinned))
