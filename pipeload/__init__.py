@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
+from pipeload import _everywhere
 from pipeload.errors import (
     CheckpointChangedError,
     CheckpointError,
@@ -16,7 +18,9 @@ from pipeload.errors import (
 )
 
 if TYPE_CHECKING:
-    from pipeload._api import from_pretrained, handle, plan, smallest_limit
+    from typing import Any
+
+    from pipeload._api import from_pretrained, handle, plan, smallest_limit, streaming, wrap
     from pipeload._handle import Handle
     from pipeload._plan import Plan
     from pipeload._stats import Stats
@@ -38,6 +42,8 @@ __all__ = [
     "handle",
     "plan",
     "smallest_limit",
+    "streaming",
+    "wrap",
 ]
 
 # Loaded when first asked for: importing pipeload imports neither torch nor transformers.
@@ -49,6 +55,8 @@ _HOMES = {
     "handle": "pipeload._api",
     "plan": "pipeload._api",
     "smallest_limit": "pipeload._api",
+    "streaming": "pipeload._api",
+    "wrap": "pipeload._api",
 }
 
 
@@ -78,3 +86,23 @@ def _import_torch() -> None:
 
 def __dir__() -> list[str]:
     return sorted(__all__)
+
+
+def load_ipython_extension(shell: Any) -> None:
+    """`%load_ext pipeload` in a notebook: adds `%pipeload 4GB`."""
+    _import_torch()
+    from pipeload import _notebook
+
+    _notebook.load(shell)
+
+
+def unload_ipython_extension(shell: Any) -> None:
+    """`%unload_ext pipeload`."""
+    from pipeload import _notebook
+
+    _notebook.unload(shell)
+
+
+# "auto" is what the variable says; it is read, and refused if it means nothing, when a model loads.
+if os.environ.get("PIPELOAD_MEMORY_LIMIT"):
+    _everywhere.stream_when_imported("auto")

@@ -1,6 +1,25 @@
-"""`python -m pipeload run ...` is `pipeload run ...`."""
+"""`python -m pipeload script.py ...` streams a script's models; with a command, `pipeload ...`."""
 
-from pipeload.cli import main
+from __future__ import annotations
+
+import os
+import sys
+
+
+def main() -> None:
+    """Choose by what was typed first: one of the commands, or a script and options before it."""
+    # As for the commands: OpenMP looks at this once, when torch is imported.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    from pipeload import cli
+
+    words = sys.argv[1:]
+    if not words or words[0] in {*cli.command_names(), "-h", "--help", "--version"}:
+        cli.main()
+    else:
+        from pipeload._run_script import run
+
+        run(words)
+
 
 if __name__ == "__main__":
     main()

@@ -1,45 +1,35 @@
-"""from_pretrained, plan and handle: where the checkpoint's tower and the model's tower meet."""
+"""The functions of `pipeload`: where the checkpoint's tower and the model's tower meet."""
 
 from __future__ import annotations
 
-import os
-import warnings
-from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+import contextlib
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import transformers
 
-from pipeload import _transformers
 from pipeload._accountant import ACCOUNTANT
-from pipeload._assembly import Assembly
-from pipeload._build import Build, Options, make_plan
-from pipeload._checkpoint import check_folder
 from pipeload._handle import Handle
-from pipeload._memory import keep_few_kernels, parse_limit, return_freed_memory
+from pipeload._loading import Loading, check_source, plan_pending
 from pipeload._pass_needs import PassNeeds
-from pipeload._probe import probe_usage
-from pipeload._reader import IO_MODES
-from pipeload._reserve import PassHint, reserve_bytes
-from pipeload._sites import Divider
+from pipeload._request import make_request
+from pipeload._transformers import (
+    current_intercept,
+    intercept_everywhere,
+    intercept_loading,
+    peek,
+)
+from pipeload._wrap import wrap as wrap_model
 from pipeload.errors import MemoryLimitError, OptionError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    import os
+    from collections.abc import Iterator
 
     from torch import nn
 
     from pipeload._plan import Plan
 
-_MAX_READERS = 64
-_FEW_CORES = 4
-_PRESSURES = ("off", "auto")
-
-
-class _Planned(Exception):  # noqa: N818 - carries a result out of the library's loader
-    def __init__(self, plan: Plan) -> None:
-        super().__init__()
-        self.plan = plan
+_Model = TypeVar("_Model", bound="nn.Module")
 
 
 def from_pretrained(
@@ -61,8 +51,9 @@ def from_pretrained(
         *args: passed on to the library's `from_pretrained`.
         memory_limit: what the whole process may hold while the model runs: bytes, "4GB" (10^9),
             "4GiB", or "50%" of the least of control group, available and physical memory. "auto"
-            takes nine tenths of that, or the limit of a model that streams in this process already:
-            all share one.
+            is the limit of the `streaming` context that this is called in, or of a model that
+            streams in this process already (all share one), or what the environment variable
+            PIPELOAD_MEMORY_LIMIT says; else nine tenths of that least.
         tokens: longest sequence (prompt and answer, in tokens) to keep memory free for. Longer ones
             run as well, with fewer weights resident, as long as they fit at all.
         batch: sequences at once to keep memory free for.
@@ -87,29 +78,144 @@ def from_pretrained(
         OptionError: an option means nothing.
         ReadError: the disk failed.
     """
-    options = _options(memory_limit, tokens, batch, io_mode, readers, disk_rate=None)
-    if pressure not in _PRESSURES:
-        raise OptionError(f"pressure={pressure!r} is unknown. Choose one of 'off', 'auto'.")
-    ACCOUNTANT.check_limit(options.memory_limit)
-    _check_folder(pretrained, kwargs)
-    _advise_openmp()
-    built: list[Assembly] = []
-
-    def stream(pending: _transformers.PendingLoad) -> Any:
-        needs = PassNeeds(pending.model, pending.model.config)
-        hint = PassHint(tokens, batch)
-        build = _plan_beside_others(partial(_plan, pending, needs, hint, options))
-        built.append(Assembly(pending, build, needs, hint, pressure=pressure == "auto"))
-        return pending.load_rest(build.parts.taken)
-
-    with _transformers.take_over_loading(stream):
+    request = make_request(
+        memory_limit,
+        tokens=tokens,
+        batch=batch,
+        io_mode=io_mode,
+        readers=readers,
+        pressure=pressure,
+        enclosing=_enclosing_limit(),
+    )
+    passed_on = check_source(pretrained, kwargs)
+    loading = Loading(request, lenient=False)
+    with intercept_loading(loading):
         result = (auto_class or transformers.AutoModelForCausalLM).from_pretrained(
-            pretrained, *args, **kwargs
+            pretrained, *args, **passed_on
         )
-    if not built:
+    if not loading.loaded:
         raise _nothing_loaded(pretrained, auto_class)
-    built[0].finish(result[0] if isinstance(result, tuple) else result)
     return result
+
+
+def wrap(
+    model: _Model,
+    memory_limit: int | str = "auto",
+    *,
+    tokens: int = 256,
+    batch: int = 1,
+    io_mode: str = "auto",
+    readers: int | None = None,
+    pressure: str = "off",
+    checkpoint: str | os.PathLike[str] | None = None,
+    spill_dir: str | os.PathLike[str] | None = None,
+    **kwargs: Any,
+) -> _Model:
+    """Stream a model that plain `from_pretrained` made, used or not; its memory is given back.
+
+    Its weights are compared with the checkpoint's (not read where they are still a mapping of it);
+    adapters and whatever else the checkpoint knows nothing of stays in memory.
+    `pipeload.handle(model).remove()` undoes it.
+
+    Args:
+        model: a transformers model on the CPU, or one that holds such a model, as PEFT's do; or a
+            model on the meta device, with `checkpoint`.
+        memory_limit: as for `from_pretrained`.
+        tokens: as for `from_pretrained`.
+        batch: as for `from_pretrained`.
+        io_mode: as for `from_pretrained`.
+        readers: as for `from_pretrained`.
+        pressure: as for `from_pretrained`.
+        checkpoint: a folder or a hub id; where the model says it is from when None.
+        spill_dir: a folder in which weights that are not the checkpoint's are written, to be
+            streamed from there. The file goes when the handle is removed or the model is gone.
+        **kwargs: what the library's `from_pretrained` needs to find the checkpoint: `revision`,
+            `subfolder`, `variant`, `cache_dir`, `token`, `key_mapping` and the like.
+
+    Returns:
+        `model` itself.
+
+    Raises:
+        CheckpointError: a weight is not the checkpoint's (names the first), or there is none.
+        MemoryLimitError: as for `from_pretrained`; nothing has changed then.
+        UnsupportedModelError: it cannot be streamed exactly.
+        OptionError: an option means nothing, or the model is not on the CPU, or streamed already.
+        ReadError: the disk failed.
+    """
+    request = make_request(
+        memory_limit,
+        tokens=tokens,
+        batch=batch,
+        io_mode=io_mode,
+        readers=readers,
+        pressure=pressure,
+        enclosing=_enclosing_limit(),
+    )
+    wrap_model(model, request, checkpoint, spill_dir, kwargs)
+    return model
+
+
+@contextlib.contextmanager
+def streaming(
+    memory_limit: int | str = "auto",
+    *,
+    tokens: int = 256,
+    batch: int = 1,
+    io_mode: str = "auto",
+    readers: int | None = None,
+    pressure: str = "off",
+) -> Iterator[None]:
+    """Inside, every `from_pretrained` of every model class is streamed: scripts need no change.
+
+    It holds for the code that runs inside, also for a `pipeline("...", model="id")`; the innermost
+    one counts. A thread that is started inside has a context of its own, in which models are loaded
+    plainly unless it runs in a copy of this one (`contextvars.copy_context().run`, as
+    `asyncio.to_thread` does). Also a decorator. A model that has nothing to stream is loaded
+    plainly if it fits the limit.
+
+    Args:
+        memory_limit: as for `from_pretrained`.
+        tokens: as for `from_pretrained`.
+        batch: as for `from_pretrained`.
+        io_mode: as for `from_pretrained`.
+        readers: as for `from_pretrained`.
+        pressure: as for `from_pretrained`.
+
+    Raises:
+        OptionError: an option means nothing.
+    """
+    request = make_request(
+        memory_limit,
+        tokens=tokens,
+        batch=batch,
+        io_mode=io_mode,
+        readers=readers,
+        pressure=pressure,
+        enclosing=_enclosing_limit(),
+    )
+    with intercept_loading(Loading(request, lenient=True)):
+        yield
+
+
+def stream_everywhere(memory_limit: int | str | None, **options: Any) -> None:
+    """Like `streaming`, for all threads, until it is called with None.
+
+    Args:
+        memory_limit: as for `from_pretrained`, and from now on that of models which stream already;
+            None ends it.
+        **options: as for `streaming`.
+
+    Raises:
+        MemoryLimitError: models that stream already need more; nothing changes.
+        OptionError: an option means nothing; nothing changes.
+    """
+    if memory_limit is None:
+        intercept_everywhere(None)
+        return
+    request = make_request(memory_limit, **options)
+    if ACCOUNTANT.clients:
+        ACCOUNTANT.set_limit(request.options.memory_limit)
+    intercept_everywhere(Loading(request, lenient=True))
 
 
 def plan(
@@ -144,21 +250,22 @@ def plan(
         UnsupportedModelError: as for `from_pretrained`.
         OptionError: as for `from_pretrained`.
     """
-    options = _options(memory_limit, tokens, batch, io_mode, readers, disk_rate=disk_rate)
-    _check_folder(pretrained, kwargs)
-
-    def stop(pending: _transformers.PendingLoad) -> Any:
-        needs = PassNeeds(pending.model, pending.model.config)
-        raise _Planned(_plan(pending, needs, PassHint(tokens, batch), options).plan)
-
-    try:
-        with _transformers.take_over_loading(stop):
-            (auto_class or transformers.AutoModelForCausalLM).from_pretrained(
-                pretrained, *args, **kwargs
-            )
-    except _Planned as planned:
-        return planned.plan
-    raise _nothing_loaded(pretrained, auto_class)
+    request = make_request(
+        memory_limit,
+        tokens=tokens,
+        batch=batch,
+        io_mode=io_mode,
+        readers=readers,
+        disk_rate=disk_rate,
+        enclosing=_enclosing_limit(),
+    )
+    passed_on = check_source(pretrained, kwargs)
+    auto = auto_class or transformers.AutoModelForCausalLM
+    pending = peek(lambda: auto.from_pretrained(pretrained, *args, **passed_on))
+    if pending is None:
+        raise _nothing_loaded(pretrained, auto_class)
+    needs = PassNeeds(pending.model, pending.model.config)
+    return plan_pending(pending, needs, request).plan
 
 
 def smallest_limit(
@@ -200,7 +307,8 @@ def handle(model: nn.Module) -> Handle:
         if isinstance(found, Handle):
             return found
     raise OptionError(
-        f"{type(model).__name__} is not streamed: load it with pipeload.from_pretrained."
+        f"{type(model).__name__} is not streamed: load it with pipeload.from_pretrained, or pass "
+        "it to pipeload.wrap."
     )
 
 
@@ -212,102 +320,6 @@ def _nothing_loaded(pretrained: object, auto_class: type[Any] | None) -> OptionE
     )
 
 
-def _plan_beside_others(make: Callable[[], Build]) -> Build:
-    """A plan for a model that is really to be loaded: others give back what is over their share."""
-    for _ in range(2):  # first what it cannot do without, then its share of the rest
-        if not ACCOUNTANT.clients:
-            break
-        try:
-            build = make()
-            wants = build.residency.smallest, build.residency.everything
-            given = ACCOUNTANT.make_room(wants, build.plan.resident - build.plan.pinned_bytes)
-        except MemoryLimitError as error:
-            short = error.smallest_limit - error.limit
-            given = ACCOUNTANT.make_room((short, short), 0)
-        if not given:
-            break
-    return make()
-
-
-def _plan(
-    pending: _transformers.PendingLoad, needs: PassNeeds, hint: PassHint, options: Options
-) -> Build:
-    return_freed_memory()
-    keep_few_kernels()
-    model = pending.model
-    divider = Divider(model, pending.weights(), model.all_tied_weights_keys or {})
-    reserve = reserve_bytes(needs, hint, options.memory_limit)
-
-    def touched() -> frozenset[str] | None:
-        usage = probe_usage(model)
-        if usage is None:
-            return None
-        ran = frozenset(usage.executed)
-        # Nothing was learnt about modules that did not run.
-        idle = (n for n, _ in model.named_parameters() if n.rpartition(".")[0] not in ran)
-        return usage.touched_outside.union(idle)
-
-    return make_plan(divider, touched, pending.checkpoint.files, reserve, options)
-
-
-def _options(
-    memory_limit: int | str,
-    tokens: int,
-    batch: int,
-    io_mode: str,
-    readers: int | None,
-    *,
-    disk_rate: float | None,
-) -> Options:
-    for name, value in (("tokens", tokens), ("batch", batch)):
-        if not _is_whole(value) or value < 1:
-            raise OptionError(f"{name}={value!r} must be a whole number of at least 1.")
-    if readers is not None and not (_is_whole(readers) and 1 <= readers <= _MAX_READERS):
-        raise OptionError(
-            f"readers={readers!r} must be a whole number from 1 to {_MAX_READERS}, or None."
-        )
-    if io_mode not in IO_MODES:
-        raise OptionError(f"io_mode={io_mode!r} is unknown. Choose one of {', '.join(IO_MODES)}.")
-    shared = ACCOUNTANT.limit if memory_limit == "auto" and ACCOUNTANT.clients else None
-    return Options(shared or parse_limit(memory_limit), io_mode, readers, disk_rate)
-
-
-def _is_whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _check_folder(pretrained: str | os.PathLike[str], kwargs: Mapping[str, Any]) -> None:
-    """Look at a local folder first; hub ids are the library's to resolve."""
-    if pretrained is None or kwargs.get("state_dict") is not None:
-        raise OptionError(
-            "state_dict= cannot be streamed: its weights are in memory already. Pass a checkpoint."
-        )
-    folder = Path(pretrained) / (kwargs.get("subfolder") or "")
-    if kwargs.get("gguf_file") is not None:
-        raise OptionError(
-            "gguf_file= cannot be streamed: its weights are unpacked in memory. Convert it to "
-            "safetensors."
-        )
-    if folder.is_dir():
-        check_folder(folder, variant=kwargs.get("variant"))
-
-
-_advised = False
-
-
-def _advise_openmp() -> None:
-    """Say once that OpenMP's busy waiting takes the cores that reading needs."""
-    global _advised  # noqa: PLW0603 - said once in a process
-    cores = os.cpu_count() or 1
-    if (
-        not _advised
-        and cores <= _FEW_CORES
-        and os.environ.get("OMP_WAIT_POLICY", "").lower() != "passive"
-    ):
-        _advised = True
-        warnings.warn(
-            f"on {cores} cores, OMP_WAIT_POLICY=passive in the environment makes streaming "
-            "several times faster: idle compute threads then leave the cores to the readers. "
-            "Set it before Python starts.",
-            stacklevel=3,
-        )
+def _enclosing_limit() -> int | None:
+    intercept = current_intercept()
+    return intercept.request.options.memory_limit if isinstance(intercept, Loading) else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -31,12 +31,13 @@ from pipeload._unit import Unit
 from pipeload_hooks import placeholder, set_parameter
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
+    from pathlib import Path
 
     from torch import nn
 
     from pipeload._pass_needs import PassNeeds
-    from pipeload._placement import Place
+    from pipeload._placement import Convert, Place
     from pipeload._plan import Plan
     from pipeload._reserve import PassHint
 
@@ -45,12 +46,27 @@ CHUNK_BYTES = 16 << 20
 _CPU = torch.device("cpu")
 
 
+class Source(Protocol):
+    """A model, and what fills it."""
+
+    @property
+    def model(self) -> Any:
+        """The library's model."""
+
+    @property
+    def files(self) -> Sequence[Path]:
+        """Where its weights are."""
+
+    def converter(self) -> Convert:
+        """Makes weights that are not in the files as they are."""
+
+
 class Assembly:
     """A model between the library's loader and its first pass: weights there, hooks to come."""
 
     def __init__(
         self,
-        pending: _transformers.PendingLoad,
+        source: Source,
         build: Build,
         needs: PassNeeds,
         hint: PassHint,
@@ -65,16 +81,17 @@ class Assembly:
         parts, plan = build.parts, build.plan
         self._parts = parts
         self._pressure = pressure
-        paths = pending.checkpoint.files
+        self._at_removal: list[Callable[[], None]] = []
+        paths = source.files
         files = FileSet(paths, build.stream_mode)
-        convert = pending.converter()
+        convert = source.converter()
         wholes = [site.whole for site in parts.sites if site.whole is not None]
         mapped = list(paths) if plan.io_mode == MAPPED else None
         places = Places(files, convert, wholes, mapped)
         scratch = _scratch(plan)
         pinned = places.make(lay_out(parts.pinned))
         read = run_jobs(pinned.read_jobs(CHUNK_BYTES), scratch)
-        self._filled = _set_parameters(pending.model, build, pinned)
+        self._filled = _set_parameters(source.model, build, pinned)
         prefetcher = Prefetcher(
             [_unit(build, index, places) for index in range(len(plan.units))],
             slots=_slots(build),
@@ -117,6 +134,10 @@ class Assembly:
             for table in self._parts.tables
         ]
 
+    def at_removal(self, act: Callable[[], None]) -> None:
+        """Have `act` called when the handle is removed; to be said before `finish`."""
+        self._at_removal.append(act)
+
     def finish(self, model: Any) -> None:
         """Put hooks and guards on the loaded model and give it its handle."""
         modules = _transformers.pretrained_modules(model)
@@ -128,6 +149,7 @@ class Assembly:
         self._governor.adopt = _weak_adopt(self._streamer)
         if self._pressure:
             watch(self._governor.look_around)
+        undo += self._at_removal
         handle = Handle(model, self._streamer, undo, Restorer(self._streamer, self._filled))
         object.__setattr__(model, "pipeload", handle)
 
@@ -146,7 +168,7 @@ def _weak_adopt(streamer: Streamer) -> Callable[[Plan], bool]:
 def _set_parameters(
     model: nn.Module, build: Build, pinned: Place
 ) -> Mapping[str, tuple[nn.Parameter, Weight]]:
-    """Replace every meta parameter that is ours: pinned ones by values, others by placeholders."""
+    """Fill every parameter that is ours: pinned ones with values, others with placeholders."""
     originals = dict(model.named_parameters())
     filled: dict[str, tuple[nn.Parameter, Weight]] = {}
     parts = build.parts
@@ -155,9 +177,12 @@ def _set_parameters(
         data = pinned.views.get(weight.name)
         if data is None:
             data = placeholder(weight.shape, DTYPES[weight.dtype], _CPU)
-        parameter = set_parameter(
-            model, weight.name, data, requires_grad=originals[weight.name].requires_grad
-        )
+        parameter = originals[weight.name]
+        if parameter.is_meta:
+            requires_grad = parameter.requires_grad
+            parameter = set_parameter(model, weight.name, data, requires_grad=requires_grad)
+        else:
+            parameter.data = data  # adapters may hold on to the parameter
         # The library initialises what lacks this mark.
         parameter._is_hf_initialized = True  # type: ignore[attr-defined]  # noqa: SLF001
         filled[weight.name] = (parameter, weight)

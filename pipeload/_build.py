@@ -75,6 +75,8 @@ def make_plan(
     files: Sequence[Path],
     reserve: int,
     options: Options,
+    *,
+    leaving: int = 0,
 ) -> Build:
     """Split the limit between what is there, what a pass needs, residents and buffers.
 
@@ -85,6 +87,7 @@ def make_plan(
         files: the checkpoint's.
         reserve: bytes that a pass needs beside weights.
         options: what the user asked for.
+        leaving: bytes that this process holds and will not when the model is streamed.
 
     Raises:
         MemoryLimitError: the limit is too small; says the smallest that works.
@@ -99,6 +102,7 @@ def make_plan(
     # running needs of the libraries comes back, out of the reserve.
     lower_floor()
     limit, floor = options.memory_limit, rss_bytes() + ACCOUNTANT.untouched_bytes()
+    floor -= leaving
     spent = floor + reserve
     chosen = _cheapest(coarse, limit - spent)
     if chosen is None and fine:  # whole blocks do not fit

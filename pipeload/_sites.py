@@ -29,6 +29,10 @@ CHUNKS = (64 << 20, 32 << 20, 16 << 20, 8 << 20)
 """Sizes of row ranges worth trying, in bytes."""
 
 
+class NothingToStreamError(UnsupportedModelError):
+    """A model has no repeated blocks with weights that lie in its checkpoint."""
+
+
 class Grain(NamedTuple):
     """How finely blocks and head are cut."""
 
@@ -113,7 +117,7 @@ class Divider:
         """`tied` maps names of parameters that share another one's memory to that one's.
 
         Raises:
-            UnsupportedModelError: the model has no repeated blocks with weights to stream.
+            NothingToStreamError: the model has no repeated blocks with weights to stream.
         """
         self._model = model
         self._weights = weights
@@ -127,7 +131,7 @@ class Divider:
             if streamed := _whole_groups(streamed, weights):
                 self._blocks.append((block, streamed))
         if not self._blocks:
-            raise UnsupportedModelError(
+            raise NothingToStreamError(
                 f"{type(model).__name__} has no repeated blocks whose weights lie in the "
                 "checkpoint, so there is nothing to stream. Load it without pipeload."
             )

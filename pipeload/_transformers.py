@@ -3,14 +3,17 @@
 A model is built by the library's own `from_pretrained`; only the step that fills it with weights
 (`PreTrainedModel._load_pretrained_model`) is taken over, for one call in one thread. Key names,
 dtypes, buffers, ties, initialisation of missing weights and the loading report stay the library's.
+Both methods are replaced only while somebody wants it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
@@ -31,6 +34,7 @@ from transformers.core_model_loading import (
 from pipeload._arena import DTYPE_CODES, DTYPES
 from pipeload._checkpoint import Checkpoint, TensorEntry, open_checkpoint
 from pipeload._layout import Conversion, Weight
+from pipeload._loading_args import check_devices
 from pipeload.errors import CheckpointError, OptionError, UnsupportedModelError
 
 if TYPE_CHECKING:
@@ -40,10 +44,12 @@ if TYPE_CHECKING:
     from pipeload._placement import Convert
 
 _Loader = Callable[..., tuple[Any, Any]]
-_ORIGINAL: _Loader = PreTrainedModel._load_pretrained_model
-_patch_lock = threading.Lock()
-_patch_users = 0
+Intercept = Callable[..., Any]
+"""Called with the library's `from_pretrained`, bound to a class, and what that was called with."""
 _thread = threading.local()
+_scoped: ContextVar[Intercept | None] = ContextVar("pipeload_intercept", default=None)
+_everywhere: Intercept | None = None
+_everywhere_lock = threading.Lock()
 
 
 @dataclass(slots=True)
@@ -64,6 +70,15 @@ class PendingLoad:
         self._config = config
         self._mapping = deepcopy(config.weight_mapping or [])  # some renamings keep state
         self._recipes = self._match_keys()
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """The checkpoint's."""
+        return self.checkpoint.files
+
+    def into(self, model: PreTrainedModel) -> PendingLoad:
+        """The same for another model of the same shape."""
+        return PendingLoad(model, self.checkpoint, self._config)
 
     def weights(self) -> dict[str, Weight]:
         """Every parameter that is read, cast or converted from the file alone, by name.
@@ -102,6 +117,10 @@ class PendingLoad:
         used = [original for original, copy in pairs if original.was_used() or copy.was_used()]
         object.__setattr__(self.model, "_weight_conversions", used)
         return info
+
+    def finish(self, info: Any) -> None:
+        """Have the library initialise what `load_rest` has not loaded, as it does for its own."""
+        type(self.model)._finalize_model_loading(self.model, self._config, info)
 
     def converter(self) -> Convert:
         """The library's operations as a function; holds the model weakly."""
@@ -190,24 +209,120 @@ def take_over_loading(stream: Callable[[PendingLoad], Any]) -> Iterator[None]:
 
     `stream` must fill or replace every parameter and return the library's loading report.
     """
-    global _patch_users  # noqa: PLW0603 - counts the threads inside, under the lock
-    with _patch_lock:
-        _patch_users += 1
-        _install(_load)
-    _thread.pending = stream
+    with _LOAD:
+        _thread.pending = stream
+        try:
+            yield
+        finally:
+            _thread.pending = None
+
+
+class _Found(Exception):  # noqa: N818 - carries a result out of the library's loader
+    def __init__(self, pending: PendingLoad) -> None:
+        super().__init__()
+        self.pending = pending
+
+
+def peek(load: Callable[[], object]) -> PendingLoad | None:
+    """What `load`'s `from_pretrained` was about to fill with weights; None if it loads none.
+
+    Whoever may answer for it is not asked. No weights are read.
+    """
+
+    def stop(pending: PendingLoad) -> Any:
+        raise _Found(pending)
+
     try:
-        yield
-    finally:
-        _thread.pending = None
-        with _patch_lock:
-            _patch_users -= 1
-            if not _patch_users:
-                _install(_ORIGINAL)
+        with intercept_loading(plainly), take_over_loading(stop):
+            load()
+    except _Found as found:
+        return found.pending
+    return None
 
 
-def _install(loader: _Loader) -> None:
-    # Not an assignment: to a type checker a method is not a variable.
-    setattr(PreTrainedModel, "_load_pretrained_model", staticmethod(loader))  # noqa: B010
+@contextlib.contextmanager
+def intercept_loading(intercept: Intercept) -> Iterator[None]:
+    """Inside, in this context, every `from_pretrained` of every class is `intercept`'s to answer.
+
+    It is called with the library's own function, bound to the class, and what that was called with.
+    Models that one loads while it is loaded are left to the library.
+    """
+    with _FROM_PRETRAINED:
+        before = _scoped.get()
+        _scoped.set(intercept)
+        try:
+            yield
+        finally:
+            # Not `reset`: a notebook leaves a context in another one than it entered it in.
+            _scoped.set(before)
+
+
+def intercept_everywhere(intercept: Intercept | None) -> None:
+    """The same in all threads, wherever `intercept_loading` says nothing, until it is None."""
+    global _everywhere  # noqa: PLW0603 - what it is for
+    with _everywhere_lock:
+        if intercept is not None and _everywhere is None:
+            _FROM_PRETRAINED.install()
+        elif intercept is None and _everywhere is not None:
+            _FROM_PRETRAINED.uninstall()
+        _everywhere = intercept
+
+
+def current_intercept() -> Intercept | None:
+    """Who would answer a `from_pretrained` that is called here and now."""
+    return _scoped.get() or _everywhere
+
+
+def plainly(load: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """An `Intercept` that leaves it to the library."""
+    return load(*args, **kwargs)
+
+
+class _Patch:
+    """A method of `PreTrainedModel` that is another one while anybody needs it to be."""
+
+    def __init__(self, name: str, replacement: Any) -> None:
+        self._name, self._replacement = name, replacement
+        self._lock = threading.Lock()
+        self._users = 0
+        self.original: Any = PreTrainedModel.__dict__[name]
+        """What it was when it was replaced last: a classmethod or staticmethod."""
+
+    def install(self) -> None:
+        """Needed by one more."""
+        with self._lock:
+            self._users += 1
+            if self._users == 1 and not self._installed:
+                self.original = PreTrainedModel.__dict__[self._name]
+                setattr(PreTrainedModel, self._name, self._replacement)
+
+    def uninstall(self) -> None:
+        """Needed by one less."""
+        with self._lock:
+            self._users -= 1
+            # What somebody else has put there since stays; it calls ours, which then does nothing.
+            if not self._users and self._installed:
+                setattr(PreTrainedModel, self._name, self.original)
+
+    @property
+    def _installed(self) -> bool:
+        return PreTrainedModel.__dict__[self._name] is self._replacement
+
+    def __enter__(self) -> None:
+        self.install()
+
+    def __exit__(self, *_: object) -> None:
+        self.uninstall()
+
+
+@functools.wraps(PreTrainedModel.from_pretrained.__func__)  # type: ignore[attr-defined]
+def _from_pretrained(cls: type[PreTrainedModel], *args: Any, **kwargs: Any) -> Any:
+    load = partial(_FROM_PRETRAINED.original.__func__, cls)
+    intercept = current_intercept()
+    if intercept is None:
+        return load(*args, **kwargs)
+    with intercept_loading(plainly):
+        return intercept(load, *args, **kwargs)
 
 
 def _load(
@@ -219,18 +334,23 @@ def _load(
 ) -> tuple[Any, Any]:
     stream = getattr(_thread, "pending", None)
     if stream is None:
-        return _ORIGINAL(model, state_dict, checkpoint_files, load_config, expected_keys)
+        load: _Loader = _LOAD.original.__func__
+        return load(model, state_dict, checkpoint_files, load_config, expected_keys)
     _thread.pending = None  # one shot: models that this one loads inside are plain
     if state_dict is not None or not checkpoint_files:
         raise OptionError(
             "state_dict= cannot be streamed: its weights are in memory already. Pass a checkpoint."
         )
     _refuse_quantised(load_config)
-    _refuse_devices(load_config.device_map)
+    check_devices("device_map", load_config.device_map or {})
     _refuse_pickled(checkpoint_files)
     index = (load_config.sharded_metadata or {}).get("weight_map")
     checkpoint = open_checkpoint([Path(file) for file in checkpoint_files], index)
     return stream(PendingLoad(model, checkpoint, load_config)), None
+
+
+_LOAD = _Patch("_load_pretrained_model", staticmethod(_load))
+_FROM_PRETRAINED = _Patch("from_pretrained", classmethod(_from_pretrained))
 
 
 def _refuse_quantised(load_config: Any) -> None:
@@ -239,15 +359,6 @@ def _refuse_quantised(load_config: Any) -> None:
         raise UnsupportedModelError(
             f"checkpoints quantised by {str(getattr(method, 'value', method))!r} cannot be "
             "streamed by this version. Use the model's float checkpoint (bf16, fp16 or fp32)."
-        )
-
-
-def _refuse_devices(device_map: Mapping[str, Any] | None) -> None:
-    others = {str(device) for device in (device_map or {}).values()} - {"cpu"}
-    if others:
-        raise OptionError(
-            f"device_map puts modules on {', '.join(sorted(others))}; pipeload places weights "
-            "itself and streams to the CPU. Leave device_map out."
         )
 
 

@@ -262,6 +262,12 @@ def _read_prompt(prompt: str) -> str:
     return text
 
 
+def command_names() -> list[str]:
+    """What can be typed after `pipeload`."""
+    callbacks = (command.callback for command in app.registered_commands)
+    return [callback.__name__ for callback in callbacks if callback is not None]
+
+
 def main() -> None:
     """Entry of the `pipeload` command."""
     try:

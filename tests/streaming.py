@@ -11,7 +11,7 @@ from unittest import mock
 import torch
 
 import pipeload
-from pipeload import _api, _build
+from pipeload import _build, _loading
 from pipeload._accountant import ACCOUNTANT
 from pipeload._reader import FileSet
 from pipeload._unit import UnitState
@@ -47,7 +47,7 @@ def steady_floor(*, modules: bool = False) -> Iterator[None]:
         mock.patch.object(_build, "SMALLEST_SLACK_BYTES", 0),
         contextlib.nullcontext()
         if modules
-        else mock.patch.object(_api, "probe_usage", return_value=None),
+        else mock.patch.object(_loading, "probe_usage", return_value=None),
     ):
         yield
 

@@ -15,7 +15,7 @@ from pipeload import errors
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-NOT_OURS = {"TYPE_CHECKING", "annotations"}
+NOT_OURS = {"TYPE_CHECKING", "annotations", "load_ipython_extension", "unload_ipython_extension"}
 PUBLIC = {name: getattr(pipeload, name) for name in pipeload.__all__}
 CLASSES = [value for value in PUBLIC.values() if inspect.isclass(value)]
 FUNCTIONS = [value for value in PUBLIC.values() if inspect.isfunction(value)]

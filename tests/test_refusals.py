@@ -193,7 +193,7 @@ def test_a_pickled_checkpoint(folder: Path, tmp_path: Path) -> None:
 REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "gguf": ({"gguf_file": "model.gguf"}, OptionError, "gguf_file= cannot be streamed"),
     "state_dict": ({"state_dict": {"x": torch.ones(1)}}, OptionError, "state_dict= cannot be"),
-    "disk": ({"device_map": {"": "disk"}}, OptionError, "device_map puts modules on disk"),
+    "cuda": ({"device_map": {"": "cuda"}}, OptionError, "device_map puts modules on cuda"),
     "meta": ({"device_map": {"": "meta"}}, OptionError, "device_map puts modules on meta"),
     "tokens": ({"tokens": 0}, OptionError, "tokens=0 must be a whole number"),
     "tokens kind": ({"tokens": 2.5}, OptionError, r"tokens=2\.5 must be a whole number"),

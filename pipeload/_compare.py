@@ -1,0 +1,102 @@
+"""Whether the weights of a model in memory are those of its checkpoint, to the bit."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from pipeload._arena import DTYPES
+from pipeload._mappings import mappings_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+    from pathlib import Path
+
+    from pipeload._checkpoint import TensorEntry
+    from pipeload._layout import Weight
+    from pipeload._placement import Convert
+
+_CHUNK_BYTES = 16 << 20
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def differing(
+    weights: Mapping[str, Weight],
+    live: Mapping[str, torch.Tensor],
+    convert: Convert,
+    files: Sequence[Path],
+) -> Iterator[str]:
+    """Names of those `live` tensors that are not what `weights` reads from `files`, one by one.
+
+    A tensor that is still a mapping of its file is not read: see
+    [Note: what tells that a mapped weight is unchanged].
+    """
+    mappings = mappings_of(files)
+    groups: dict[str, list[Weight]] = {}
+    for name, weight in weights.items():
+        tensor, source = live[name], weight.sources[0]
+        if weight.group is not None:
+            groups.setdefault(weight.group, []).append(weight)
+        elif weight.shape != tuple(source.shape):
+            yield name
+        elif weight.raw and tensor.is_contiguous():
+            address = tensor.data_ptr()
+            mapped = any(m.holds(address, source.file, source.start) for m in mappings)
+            if not mapped and not _equal(source, tensor):
+                yield name
+        elif not _equal(source, tensor):
+            yield name
+    for group in groups.values():
+        yield from _differing_of_group(group, live, convert)
+
+
+def _differing_of_group(
+    group: Sequence[Weight], live: Mapping[str, torch.Tensor], convert: Convert
+) -> Iterator[str]:
+    from pipeload._layout import lay_out
+
+    (conversion,) = lay_out(group).conversions
+    stored = {entry.name: read_whole(entry) for entry, _ in conversion.sources}
+    made = convert(conversion, stored)
+    for weight in group:
+        if not _same_bits(made[weight.name], live[weight.name]):
+            yield weight.name
+
+
+def read_whole(entry: TensorEntry) -> torch.Tensor:
+    """A stored tensor, in memory of its own."""
+    with entry.file.open("rb") as file:
+        file.seek(entry.start)
+        data = bytearray(file.read(entry.nbytes))
+    return torch.frombuffer(data, dtype=DTYPES[entry.dtype]).view(entry.shape)
+
+
+def _equal(source: TensorEntry, tensor: torch.Tensor) -> bool:
+    """Compare piece by piece: neither the file nor the tensor is held twice."""
+    dtype = DTYPES[source.dtype]
+    flat = tensor.detach().reshape(-1)
+    step = _CHUNK_BYTES // dtype.itemsize
+    buffer = bytearray(min(_CHUNK_BYTES, source.nbytes))
+    with source.file.open("rb", buffering=0) as file:
+        file.seek(source.start)
+        for first in range(0, flat.numel(), step):
+            part = flat[first : first + step]
+            wanted = part.numel() * dtype.itemsize
+            view, got = memoryview(buffer)[:wanted], 0
+            while got < wanted and (count := file.readinto(view[got:])):
+                got += count
+            stored = torch.frombuffer(buffer, dtype=dtype, count=part.numel())
+            if got < wanted or not _same_bits(stored.to(part.dtype), part):
+                return False
+    return True
+
+
+def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Equal, and NaN equals itself."""
+    if one.dtype != other.dtype or one.shape != other.shape:
+        return False
+    bits = _BITS.get(one.dtype.itemsize)
+    if bits is None:
+        return torch.equal(one, other)
+    return torch.equal(one.contiguous().view(bits), other.detach().contiguous().view(bits))

@@ -1,0 +1,205 @@
+"""Answers a `from_pretrained`: the library builds the model, its weights are streamed."""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pipeload import _loading_args, _transformers
+from pipeload._accountant import ACCOUNTANT
+from pipeload._assembly import Assembly
+from pipeload._build import make_plan
+from pipeload._checkpoint import check_folder
+from pipeload._memory import keep_few_kernels, return_freed_memory, rss_bytes
+from pipeload._pass_needs import PassNeeds
+from pipeload._probe import probe_usage
+from pipeload._reserve import reserve_bytes
+from pipeload._sites import Divider, NothingToStreamError
+from pipeload._sizes import format_size
+from pipeload.errors import MemoryLimitError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from torch import nn
+
+    from pipeload._build import Build
+    from pipeload._layout import Weight
+    from pipeload._request import Request
+
+_FEW_CORES = 4
+_log = logging.getLogger("pipeload")
+
+
+class Loading:
+    """An `Intercept` that streams every model it is asked for."""
+
+    def __init__(self, request: Request, *, lenient: bool) -> None:
+        """`lenient`: a model that has nothing to stream is loaded plainly, if it fits the limit."""
+        self.request = request
+        self._lenient = lenient
+        self.loaded = False
+        """Whether any model was loaded."""
+
+    def __call__(
+        self,
+        load: Callable[..., Any],
+        pretrained_model_name_or_path: str | os.PathLike[str] | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """Load one model, streamed. `load` is the library's own function."""
+        ACCOUNTANT.check_limit(self.request.options.memory_limit)
+        passed_on = check_source(pretrained_model_name_or_path, kwargs)
+        advise_openmp()
+        built: list[Assembly] = []
+
+        def stream(pending: _transformers.PendingLoad) -> Any:
+            self.loaded = True
+            needs = PassNeeds(pending.model, pending.model.config)
+            try:
+                build = plan_beside_others(partial(plan_pending, pending, needs, self.request))
+            except NothingToStreamError as error:
+                return self._load_plainly(pending, error)
+            pressure = self.request.pressure
+            built.append(Assembly(pending, build, needs, self.request.hint, pressure=pressure))
+            return pending.load_rest(build.parts.taken)
+
+        with _transformers.take_over_loading(stream):
+            result = load(pretrained_model_name_or_path, *args, **passed_on)
+        for assembly in built:
+            assembly.finish(result[0] if isinstance(result, tuple) else result)
+        return result
+
+    def _load_plainly(self, pending: _transformers.PendingLoad, error: NothingToStreamError) -> Any:
+        if not self._lenient:
+            raise error
+        name = type(pending.model).__name__
+        nbytes = sum(p.numel() * p.element_size() for p in pending.model.parameters())
+        limit, held = self.request.options.memory_limit, rss_bytes()
+        if held + nbytes > limit:
+            raise MemoryLimitError(
+                f"{name} has nothing that could be streamed, and takes {format_size(nbytes)} "
+                f"beside {format_size(held)} in use, over the limit of {limit} bytes. Set at least "
+                f"{held + nbytes} bytes.",
+                limit=limit,
+                smallest_limit=held + nbytes,
+            ) from error
+        _log.info("%s has nothing that could be streamed: loaded as a whole", name)
+        return pending.load_rest(())
+
+
+def check_source(
+    pretrained: str | os.PathLike[str] | None, kwargs: Mapping[str, Any]
+) -> dict[str, Any]:
+    """What is handed to the library. Looks at a local folder; hub ids are the library's to resolve.
+
+    Raises:
+        CheckpointError: weights are missing, malformed or pickled.
+        OptionError: an argument means nothing here.
+        UnsupportedModelError: weights are to be quantised.
+    """
+    if pretrained is None:
+        kwargs = {"state_dict": {}, **kwargs}
+    passed_on = _loading_args.adapt(kwargs)
+    assert pretrained is not None  # noqa: S101 - refused with the state dict
+    folder = Path(pretrained) / (kwargs.get("subfolder") or "")
+    if folder.is_dir():
+        check_folder(folder, variant=kwargs.get("variant"))
+    return passed_on
+
+
+def plan_beside_others(make: Callable[[], Build]) -> Build:
+    """A plan for a model that is really to be loaded: others give back what is over their share."""
+    for _ in range(2):  # first what it cannot do without, then its share of the rest
+        if not ACCOUNTANT.clients:
+            break
+        try:
+            build = make()
+            wants = build.residency.smallest, build.residency.everything
+            given = ACCOUNTANT.make_room(wants, build.plan.resident - build.plan.pinned_bytes)
+        except MemoryLimitError as error:
+            short = error.smallest_limit - error.limit
+            given = ACCOUNTANT.make_room((short, short), 0)
+        if not given:
+            break
+    return make()
+
+
+def plan_pending(pending: _transformers.PendingLoad, needs: PassNeeds, request: Request) -> Build:
+    """Plan a model that is on the meta device."""
+    model = pending.model
+    tied = model.all_tied_weights_keys or {}
+    return plan_model(
+        model, pending.weights(), tied, model, pending.files, needs=needs, request=request
+    )
+
+
+def plan_model(
+    model: nn.Module,
+    weights: Mapping[str, Weight],
+    tied: Mapping[str, str],
+    probed: nn.Module | None,
+    files: Sequence[Path],
+    *,
+    needs: PassNeeds,
+    request: Request,
+    leaving: int = 0,
+) -> Build:
+    """Plan a model.
+
+    Args:
+        model: it.
+        weights: what can be read of it, by name.
+        tied: names of parameters that share another one's memory, and that one's.
+        probed: the same on the meta device, None if there is no such thing.
+        files: the checkpoint's.
+        needs: of its passes.
+        request: what the user asked for.
+        leaving: bytes that this process holds and will not when the model is streamed.
+
+    Raises:
+        MemoryLimitError: the limit is too small; says the smallest that works.
+        UnsupportedModelError: there is nothing to stream.
+        OptionError: the files refuse the way of reading that was asked for.
+    """
+    return_freed_memory()
+    keep_few_kernels()
+    divider = Divider(model, weights, tied)
+    reserve = reserve_bytes(needs, request.hint, request.options.memory_limit)
+
+    def touched() -> frozenset[str] | None:
+        usage = probe_usage(probed) if probed is not None else None
+        if usage is None:
+            return None
+        ran = frozenset(usage.executed)
+        # Nothing was learnt about modules that did not run.
+        idle = (n for n, _ in model.named_parameters() if n.rpartition(".")[0] not in ran)
+        return usage.touched_outside.union(idle)
+
+    return make_plan(divider, touched, files, reserve, request.options, leaving=leaving)
+
+
+_advised = False
+
+
+def advise_openmp() -> None:
+    """Say once that OpenMP's busy waiting takes the cores that reading needs."""
+    global _advised  # noqa: PLW0603 - said once in a process
+    cores = os.cpu_count() or 1
+    if (
+        not _advised
+        and cores <= _FEW_CORES
+        and os.environ.get("OMP_WAIT_POLICY", "").lower() != "passive"
+    ):
+        _advised = True
+        warnings.warn(
+            f"on {cores} cores, OMP_WAIT_POLICY=passive in the environment makes streaming "
+            "several times faster: idle compute threads then leave the cores to the readers. "
+            "Set it before Python starts.",
+            stacklevel=4,
+        )

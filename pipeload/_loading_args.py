@@ -1,0 +1,119 @@
+"""The library's loading arguments: which are passed on, which mean something else here.
+
+Weights are placed by pipeload, so whatever places them elsewhere is either served already or cannot
+be: it is dropped, or refused in words. Everything that is not named here is passed on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from pipeload.errors import CheckpointError, OptionError, UnsupportedModelError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_STREAMED_PLACES = frozenset({"cpu", "disk"})
+_AUTOMATIC = frozenset({"auto", "balanced", "balanced_low_0", "sequential"})
+# What accelerate needs to spread a model over memory and disk. A streamed model is never spread:
+# it needs no folder, as the checkpoint is one, and `memory_limit` says how much may stay.
+_ABOUT_SPREADING = (
+    "device_map",
+    "max_memory",
+    "offload_folder",
+    "offload_buffers",
+    "offload_state_dict",
+    "low_cpu_mem_usage",
+)
+
+
+def adapt(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """What is handed to the library for what the user passed.
+
+    Raises:
+        CheckpointError: pickled weights are asked for.
+        OptionError: an argument places weights where streaming does not, or has them already.
+        UnsupportedModelError: weights are to be quantised while they are loaded.
+    """
+    for name, check in _CHECKS.items():
+        if kwargs.get(name) is not None:
+            check(name, kwargs[name])
+    dropped = {*_ABOUT_SPREADING, "load_in_4bit", "load_in_8bit"}
+    return {name: value for name, value in kwargs.items() if name not in dropped}
+
+
+def check_devices(name: str, device_map: Any) -> None:
+    """Refuse a map that puts anything elsewhere than into the CPU's memory or on disk.
+
+    Raises:
+        OptionError: it does.
+    """
+    places = device_map.values() if isinstance(device_map, Mapping) else [device_map]
+    others = {str(place) for place in places} - _STREAMED_PLACES
+    if not isinstance(device_map, Mapping):
+        others -= _AUTOMATIC
+    # cpu:0 is the CPU, and "meta" is nowhere.
+    others = {place for place in others if place.split(":")[0] != "cpu"}
+    if others:
+        raise OptionError(
+            f"{name} puts modules on {', '.join(sorted(others))}; pipeload places weights itself "
+            "and streams to the CPU. Leave device_map out, or pass 'auto' or 'cpu'."
+        )
+
+
+def _refuse_state_dict(name: str, _value: object) -> None:
+    raise OptionError(
+        f"{name}= cannot be streamed: its weights are in memory already. Pass a checkpoint."
+    )
+
+
+def _refuse_gguf(name: str, _value: object) -> None:
+    raise OptionError(
+        f"{name}= cannot be streamed: its weights are unpacked in memory. Convert it to "
+        "safetensors."
+    )
+
+
+def _refuse_parallel(name: str, value: object) -> None:
+    raise OptionError(
+        f"{name}={value!r} spreads a model over several processes, and a streamed one runs in one. "
+        "Leave it out."
+    )
+
+
+def _check_safetensors(name: str, value: object) -> None:
+    if not value:
+        raise CheckpointError(
+            f"{name}=False asks for pickled weights: loading them can run code, and they cannot be "
+            "streamed. Leave it out; if the checkpoint has no safetensors files, convert it once."
+        )
+
+
+def _check_bits(name: str, value: object) -> None:
+    if value:
+        _refuse_quantising(name, value)
+
+
+def _refuse_quantising(name: str, value: object) -> None:
+    method = getattr(value, "quant_method", None)
+    shown = str(getattr(method, "value", method)) if method is not None else repr(value)
+    raise UnsupportedModelError(
+        f"{name}={shown} quantises weights while they are loaded, which needs all of them in "
+        "memory; this version streams float checkpoints (bf16, fp16, fp32). Leave it out."
+    )
+
+
+_CHECKS: dict[str, Callable[[str, Any], None]] = {
+    "state_dict": _refuse_state_dict,
+    "gguf_file": _refuse_gguf,
+    "use_safetensors": _check_safetensors,
+    "load_in_4bit": _check_bits,
+    "load_in_8bit": _check_bits,
+    "quantization_config": _refuse_quantising,
+    "device_map": check_devices,
+    "tp_plan": _refuse_parallel,
+    "tp_size": _refuse_parallel,
+    "device_mesh": _refuse_parallel,
+    "distributed_config": _refuse_parallel,
+}

@@ -1,0 +1,90 @@
+"""What the user asked for, checked and parsed before anything is loaded."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from pipeload._accountant import ACCOUNTANT
+from pipeload._build import Options
+from pipeload._memory import parse_limit
+from pipeload._reader import IO_MODES
+from pipeload._reserve import PassHint
+from pipeload.errors import OptionError
+
+LIMIT_VARIABLE = "PIPELOAD_MEMORY_LIMIT"
+"""The environment variable that says what "auto" means."""
+_MAX_READERS = 64
+_PRESSURES = ("off", "auto")
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """How models are to be streamed."""
+
+    options: Options
+    hint: PassHint
+    pressure: bool
+
+
+def make_request(
+    memory_limit: int | str = "auto",
+    *,
+    tokens: int = 256,
+    batch: int = 1,
+    io_mode: str = "auto",
+    readers: int | None = None,
+    pressure: str = "off",
+    disk_rate: float | None = None,
+    enclosing: int | None = None,
+) -> Request:
+    """Check what was asked for.
+
+    Args:
+        memory_limit: as for `pipeload.from_pretrained`.
+        tokens: as there.
+        batch: as there.
+        io_mode: as there.
+        readers: as there.
+        pressure: as there.
+        disk_rate: bytes per second to predict with.
+        enclosing: in bytes, the limit of what this is a part of.
+
+    Raises:
+        OptionError: something means nothing.
+    """
+    for name, value in (("tokens", tokens), ("batch", batch)):
+        if not _is_whole(value) or value < 1:
+            raise OptionError(f"{name}={value!r} must be a whole number of at least 1.")
+    if readers is not None and not (_is_whole(readers) and 1 <= readers <= _MAX_READERS):
+        raise OptionError(
+            f"readers={readers!r} must be a whole number from 1 to {_MAX_READERS}, or None."
+        )
+    if io_mode not in IO_MODES:
+        raise OptionError(f"io_mode={io_mode!r} is unknown. Choose one of {', '.join(IO_MODES)}.")
+    if pressure not in _PRESSURES:
+        raise OptionError(f"pressure={pressure!r} is unknown. Choose one of 'off', 'auto'.")
+    limit = _resolve_limit(memory_limit, enclosing)
+    options = Options(limit, io_mode, readers, disk_rate)
+    return Request(options, PassHint(tokens, batch), pressure == "auto")
+
+
+def _resolve_limit(memory_limit: int | str, enclosing: int | None) -> int:
+    """Who says "auto" gets the limit that is in force already, else the environment's."""
+    if memory_limit != "auto":
+        return parse_limit(memory_limit)
+    if enclosing is not None:
+        return enclosing
+    if ACCOUNTANT.clients and ACCOUNTANT.limit:
+        return ACCOUNTANT.limit
+    named = os.environ.get(LIMIT_VARIABLE, "").strip()
+    if not named:
+        return parse_limit("auto")
+    try:
+        return parse_limit(named)
+    except OptionError as error:
+        raise OptionError(f"the environment variable {LIMIT_VARIABLE}: {error}") from None
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

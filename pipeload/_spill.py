@@ -1,0 +1,111 @@
+"""Weights that are in no checkpoint, written to a file so that they can be streamed from there."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import tempfile
+import weakref
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from pipeload._arena import DTYPE_CODES
+from pipeload._checkpoint import read_header
+from pipeload._sizes import format_size
+from pipeload.errors import OptionError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from typing import Any, BinaryIO
+
+    from pipeload._checkpoint import TensorEntry
+
+_ALIGN = 64
+_CHUNK_BYTES = 16 << 20
+
+
+class Spill:
+    """A safetensors file of our own. It goes with `remove`, or with whoever holds this."""
+
+    def __init__(self, folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Write `tensors` under a temporary name, then give the file its own, in one step.
+
+        Readable by its owner alone. Nothing is left behind when this raises.
+
+        Raises:
+            OptionError: the folder is not there, cannot be written to, or is full.
+        """
+        nbytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+        try:
+            _check_room(folder, nbytes)
+            handle, name = tempfile.mkstemp(".part", "pipeload-", folder)
+            self._remove = weakref.finalize(self, _unlink, Path(name))
+            with os.fdopen(handle, "wb") as file:
+                _write(file, tensors)
+            self.path = Path(name).with_suffix(".safetensors")
+            os.replace(name, self.path)  # noqa: PTH105 - atomic, and says so
+        except OSError as error:
+            self._discard()
+            raise OptionError(
+                f"spill_dir={str(folder)!r} cannot take {format_size(nbytes)} of weights: {error}. "
+                "Name a folder that can be written to, with that much room."
+            ) from error
+        except BaseException:
+            self._discard()
+            raise
+        self._remove.detach()
+        self._remove = weakref.finalize(self, _unlink, self.path)
+        self.entries: Mapping[str, TensorEntry] = read_header(self.path)
+
+    def remove(self) -> None:
+        """Take the file away. Who has it open or mapped goes on reading it. May be called again."""
+        self._remove()
+
+    def _discard(self) -> None:
+        finalizer = getattr(self, "_remove", None)
+        if finalizer is not None:
+            finalizer()
+
+
+def _check_room(folder: Path, nbytes: int) -> None:
+    free = shutil.disk_usage(folder).free
+    if free < nbytes:
+        raise OptionError(
+            f"spill_dir={str(folder)!r} has {format_size(free)} free, and the weights that are not "
+            f"in the checkpoint take {format_size(nbytes)}. Name another folder."
+        )
+
+
+def _unlink(path: Path) -> None:
+    with contextlib.suppress(OSError):
+        path.unlink()
+
+
+def _write(file: BinaryIO, tensors: Mapping[str, torch.Tensor]) -> None:
+    """The safetensors format: the library's writer would copy all of them in memory first."""
+    # Odd sizes last: what is before them lies as plain tensors do, on multiples of 64 bytes.
+    names = sorted(tensors, key=lambda name: (_nbytes(tensors[name]) % _ALIGN != 0, name))
+    table: dict[str, Any] = {}
+    end = 0
+    for name in names:
+        tensor = tensors[name]
+        table[name] = {
+            "dtype": DTYPE_CODES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [end, end := end + _nbytes(tensor)],
+        }
+    header = json.dumps(table, separators=(",", ":")).encode()
+    header += b" " * (-(8 + len(header)) % _ALIGN)
+    file.write(len(header).to_bytes(8, "little") + header)
+    for name in names:
+        flat = tensors[name].detach().contiguous().reshape(-1).view(torch.uint8)
+        for first in range(0, flat.numel(), _CHUNK_BYTES):
+            file.write(flat[first : first + _CHUNK_BYTES].numpy().data)
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
