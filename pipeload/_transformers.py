@@ -95,6 +95,21 @@ class PendingLoad:
                 )
         return found
 
+    def misshapen(self) -> list[str]:
+        """Names of parameters that the checkpoint has a tensor of another shape for."""
+        parameters = dict(self.model.named_parameters())
+        return [
+            name
+            for name, recipe in self._recipes.items()
+            if name in parameters
+            and recipe.converter is None
+            and recipe.sources[0][0].shape != tuple(parameters[name].shape)
+        ]
+
+    def source_of(self, name: str) -> TensorEntry:
+        """The first stored tensor that a parameter is made of."""
+        return self._recipes[name].sources[0][0]
+
     def load_rest(self, taken: Sequence[str]) -> Any:
         """Have the library load all keys but those of `taken`; returns its loading report."""
         taken_names = set(taken)
