@@ -5,12 +5,15 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
 
-from pipeload.errors import UnsupportedOperationError
+from pipeload.errors import UnsupportedModelError, UnsupportedOperationError
+
+if TYPE_CHECKING:
+    from pipeload_hooks import Companion
 
 Undo = Callable[[], None]
 _WAY_OUT = (
@@ -31,6 +34,27 @@ def install(
         # Every route to a state dict, save_pretrained's too, passes through the blocks' own.
         undo.append(block.register_state_dict_pre_hook(_refuse_state_dict).remove)
     return undo
+
+
+def guard_packed(model: nn.Module, companions: Mapping[str, Sequence[Companion]]) -> list[Undo]:
+    """Have quantised modules refuse to run while what they compute with is on disk."""
+    return [
+        model.get_submodule(name.rpartition(".")[0])
+        .register_forward_pre_hook(partial(_refuse_evicted, name, tuple(several)))
+        .remove
+        for name, several in companions.items()
+    ]
+
+
+def _refuse_evicted(
+    name: str, companions: Sequence[Companion], _module: nn.Module, _args: object
+) -> None:
+    if not all(companion.there for companion in companions):
+        raise UnsupportedModelError(
+            f"the module of the quantised weight {name!r} was called while its block was not "
+            "running, so its values are on disk. Call the model itself, or load it without "
+            "pipeload."
+        )
 
 
 def _override(module: nn.Module, name: str, make: Callable[[weakref.ref[nn.Module]], Any]) -> Undo:
