@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from safetensors import safe_open
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, core_model_loading
 from transformers.core_model_loading import (
     WeightConverter,
     WeightRenaming,
@@ -30,6 +30,7 @@ from transformers.core_model_loading import (
     dot_natural_key,
     rename_source_key,
 )
+from transformers.utils import logging as library_logging
 
 from pipeload._arena import DTYPE_CODES, DTYPES
 from pipeload._checkpoint import Checkpoint, TensorEntry, open_checkpoint
@@ -161,7 +162,8 @@ class PendingLoad:
                 opened = stack.enter_context(safe_open(file, framework="pt"))
                 kept = [key for key in opened.keys() if key not in skip]  # noqa: SIM118 - no dict
                 rest.update((key, opened.get_slice(key)) for key in kept)
-            info, _ = convert_and_load_state_dict_in_model(self.model, rest, self._config, None)
+            with _BAR:
+                info, _ = convert_and_load_state_dict_in_model(self.model, rest, self._config, None)
         info.missing_keys.difference_update(taken_names)
         parameters = {name for name, _ in self.model.named_parameters()}
         owners = tuple(name.removesuffix("weight") for name in taken_names & self.packed.keys())
@@ -341,22 +343,22 @@ def plainly(load: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 class _Patch:
-    """A method of `PreTrainedModel` that is another one while anybody needs it to be."""
+    """A name of a class or module that means something else while anybody needs it to."""
 
-    def __init__(self, name: str, replacement: Any) -> None:
-        self._name, self._replacement = name, replacement
+    def __init__(self, owner: Any, name: str, replacement: Any) -> None:
+        self._owner, self._name, self._replacement = owner, name, replacement
         self._lock = threading.Lock()
         self._users = 0
-        self.original: Any = PreTrainedModel.__dict__[name]
-        """What it was when it was replaced last: a classmethod or staticmethod."""
+        self.original: Any = vars(owner)[name]
+        """What it was when it was replaced last: of a class, a classmethod or staticmethod."""
 
     def install(self) -> None:
         """Needed by one more."""
         with self._lock:
             self._users += 1
             if self._users == 1 and not self._installed:
-                self.original = PreTrainedModel.__dict__[self._name]
-                setattr(PreTrainedModel, self._name, self._replacement)
+                self.original = vars(self._owner)[self._name]
+                setattr(self._owner, self._name, self._replacement)
 
     def uninstall(self) -> None:
         """Needed by one less."""
@@ -364,11 +366,11 @@ class _Patch:
             self._users -= 1
             # What somebody else has put there since stays; it calls ours, which then does nothing.
             if not self._users and self._installed:
-                setattr(PreTrainedModel, self._name, self.original)
+                setattr(self._owner, self._name, self.original)
 
     @property
     def _installed(self) -> bool:
-        return PreTrainedModel.__dict__[self._name] is self._replacement
+        return vars(self._owner)[self._name] is self._replacement
 
     def __enter__(self) -> None:
         self.install()
@@ -411,8 +413,19 @@ def _load(
     return stream(PendingLoad(model, checkpoint, load_config)), None
 
 
-_LOAD = _Patch("_load_pretrained_model", staticmethod(_load))
-_FROM_PRETRAINED = _Patch("from_pretrained", classmethod(_from_pretrained))
+def _bar(items: Any, *args: Any, **kwargs: Any) -> Any:
+    """The loader's progress bar, unless it has nothing to count: what is streamed comes later."""
+    return _BAR.original(items, *args, **kwargs) if items else items
+
+
+_LOAD = _Patch(PreTrainedModel, "_load_pretrained_model", staticmethod(_load))
+_FROM_PRETRAINED = _Patch(PreTrainedModel, "from_pretrained", classmethod(_from_pretrained))
+_BAR = _Patch(core_model_loading, "tqdm", _bar)
+
+
+def progress_bar(total: int, description: str, unit: str) -> Any:
+    """A bar like the library's own: in a notebook a widget; nothing where bars are switched off."""
+    return library_logging.tqdm(total=total, desc=description, unit=unit, leave=False, delay=0.5)
 
 
 def _collects_statistics(converter: WeightConverter | None) -> bool:
