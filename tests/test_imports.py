@@ -25,6 +25,8 @@ FLOORS = (
         "_floor",
         "_slots",
         "_demo_tokenizer",
+        "_open_file",
+        "_pages",
     },
     {
         "_bench_reader",
@@ -81,6 +83,8 @@ WITHOUT_TORCH = {
     "_mappings",
     "_memory",
     "_on_import",
+    "_open_file",
+    "_pages",
     "_plan",
     "_residency",
     "_run_script",
