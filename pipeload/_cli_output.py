@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from rich.progress import Progress
 
+    from pipeload._first_pass import FirstPass
 
 log = logging.getLogger("pipeload")
 
@@ -87,44 +88,35 @@ def silence_libraries(*, debug: bool) -> None:
 @contextlib.contextmanager
 def first_pass(model: Any) -> Iterator[FirstPass]:
     """Show how many blocks of the first pass are done; ends with it, or at the first token."""
-    from pipeload_hooks import find_blocks  # late: it loads torch
+    from pipeload._first_pass import FirstPass  # late: it loads torch
 
-    blocks = find_blocks(model)
-    shown = FirstPass(len(blocks))
-    hooks = [block.module.register_forward_hook(shown.block_done) for block in blocks]
-    shown.on_stop = hooks
+    shown = FirstPass(model, _Screen())
     try:
         yield shown
     finally:
         shown.stop()
 
 
-class FirstPass:
+class _Screen:
     """A bar on a terminal, now and then a line elsewhere, nothing when quiet."""
 
-    def __init__(self, total: int) -> None:
-        self.on_stop: list[Any] = []
-        self._total = total
-        self._done = 0
+    def __init__(self) -> None:
         self._line_at = time.monotonic() + _SECONDS_BETWEEN_LINES
         self._bar = _make_bar() if log.isEnabledFor(logging.INFO) and sys.stderr.isatty() else None
         if self._bar is not None:
-            self._task = self._bar.add_task("first pass", total=total)
+            self._task = self._bar.add_task("first pass", total=None)
             self._bar.start()
 
-    def block_done(self, *_: object) -> None:
-        """Forward hook of every block."""
-        self._done += 1
+    def show(self, done: int, total: int) -> None:
+        """So many of all blocks are done."""
         if self._bar is not None:
-            self._bar.update(self._task, completed=self._done)
+            self._bar.update(self._task, completed=done, total=total)
         elif time.monotonic() >= self._line_at:
             self._line_at = time.monotonic() + _SECONDS_BETWEEN_LINES
-            log.info("first pass: %d of %d layers", self._done, self._total)
+            log.info("first pass: %d of %d layers", done, total)
 
-    def stop(self) -> None:
-        """Wipe the bar away and take the hooks off. May be called again."""
-        while self.on_stop:
-            self.on_stop.pop().remove()
+    def close(self) -> None:
+        """Wipe the bar away. May be called again."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = None

@@ -5,12 +5,15 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
 
-from pipeload.errors import UnsupportedOperationError
+from pipeload.errors import UnsupportedModelError, UnsupportedOperationError
+
+if TYPE_CHECKING:
+    from pipeload_hooks import Companion
 
 Undo = Callable[[], None]
 _WAY_OUT = (
@@ -33,6 +36,27 @@ def install(
     return undo
 
 
+def guard_packed(model: nn.Module, companions: Mapping[str, Sequence[Companion]]) -> list[Undo]:
+    """Have quantised modules refuse to run while what they compute with is on disk."""
+    return [
+        model.get_submodule(name.rpartition(".")[0])
+        .register_forward_pre_hook(partial(_refuse_evicted, name, tuple(several)))
+        .remove
+        for name, several in companions.items()
+    ]
+
+
+def _refuse_evicted(
+    name: str, companions: Sequence[Companion], _module: nn.Module, _args: object
+) -> None:
+    if not all(companion.there for companion in companions):
+        raise UnsupportedModelError(
+            f"the module of the quantised weight {name!r} was called while its block was not "
+            "running, so its values are on disk. Call the model itself, or load it without "
+            "pipeload."
+        )
+
+
 def _override(module: nn.Module, name: str, make: Callable[[weakref.ref[nn.Module]], Any]) -> Undo:
     # Weak: an attribute that holds its own module would keep a forgotten model alive.
     object.__setattr__(module, name, make(weakref.ref(module)))
@@ -47,32 +71,36 @@ def forget(reference: weakref.ref[nn.Module], name: str) -> None:
 
 
 def _apply(reference: weakref.ref[nn.Module]) -> Callable[..., nn.Module]:
-    """What `to`, `cuda`, `half`, `float` and their like come down to."""
+    """What `to`, `cuda`, `half`, `float` and their like come down to.
+
+    Buffers are in memory, and become what plain ones do: `to` casts a bf16 model's fp32 ones.
+    """
 
     def guarded(fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
         module = reference()
         if module is None:
             raise ReferenceError("the module is gone")
-        kinds = {
-            (tensor.dtype, tensor.device) for tensor in (*module.parameters(), *module.buffers())
-        }
-        for dtype, device in kinds:
-            sample = torch.empty(0, dtype=dtype, device=device)
-            result = fn(sample)
-            if result is not sample and (result.dtype, result.device) != (dtype, device):
-                raise UnsupportedOperationError(
-                    f"this would turn {dtype} on {device} into {result.dtype} on "
-                    f"{result.device}, but the weights are streamed from disk as they are. Pass "
-                    f"dtype= to pipeload.from_pretrained instead. {_WAY_OUT} if everything fits "
-                    "in memory."
-                )
-            if result is not sample:
-                raise UnsupportedOperationError(
-                    f"this would replace weights that are on disk. {_WAY_OUT}."
-                )
+        for dtype, device in {(p.dtype, p.device) for p in module.parameters()}:
+            _refuse_change(fn, torch.empty(0, dtype=dtype, device=device))
+        for inner in module.modules() if recurse else (module,):
+            for name, buffer in list(inner.named_buffers(recurse=False)):
+                setattr(inner, name, fn(buffer))
         return module
 
     return guarded
+
+
+def _refuse_change(fn: Callable[[torch.Tensor], torch.Tensor], sample: torch.Tensor) -> None:
+    result = fn(sample)
+    if result is not sample and (result.dtype, result.device) != (sample.dtype, sample.device):
+        raise UnsupportedOperationError(
+            f"this would turn {sample.dtype} on {sample.device} into {result.dtype} on "
+            f"{result.device}, but the weights are streamed from disk as they are. Pass "
+            f"dtype= to pipeload.from_pretrained instead. {_WAY_OUT} if everything fits "
+            "in memory."
+        )
+    if result is not sample:
+        raise UnsupportedOperationError(f"this would replace weights that are on disk. {_WAY_OUT}.")
 
 
 def _refusal(what: str) -> Callable[[weakref.ref[nn.Module]], Callable[..., NoReturn]]:

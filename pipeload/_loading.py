@@ -60,7 +60,9 @@ class Loading:
 
         def stream(pending: _transformers.PendingLoad) -> Any:
             self.loaded = True
-            needs = PassNeeds(pending.model, pending.model.config)
+            needs = PassNeeds(
+                pending.model, pending.model.config, products=pending.products_bytes()
+            )
             try:
                 build = plan_beside_others(partial(plan_pending, pending, needs, self.request))
             except NothingToStreamError as error:

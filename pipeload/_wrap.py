@@ -7,6 +7,7 @@ weights are, whether they are the checkpoint's, whether the limit holds.
 from __future__ import annotations
 
 import copy
+import itertools
 import logging
 from dataclasses import dataclass, replace
 from functools import partial
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Mapping, Sequence
 
+    from pipeload._checkpoint import TensorEntry
     from pipeload._placement import Convert
     from pipeload._request import Request
 
@@ -48,12 +50,17 @@ class _Live:
     model: Any
     weights: dict[str, Weight]
     """By their names in the model."""
+    others: dict[str, TensorEntry]
+    """Weights that the checkpoint has in another shape, and what it has."""
     files: tuple[Path, ...]
     convert: Convert
 
     def converter(self) -> Convert:
         """Makes weights that are not in the files as they are."""
         return self.convert
+
+    def prepared(self, _name: str) -> None:
+        """Nothing: a quantised model is not wrapped."""
 
 
 def wrap(
@@ -137,7 +144,7 @@ def _open(
 def _match(model: Any, pending: _transformers.PendingLoad | None) -> _Live:
     """What of the model the checkpoint says it holds."""
     if pending is None:
-        return _Live(model, {}, (), _no_conversion)
+        return _Live(model, {}, {}, (), _no_conversion)
     stored = pending.weights()
     names = {_plain(name): name for name, _ in model.named_parameters()}
     live: dict[str, Weight] = {}
@@ -151,7 +158,8 @@ def _match(model: Any, pending: _transformers.PendingLoad | None) -> _Live:
         made = convert(conversion, sources)
         return {names.get(plain, plain): value for plain, value in made.items()}
 
-    return _Live(model, live, pending.files, convert_named)
+    others = {names[n]: pending.source_of(n) for n in pending.misshapen() if n in names}
+    return _Live(model, live, others, pending.files, convert_named)
 
 
 def _plain(name: str) -> str:
@@ -184,7 +192,8 @@ def _check_values(
     parameters = dict(live.model.named_parameters())
     found = differing(live.weights, parameters, live.convert, live.files)
     if spill_dir is None:
-        _refuse_first(live, pending, next(found, None))
+        first = next(itertools.chain(live.others, found), None)
+        _refuse_first(live, pending, first)
         return live, None
     names = set(found)
     groups = {live.weights[name].group for name in names} - {None}
@@ -215,10 +224,10 @@ def _refuse_first(live: _Live, pending: _transformers.PendingLoad | None, name: 
             + way_out
         )
     if name is not None:
-        source = live.weights[name].sources[0]
+        source = live.others.get(name) or live.weights[name].sources[0]
         raise CheckpointError(
             f"weight {name!r} of this {kind} is not what its checkpoint holds (tensor "
-            f"{source.name!r} of {str(source.file)!r}): it was changed after loading. {way_out}"
+            f"{source.name!r} of {str(source.file)!r}): it was changed since. {way_out}"
         )
 
 
@@ -314,7 +323,7 @@ def _fill(
             "Pass a model with all of them there, or none."
         )
     pending = pending.into(model)
-    needs = PassNeeds(model, model.config)
+    needs = PassNeeds(model, model.config, products=pending.products_bytes())
     tied = getattr(model, "all_tied_weights_keys", None) or {}
     plan = partial(
         plan_model,

@@ -17,16 +17,18 @@ FILES = sorted([*(ROOT / "pipeload").glob("*.py"), *(ROOT / "hooks").glob("*/*.p
 FLOORS = (
     {
         "errors",
-        "_stats",
+        "_first_pass",
         "_layout",
         "_on_import",
         "_passlog",
+        "_repack",
         "_home",
         "_floor",
         "_slots",
         "_demo_tokenizer",
         "_open_file",
         "_pages",
+        "_tabled",
     },
     {
         "_bench_reader",
@@ -38,7 +40,7 @@ FLOORS = (
         "_twins",
         "_loading_args",
     },
-    {"_caches", "_probe", "_row_check", "_seats", "_tables"},
+    {"_caches", "_probe", "_row_check", "_seats", "_stats", "_tables"},
     {"_checkpoint_folder", "_memory", "_plan", "_placement", "_mapped", "_nan_arena", "_unit"},
     {
         "_accountant",
@@ -52,9 +54,9 @@ FLOORS = (
         "_widths",
     },
     {"_checkpoint", "_compare", "_dispatcher", "_handle", "_pass_needs", "_residency"},
-    {"_prefetcher", "_reserve", "_sites", "_spill"},
+    {"_prefetcher", "_bitsandbytes", "_reserve", "_sites", "_spill"},
     {"_build", "_hooking", "_refusals", "_transformers"},
-    {"_governor", "_request", "_streamer"},
+    {"_governor", "_notebook_bar", "_request", "_streamer"},
     {"_assembly"},
     {"_loading"},
     {"_wrap"},
@@ -91,6 +93,7 @@ WITHOUT_TORCH = {
     "_sizes",
     "_slots",
     "_stats",
+    "_tabled",
 }
 THE_LIBRARYS_FILES = {
     "_api",
@@ -102,10 +105,12 @@ THE_LIBRARYS_FILES = {
 }
 FILES_ON_THE_HOOKS = {
     "_assembly",
-    "_cli_output",
+    "_bitsandbytes",
+    "_first_pass",
     "_hooking",
     "_probe",
     "_refusals",
+    "_restore",
     "_seats",
     "_sites",
     "_streamer",
@@ -202,7 +207,7 @@ def fresh(code: str) -> str:
     return done.stdout.strip()
 
 
-HEAVY = "print(*sorted({'torch', 'transformers', 'psutil', 'numpy'} & set(sys.modules)))"
+HEAVY = "print(*sorted({'torch', 'transformers', 'psutil', 'numpy', 'rich'} & set(sys.modules)))"
 
 
 @pytest.mark.parametrize(
