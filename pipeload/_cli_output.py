@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import logging
 import os
 import sys
@@ -56,6 +57,16 @@ def reported(*, debug: bool, quiet: bool) -> Iterator[None]:
         log.removeHandler(handler)
         log.setLevel(level)
         log.propagate = propagate
+
+
+def replace_unprintable() -> None:
+    """Have letters that the terminal's encoding lacks appear as "?" instead of ending the command.
+
+    Outside UTF-8, as in a pipe on Windows, a model's answer could hold such letters.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors="replace")
 
 
 def silence_libraries(*, debug: bool) -> None:

@@ -25,7 +25,7 @@ from pipeload._compare import differing
 from pipeload._handle import Handle
 from pipeload._layout import Weight
 from pipeload._loading import advise_openmp, check_source, plan_beside_others, plan_model
-from pipeload._mappings import let_go, mappings_of
+from pipeload._mappings import let_go, mappings_are_told, mappings_of
 from pipeload._pass_needs import PassNeeds
 from pipeload._spill import Spill
 from pipeload.errors import CheckpointError, OptionError, UnsupportedModelError
@@ -291,7 +291,13 @@ def _on_meta(model: nn.Module) -> nn.Module | None:
 
 
 def _heap_bytes(model: nn.Module, files: Sequence[Path]) -> int:
-    """Memory of the parameters that are not mapped from `files`: it goes, or is counted anew."""
+    """Memory of the parameters that are not mapped from `files`: it goes, or is counted anew.
+
+    Mapped ones may not be in memory at all. Where the system does not tell them apart, nothing is
+    counted as going: the plan then needs more than it will take.
+    """
+    if not mappings_are_told():
+        return 0
     mappings = mappings_of(files)
     storages = {p.untyped_storage().data_ptr(): p.untyped_storage() for p in model.parameters()}
     return sum(

@@ -26,6 +26,8 @@ FLOORS = (
         "_floor",
         "_slots",
         "_demo_tokenizer",
+        "_open_file",
+        "_pages",
         "_tabled",
     },
     {
@@ -83,6 +85,8 @@ WITHOUT_TORCH = {
     "_mappings",
     "_memory",
     "_on_import",
+    "_open_file",
+    "_pages",
     "_plan",
     "_residency",
     "_run_script",
