@@ -49,7 +49,8 @@ class Done(NamedTuple):
 
 
 def environment(**more: str) -> dict[str, str]:
-    imports = os.pathsep.join([str(ROOT), str(ROOT / "hooks")])
+    before = os.environ.get("PYTHONPATH")
+    imports = os.pathsep.join([str(ROOT), str(ROOT / "hooks"), *([before] if before else [])])
     return {**os.environ, "PYTHONPATH": imports, **more}
 
 
