@@ -211,7 +211,7 @@ def mismatched(folder: Path, empty: Path) -> Source:
 # -- the table -------------------------------------------------------------------------------------
 
 PLACED = "device_map puts modules on {}; pipeload places weights itself.*Leave device_map out"
-QUANTISED = "quantises weights while they are loaded.*streams float checkpoints"
+QUANTISED = "quantises weights while they are loaded.*Leave it out"
 SPREAD = "spreads a model over several processes.*Leave it out"
 _4BIT = BitsAndBytesConfig(load_in_4bit=True)
 
@@ -276,7 +276,15 @@ ROWS = {
     "load_in_8bit": quantised("load_in_8bit", True),
     "load_in_8bit off": Row("load_in_8bit", {"load_in_8bit": False}, plain={}),
     "quantization_config": quantised("quantization_config", _4BIT),
-    "quantization_config dict": quantised("quantization_config", {"quant_method": "gptq"}),
+    "quantization_config dict": quantised(
+        "quantization_config", {"quant_method": "bitsandbytes", "load_in_8bit": True}
+    ),
+    "quantization_config unknown": Row(
+        "quantization_config",
+        {"quantization_config": {"quant_method": "x"}},
+        error=ValueError,
+        as_plain=True,
+    ),
     "quantization_config none": Row("quantization_config", {"quantization_config": None}),
     "attn_implementation eager": Row("attn_implementation", {"attn_implementation": "eager"}),
     "attn_implementation sdpa": Row("attn_implementation", {"attn_implementation": "sdpa"}),
@@ -462,6 +470,25 @@ def test_rows_change_something(name: str, folder: Path, tmp_path: Path) -> None:
     without = {key: value for key, value in source.kwargs.items() if key != row.argument}
     with_it, usual = plainly(row, source), plainly(row, Source(source.pretrained, without))
     assert not torch.equal(logits(with_it), logits(usual))
+
+
+@pytest.mark.filterwarnings("ignore:You passed `quantization_config`")
+def test_a_checkpoint_that_is_quantised(folder: Path, tmp_path: Path) -> None:
+    """What is passed for it is merged with its own, as plain does."""
+    pytest.importorskip("bitsandbytes")
+    config = BitsAndBytesConfig(load_in_8bit=True)
+    AutoModelForCausalLM.from_pretrained(
+        folder, quantization_config=config, dtype=torch.float16
+    ).save_pretrained(tmp_path)
+    row = Row("quantization_config")
+    source = Source(tmp_path, {"quantization_config": config})
+    with pytest.raises(MemoryLimitError) as refusal:
+        planned(row, source, 1)
+    for load in (streamed, in_a_context):
+        model = load(row, source, refusal.value.smallest_limit)
+        assert model.pipeload.plan.bytes_per_pass > 0
+        assert torch.equal(logits(model), logits(plainly(row, source)))
+        model.pipeload.remove()
 
 
 def test_disable_mmap_maps_nothing(folder: Path, tmp_path: Path) -> None:
