@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import warnings
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -136,6 +137,8 @@ def plan_pending(pending: _transformers.PendingLoad, needs: PassNeeds, request: 
     """Plan a model that is on the meta device."""
     model = pending.model
     tied = model.all_tied_weights_keys or {}
+    if pending.disable_mmap:
+        request = replace(request, options=replace(request.options, may_map=False))
     return plan_model(
         model, pending.weights(), tied, model, pending.files, needs=needs, request=request
     )

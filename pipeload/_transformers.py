@@ -82,6 +82,11 @@ class PendingLoad:
         """The checkpoint's."""
         return self.checkpoint.files
 
+    @property
+    def disable_mmap(self) -> bool:
+        """Whether the user asked for files that are read, not mapped."""
+        return bool(getattr(self._config, "disable_mmap", None))
+
     def into(self, model: PreTrainedModel) -> PendingLoad:
         """The same for another model of the same shape."""
         return PendingLoad(model, self.checkpoint, self._config)
@@ -156,10 +161,11 @@ class PendingLoad:
             if first in taken_names
             for source, _ in recipe.sources
         }
+        backend = "pread" if self.disable_mmap else "mmap"
         with contextlib.ExitStack() as stack:
             rest: dict[str, Any] = {}
             for file in self.checkpoint.files:
-                opened = stack.enter_context(safe_open(file, framework="pt"))
+                opened = stack.enter_context(safe_open(file, framework="pt", backend=backend))
                 kept = [key for key in opened.keys() if key not in skip]  # noqa: SIM118 - no dict
                 rest.update((key, opened.get_slice(key)) for key in kept)
             with _BAR:

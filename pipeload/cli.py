@@ -26,6 +26,8 @@ DEMO_QUESTION = "What is the capital of France? Answer in one sentence."
 
 app = typer.Typer(
     help="Run Hugging Face models larger than memory, their layers streamed from disk.",
+    epilog="A script of your own needs no change: "
+    "python -m pipeload --memory-limit 2GB script.py ...",
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
