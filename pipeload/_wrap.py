@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from pipeload import _transformers
+from pipeload import _takeover, _transformers
 from pipeload._accountant import ACCOUNTANT
 from pipeload._arena import DTYPE_CODES
 from pipeload._assembly import Assembly
@@ -138,7 +138,7 @@ def _open(
     if checkpoint is None and commit and not Path(source).is_dir():
         options.setdefault("revision", commit)
     config = copy.deepcopy(model.config)
-    return _transformers.peek(lambda: type(model).from_pretrained(source, config=config, **options))
+    return _takeover.peek(lambda: type(model).from_pretrained(source, config=config, **options))
 
 
 def _match(model: Any, pending: _transformers.PendingLoad | None) -> _Live:

@@ -21,6 +21,7 @@ FLOORS = (
         "_layout",
         "_on_import",
         "_passlog",
+        "_patch",
         "_repack",
         "_home",
         "_floor",
@@ -56,7 +57,7 @@ FLOORS = (
     {"_checkpoint", "_compare", "_dispatcher", "_handle", "_pass_needs", "_residency"},
     {"_prefetcher", "_bitsandbytes", "_reserve", "_sites", "_spill"},
     {"_build", "_hooking", "_refusals", "_transformers"},
-    {"_governor", "_notebook_bar", "_request", "_streamer"},
+    {"_governor", "_notebook_bar", "_request", "_streamer", "_takeover"},
     {"_assembly"},
     {"_loading"},
     {"_wrap"},
@@ -97,6 +98,7 @@ WITHOUT_TORCH = {
 }
 THE_LIBRARYS_FILES = {
     "_api",
+    "_takeover",
     "_transformers",
     # On top of everything, where a user's script would be:
     "_bench_worker",
