@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
 
+from pipeload._on_disk import hide
 from pipeload.errors import UnsupportedOperationError
+
+if TYPE_CHECKING:
+    from pipeload._layout import Weight
 
 Undo = Callable[[], None]
 _WAY_OUT = (
@@ -19,17 +23,32 @@ _WAY_OUT = (
 
 
 def install(
-    model: nn.Module, pass_modules: Sequence[nn.Module], blocks: Sequence[nn.Module]
+    model: nn.Module,
+    pass_modules: Sequence[nn.Module],
+    blocks: Sequence[nn.Module],
+    streamed: Collection[int],
+    own: Mapping[int, Weight],
+    read: Callable[[Weight], torch.Tensor],
 ) -> list[Undo]:
-    """Guard a streaming model; returns what takes the guards off again."""
+    """Guard a streaming model; returns what takes the guards off again.
+
+    Args:
+        model: it.
+        pass_modules: the library's models in it.
+        blocks: modules that get their weights before they run.
+        streamed: the `id`s of parameters whose values may be on disk.
+        own: those and others that come from the checkpoint, by their `id`s.
+        read: makes a tensor with the values of a weight.
+    """
     undo: list[Undo] = []
-    refuse_load = _load_guard(frozenset(id(parameter) for parameter in model.parameters()))
+    refuse_load = _load_guard(own, read)
     for module in dict.fromkeys((model, *pass_modules, *blocks)):
         undo += [_override(module, name, make) for name, make in _OVERRIDES.items()]
         undo.append(module.register_load_state_dict_pre_hook(refuse_load).remove)
-    for block in blocks:
-        # Every route to a state dict, save_pretrained's too, passes through the blocks' own.
-        undo.append(block.register_state_dict_pre_hook(_refuse_state_dict).remove)
+    for module in model.modules():
+        # By the owners: every route to a state dict passes through their own.
+        if any(id(parameter) in streamed for parameter in module.parameters(recurse=False)):
+            undo.append(module.register_state_dict_post_hook(hide(streamed)).remove)
     return undo
 
 
@@ -100,22 +119,34 @@ _OVERRIDES: dict[str, Callable[[weakref.ref[nn.Module]], Any]] = {
 }
 
 
-def _refuse_state_dict(_module: nn.Module, prefix: str, _keep_vars: bool) -> None:
-    raise UnsupportedOperationError(
-        f"state_dict() would hold placeholders: the weights of {prefix.rstrip('.')!r} are on "
-        f"disk. {_WAY_OUT}, or read the checkpoint itself."
-    )
+def _load_guard(
+    owned: Mapping[int, Weight], read: Callable[[Weight], torch.Tensor]
+) -> Callable[..., None]:
+    """Refuses a state dict that would change weights of the checkpoint; adapters may load.
 
+    Saved adapters hold weights of the checkpoint, too, where they adapt embeddings or a head.
+    """
 
-def _load_guard(owned: frozenset[int]) -> Callable[..., None]:
-    """Refuses a state dict for weights that were here at the start; adapters may load."""
-
-    def refuse(module: nn.Module, state: Mapping[str, Any], prefix: str, *_rest: object) -> None:
-        for name, parameter in module.named_parameters(prefix.rstrip(".")):
-            if id(parameter) in owned and name in state:
+    def check(module: nn.Module, state: dict[str, Any], prefix: str, *_rest: object) -> None:
+        for name, parameter in module.named_parameters(prefix.rstrip("."), remove_duplicate=False):
+            weight = owned.get(id(parameter))
+            given = state.get(name)
+            if weight is None or given is None or given is parameter:
+                continue
+            if weight.group is not None or not _equal(given, parameter, partial(read, weight)):
                 raise UnsupportedOperationError(
                     f"load_state_dict() cannot change the weight {name!r}: it comes from the "
                     f"checkpoint on disk. {_WAY_OUT}."
                 )
+            state[name] = parameter  # copying it onto itself does nothing
 
-    return refuse
+    return check
+
+
+def _equal(given: object, parameter: nn.Parameter, read: Callable[[], torch.Tensor]) -> bool:
+    return (
+        isinstance(given, torch.Tensor)
+        and given.shape == parameter.shape
+        and not given.is_meta
+        and torch.equal(given.to(parameter), read())
+    )

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import pipeload
 from pipeload import OptionError, UnsupportedOperationError
@@ -60,12 +61,21 @@ def tampered(plain: Any) -> dict[str, torch.Tensor]:
     return {name: torch.zeros_like(tensor) for name, tensor in plain.state_dict().items()}
 
 
+def clones(state: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    return [tensor.clone() for tensor in state.values()]
+
+
 REFUSED: dict[str, Callable[[Any, Any, Path], object]] = {
     "save_pretrained": lambda model, _plain, path: model.save_pretrained(path),
     "inner save_pretrained": lambda model, _plain, path: model.model.save_pretrained(path),
-    "state_dict": lambda model, _plain, _path: model.state_dict(),
-    "block state_dict": lambda model, _plain, _path: model.model.layers[2].state_dict(),
-    "list state_dict": lambda model, _plain, _path: model.model.layers.state_dict(),
+    "state_dict": lambda model, _plain, _path: torch.save(model.state_dict(), io.BytesIO()),
+    "kept state_dict": lambda model, _plain, _path: copy.deepcopy(model.state_dict(keep_vars=True)),
+    "safetensors": lambda model, _plain, path: save_file(model.state_dict(), f"{path}.file"),
+    "block state_dict": lambda model, _plain, _path: clones(model.model.layers[2].state_dict()),
+    "list state_dict": lambda model, _plain, _path: clones(model.model.layers.state_dict()),
+    "inner state_dict": lambda model, _plain, _path: (
+        model.model.layers[3].mlp.up_proj.state_dict()["weight"].numpy()
+    ),
     "load_state_dict": lambda model, plain, _path: model.load_state_dict(tampered(plain)),
     "assigned": lambda model, plain, _path: model.load_state_dict(tampered(plain), assign=True),
     "block load_state_dict": lambda model, plain, _path: model.model.layers[2].load_state_dict(
