@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from pipeload._own_weights import OwnWeights
     from pipeload._seats import Seat
 
 # Of a layer, and of the module around the whole model. The second of each pair tells such a module
@@ -34,18 +35,15 @@ class Adapters:
         self,
         model: nn.Module,
         root: nn.Module,
-        own: Collection[int],
+        weights: OwnWeights,
         seats: Sequence[Seat],
     ) -> None:
-        """Look at `root`, and from now on at whatever is added to `model`, which is inside.
-
-        `own` are the `id`s of the parameters that come from the checkpoint.
-        """
+        """Look at `root`, and from now on at whatever is added to `model`, which is inside."""
         self.present = False
         """Whether there may be any: what a pass reads then depends on which are active."""
         self._unchecked = True
         self._model = weakref.ref(model)
-        self._own, self._seats = own, seats
+        self._own, self._seats = weights.own, seats
         self._undo: list[Callable[[], None]] = []
         for module in root.modules():
             self._meet(module)

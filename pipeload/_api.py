@@ -264,7 +264,7 @@ def plan(
     pending = peek(lambda: auto.from_pretrained(pretrained, *args, **passed_on))
     if pending is None:
         raise _nothing_loaded(pretrained, auto_class)
-    needs = PassNeeds(pending.model, pending.model.config)
+    needs = PassNeeds(pending.model, pending.model.config, products=pending.products_bytes())
     return plan_pending(pending, needs, request).plan
 
 

@@ -18,6 +18,7 @@ from pipeload._governor import Governor
 from pipeload._handle import Handle
 from pipeload._home import Home
 from pipeload._layout import Weight, lay_out
+from pipeload._own_weights import OwnWeights
 from pipeload._placement import SCRATCH_BYTES
 from pipeload._places import Places
 from pipeload._plan import SLOTS
@@ -30,7 +31,7 @@ from pipeload._seats import Seat
 from pipeload._streamer import Streamer
 from pipeload._tables import TableSeat
 from pipeload._unit import Unit
-from pipeload_hooks import placeholder, set_parameter
+from pipeload_hooks import Binding, bind, placeholder, put_parameter, set_parameter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from pipeload._bitsandbytes import Prepared
     from pipeload._pass_needs import PassNeeds
     from pipeload._placement import Convert, Place
     from pipeload._plan import Plan
@@ -61,6 +63,9 @@ class Source(Protocol):
 
     def converter(self) -> Convert:
         """Makes weights that are not in the files as they are."""
+
+    def prepared(self, name: str) -> Prepared | None:
+        """What shows a quantised weight; None for any other."""
 
 
 class Assembly:
@@ -93,7 +98,9 @@ class Assembly:
         scratch = _scratch(plan)
         pinned = places.make(lay_out(parts.pinned))
         read = run_jobs(pinned.read_jobs(CHUNK_BYTES), scratch)
-        self._filled = _set_parameters(source.model, build, pinned)
+        self._prepared: dict[str, Prepared] = {}
+        self._filled = self._set_parameters(source, build, pinned)
+        self._companions = {name: packed.companions for name, packed in self._prepared.items()}
         prefetcher = Prefetcher(
             [_unit(build, index, places) for index in range(len(plan.units))],
             slots=_slots(build),
@@ -116,6 +123,37 @@ class Assembly:
             whole=places.whole,
         )
 
+    def _set_parameters(
+        self, source: Source, build: Build, pinned: Place
+    ) -> Mapping[str, tuple[nn.Parameter, Weight]]:
+        """Fill every parameter that is ours: pinned ones with values, others with placeholders."""
+        model = source.model
+        originals = dict(model.named_parameters())
+        filled: dict[str, tuple[nn.Parameter, Weight]] = {}
+        parts = build.parts
+        weights = [*parts.pinned, *(t.weight for t in parts.tables), *parts.streamed.values()]
+        for name, weight in {weight.name: weight for weight in weights}.items():
+            parameter, data = originals[name], pinned.views.get(name)
+            prepared = source.prepared(name)
+            if prepared is not None:
+                self._prepared[name], parameter = prepared, prepared.parameter
+                put_parameter(model, name, parameter)
+                if data is not None:
+                    binding = Binding({name: parameter}, {name: prepared.companions})
+                    bind(binding.pair({name: data}))
+            else:
+                if data is None:
+                    data = placeholder(weight.shape, DTYPES[weight.dtype], _CPU)
+                if parameter.is_meta:
+                    requires_grad = parameter.requires_grad
+                    parameter = set_parameter(model, name, data, requires_grad=requires_grad)
+                else:
+                    parameter.data = data  # adapters may hold on to the parameter
+            # The library initialises what lacks this mark.
+            parameter._is_hf_initialized = True  # noqa: SLF001
+            filled[name] = (parameter, weight)
+        return filled
+
     def _make_seats(self) -> list[Seat]:
         tables = {table.weight.name for table in self._parts.tables}
         seats = []
@@ -124,7 +162,11 @@ class Assembly:
             weights = [site.whole] if site.whole else [w for spec in specs for w in spec.weights]
             names = [weight.name for weight in weights]
             parameters = {name: self._filled[name][0] for name in names}
-            seats.append(Seat(site, parameters, shared=not tables.isdisjoint(names)))
+            companions = {
+                name: self._companions[name] for name in names if name in self._companions
+            }
+            shared = not tables.isdisjoint(names)
+            seats.append(Seat(site, parameters, companions, shared=shared))
         return seats
 
     def _tables(self, files: FileSet) -> list[TableSeat]:
@@ -147,15 +189,15 @@ class Assembly:
 
         `root` is a module around it that the user has put there.
         """
+        for prepared in self._prepared.values():
+            prepared.activate()
         modules = _transformers.pretrained_modules(model)
-        own = {id(parameter): weight for parameter, weight in self._filled.values()}
-        moving = {*self._parts.streamed, *(table.weight.name for table in self._parts.tables)}
-        streamed = {key: weight for key, weight in own.items() if weight.name in moving}
-        adapters = Adapters(model, root or model, own, self._seats)
+        weights = self._own_weights()
+        adapters = Adapters(model, root or model, weights, self._seats)
         self._streamer.attach(modules, adapters)
         sites = [site.module for site in self._parts.sites]
-        undo = _guards.install(model, modules, sites, streamed, own, self._read)
-        undo += [*allow_copies(model, streamed, self._read), adapters.remove]
+        undo = _guards.install(model, modules, sites, weights)
+        undo += [*allow_copies(model, weights), adapters.remove]
         _transformers.disable_auto_compile(model)
         for name in (_transformers.AUTO_COMPILE, "pipeload"):
             undo.append(partial(_guards.forget, weakref.ref(model), name))
@@ -163,8 +205,16 @@ class Assembly:
         if self._pressure:
             watch(self._governor.look_around)
         undo += self._at_removal
-        handle = Handle(model, self._streamer, undo, Restorer(self._streamer, self._filled))
+        undo += _guards.guard_packed(model, self._companions)
+        restore = Restorer(self._streamer, self._filled, self._companions)
+        handle = Handle(model, self._streamer, undo, restore)
         object.__setattr__(model, "pipeload", handle)
+
+    def _own_weights(self) -> OwnWeights:
+        moving = {*self._parts.streamed, *(table.weight.name for table in self._parts.tables)}
+        own = {id(parameter): weight for parameter, weight in self._filled.values()}
+        hidden = {k: w for k, w in own.items() if w.name in moving or w.guarded}
+        return OwnWeights(own, hidden, self._read)
 
 
 def _reader_of(
@@ -192,30 +242,6 @@ def _weak_adopt(streamer: Streamer) -> Callable[[Plan], bool]:
         return method is not None and method(plan)
 
     return adopt
-
-
-def _set_parameters(
-    model: nn.Module, build: Build, pinned: Place
-) -> Mapping[str, tuple[nn.Parameter, Weight]]:
-    """Fill every parameter that is ours: pinned ones with values, others with placeholders."""
-    originals = dict(model.named_parameters())
-    filled: dict[str, tuple[nn.Parameter, Weight]] = {}
-    parts = build.parts
-    weights = [*parts.pinned, *(t.weight for t in parts.tables), *parts.streamed.values()]
-    for weight in {weight.name: weight for weight in weights}.values():
-        data = pinned.views.get(weight.name)
-        if data is None:
-            data = placeholder(weight.shape, DTYPES[weight.dtype], _CPU)
-        parameter = originals[weight.name]
-        if parameter.is_meta:
-            requires_grad = parameter.requires_grad
-            parameter = set_parameter(model, weight.name, data, requires_grad=requires_grad)
-        else:
-            parameter.data = data  # adapters may hold on to the parameter
-        # The library initialises what lacks this mark.
-        parameter._is_hf_initialized = True  # type: ignore[attr-defined]  # noqa: SLF001
-        filled[weight.name] = (parameter, weight)
-    return filled
 
 
 def _unit(build: Build, index: int, places: Places) -> Unit:

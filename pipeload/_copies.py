@@ -10,58 +10,49 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from pipeload._guards import forget
+from pipeload.errors import UnsupportedOperationError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    import torch
-
-    from pipeload._layout import Weight
-
-    Read = Callable[[Weight], torch.Tensor]
+    from pipeload._own_weights import OwnWeights
 
 _NAME = "__deepcopy__"
 
 
-def allow_copies(
-    model: nn.Module, streamed: Mapping[int, Weight], read: Read
-) -> list[Callable[[], None]]:
-    """Have modules that own streamed weights and hold no others be copied with these weights.
+def allow_copies(model: nn.Module, weights: OwnWeights) -> list[Callable[[], None]]:
+    """Have modules that own streamed weights, and hold no others, be copied with these weights.
 
-    Adapters train copies of a head or an embedding, which begin as the original.
-
-    Args:
-        model: a streamed model.
-        streamed: the `id`s of its parameters whose values may be on disk, and what they are.
-        read: makes a tensor with the values of a weight.
-
-    Returns:
-        What undoes it.
+    Adapters train copies of a head or an embedding, which begin as the original. Returns what
+    undoes it.
     """
     undo: list[Callable[[], None]] = []
     for module in model.modules():
-        own = [id(parameter) for parameter in module.parameters(recurse=False)]
-        mine = [streamed[key] for key in own if key in streamed]
-        if mine and all(w.group is None for w in mine) and not module._modules:  # noqa: SLF001
+        if weights.hidden_of(module) and next(module.children(), None) is None:
             reference = weakref.ref(module)
-            object.__setattr__(module, _NAME, partial(_copy, reference, streamed, read))
+            object.__setattr__(module, _NAME, partial(_copy, reference, weights))
             undo.append(partial(forget, reference, _NAME))
     return undo
 
 
 def _copy(
-    reference: weakref.ref[nn.Module],
-    streamed: Mapping[int, Weight],
-    read: Read,
-    memo: dict[int, Any],
+    reference: weakref.ref[nn.Module], weights: OwnWeights, memo: dict[int, Any]
 ) -> nn.Module:
     module = reference()
     if module is None:
         raise ReferenceError("the module is gone")
+    mine = weights.hidden_of(module)
+    if not all(map(weights.readable, mine)):
+        raise UnsupportedOperationError(
+            f"{mine[0].name!r} cannot be copied: it is on disk, quantised or made together with "
+            "others. Call handle.remove() first to get the plain model back "
+            "(pipeload.handle(model).remove())."
+        )
     for parameter in module.parameters(recurse=False):
         key = id(parameter)
-        if key in streamed and key not in memo:
-            memo[key] = nn.Parameter(read(streamed[key]), requires_grad=parameter.requires_grad)
+        if key in weights.hidden and key not in memo:
+            values = weights.read(weights.hidden[key])
+            memo[key] = nn.Parameter(values, requires_grad=parameter.requires_grad)
     twin = type(module).__new__(type(module))
     memo[id(module)] = twin
     vars(twin).update(copy.deepcopy(_without_ours(vars(module)), memo))

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
 
-from pipeload._on_disk import hide
-from pipeload.errors import UnsupportedOperationError
+from pipeload._on_disk import hide, save_hidden
+from pipeload.errors import UnsupportedModelError, UnsupportedOperationError
 
 if TYPE_CHECKING:
     from pipeload._layout import Weight
+    from pipeload._own_weights import OwnWeights
+    from pipeload_hooks import Companion
 
 Undo = Callable[[], None]
 _WAY_OUT = (
@@ -26,9 +28,7 @@ def install(
     model: nn.Module,
     pass_modules: Sequence[nn.Module],
     blocks: Sequence[nn.Module],
-    streamed: Collection[int],
-    own: Mapping[int, Weight],
-    read: Callable[[Weight], torch.Tensor],
+    weights: OwnWeights,
 ) -> list[Undo]:
     """Guard a streaming model; returns what takes the guards off again.
 
@@ -36,20 +36,42 @@ def install(
         model: it.
         pass_modules: the library's models in it.
         blocks: modules that get their weights before they run.
-        streamed: the `id`s of parameters whose values may be on disk.
-        own: those and others that come from the checkpoint, by their `id`s.
-        read: makes a tensor with the values of a weight.
+        weights: those of its parameters that come from the checkpoint.
     """
     undo: list[Undo] = []
-    refuse_load = _load_guard(own, read)
+    refuse_load = _load_guard(weights)
     for module in dict.fromkeys((model, *pass_modules, *blocks)):
         undo += [_override(module, name, make) for name, make in _OVERRIDES.items()]
         undo.append(module.register_load_state_dict_pre_hook(refuse_load).remove)
     for module in model.modules():
         # By the owners: every route to a state dict passes through their own.
-        if any(id(parameter) in streamed for parameter in module.parameters(recurse=False)):
-            undo.append(module.register_state_dict_post_hook(hide(streamed)).remove)
+        mine = weights.hidden_of(module)
+        if any(weight.guarded for weight in mine):
+            undo.append(_override(module, "_save_to_state_dict", partial(save_hidden, weights)))
+        elif mine:
+            undo.append(module.register_state_dict_post_hook(hide(weights)).remove)
     return undo
+
+
+def guard_packed(model: nn.Module, companions: Mapping[str, Sequence[Companion]]) -> list[Undo]:
+    """Have quantised modules refuse to run while what they compute with is on disk."""
+    return [
+        model.get_submodule(name.rpartition(".")[0])
+        .register_forward_pre_hook(partial(_refuse_evicted, name, tuple(several)))
+        .remove
+        for name, several in companions.items()
+    ]
+
+
+def _refuse_evicted(
+    name: str, companions: Sequence[Companion], _module: nn.Module, _args: object
+) -> None:
+    if not all(companion.there for companion in companions):
+        raise UnsupportedModelError(
+            f"the module of the quantised weight {name!r} was called while its block was not "
+            "running, so its values are on disk. Call the model itself, or load it without "
+            "pipeload."
+        )
 
 
 def _override(module: nn.Module, name: str, make: Callable[[weakref.ref[nn.Module]], Any]) -> Undo:
@@ -66,32 +88,36 @@ def forget(reference: weakref.ref[nn.Module], name: str) -> None:
 
 
 def _apply(reference: weakref.ref[nn.Module]) -> Callable[..., nn.Module]:
-    """What `to`, `cuda`, `half`, `float` and their like come down to."""
+    """What `to`, `cuda`, `half`, `float` and their like come down to.
+
+    Buffers are in memory, and become what plain ones do: `to` casts a bf16 model's fp32 ones.
+    """
 
     def guarded(fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
         module = reference()
         if module is None:
             raise ReferenceError("the module is gone")
-        kinds = {
-            (tensor.dtype, tensor.device) for tensor in (*module.parameters(), *module.buffers())
-        }
-        for dtype, device in kinds:
-            sample = torch.empty(0, dtype=dtype, device=device)
-            result = fn(sample)
-            if result is not sample and (result.dtype, result.device) != (dtype, device):
-                raise UnsupportedOperationError(
-                    f"this would turn {dtype} on {device} into {result.dtype} on "
-                    f"{result.device}, but the weights are streamed from disk as they are. Pass "
-                    f"dtype= to pipeload.from_pretrained instead. {_WAY_OUT} if everything fits "
-                    "in memory."
-                )
-            if result is not sample:
-                raise UnsupportedOperationError(
-                    f"this would replace weights that are on disk. {_WAY_OUT}."
-                )
+        for dtype, device in {(p.dtype, p.device) for p in module.parameters()}:
+            _refuse_change(fn, torch.empty(0, dtype=dtype, device=device))
+        for inner in module.modules() if recurse else (module,):
+            for name, buffer in list(inner.named_buffers(recurse=False)):
+                setattr(inner, name, fn(buffer))
         return module
 
     return guarded
+
+
+def _refuse_change(fn: Callable[[torch.Tensor], torch.Tensor], sample: torch.Tensor) -> None:
+    result = fn(sample)
+    if result is not sample and (result.dtype, result.device) != (sample.dtype, sample.device):
+        raise UnsupportedOperationError(
+            f"this would turn {sample.dtype} on {sample.device} into {result.dtype} on "
+            f"{result.device}, but the weights are streamed from disk as they are. Pass "
+            f"dtype= to pipeload.from_pretrained instead. {_WAY_OUT} if everything fits "
+            "in memory."
+        )
+    if result is not sample:
+        raise UnsupportedOperationError(f"this would replace weights that are on disk. {_WAY_OUT}.")
 
 
 def _refusal(what: str) -> Callable[[weakref.ref[nn.Module]], Callable[..., NoReturn]]:
@@ -119,9 +145,7 @@ _OVERRIDES: dict[str, Callable[[weakref.ref[nn.Module]], Any]] = {
 }
 
 
-def _load_guard(
-    owned: Mapping[int, Weight], read: Callable[[Weight], torch.Tensor]
-) -> Callable[..., None]:
+def _load_guard(weights: OwnWeights) -> Callable[..., None]:
     """Refuses a state dict that would change weights of the checkpoint; adapters may load.
 
     Saved adapters hold weights of the checkpoint, too, where they adapt embeddings or a head.
@@ -129,11 +153,11 @@ def _load_guard(
 
     def check(module: nn.Module, state: dict[str, Any], prefix: str, *_rest: object) -> None:
         for name, parameter in module.named_parameters(prefix.rstrip("."), remove_duplicate=False):
-            weight = owned.get(id(parameter))
+            weight = weights.own.get(id(parameter))
             given = state.get(name)
             if weight is None or given is None or given is parameter:
                 continue
-            if weight.group is not None or not _equal(given, parameter, partial(read, weight)):
+            if not _equal(given, parameter, weight, weights):
                 raise UnsupportedOperationError(
                     f"load_state_dict() cannot change the weight {name!r}: it comes from the "
                     f"checkpoint on disk. {_WAY_OUT}."
@@ -143,10 +167,11 @@ def _load_guard(
     return check
 
 
-def _equal(given: object, parameter: nn.Parameter, read: Callable[[], torch.Tensor]) -> bool:
+def _equal(given: object, parameter: nn.Parameter, weight: Weight, weights: OwnWeights) -> bool:
     return (
         isinstance(given, torch.Tensor)
         and given.shape == parameter.shape
         and not given.is_meta
-        and torch.equal(given.to(parameter), read())
+        and weights.readable(weight)
+        and torch.equal(given.to(parameter), weights.read(weight))
     )

@@ -45,11 +45,15 @@ class Weight:
     """The weight that this one is a range of rows of, None when it is a weight of its own."""
     first_row: int = 0
     """Number of its first row in the whole weight."""
+    guarded: bool = False
+    """Whether its module refuses to compute while it is evicted: integers have no NaN to show."""
+    repacked: bool = False
+    """Whether its bytes are put into another order, for the processor, as they are read."""
 
     @property
     def raw(self) -> bool:
         """The file's bytes are the model's bytes."""
-        return self.group is None and self.sources[0].dtype == self.dtype
+        return self.group is None and self.sources[0].dtype == self.dtype and not self.repacked
 
     @property
     def read_bytes(self) -> int:
@@ -99,7 +103,7 @@ class Extent:
 
 @dataclass(frozen=True, slots=True)
 class Cast:
-    """A weight whose stored dtype differs from the model's."""
+    """A weight that is read piece by piece: its dtype or its order differs from the stored one."""
 
     weight: Weight
     offset: int

@@ -60,7 +60,9 @@ class Loading:
 
         def stream(pending: _transformers.PendingLoad) -> Any:
             self.loaded = True
-            needs = PassNeeds(pending.model, pending.model.config)
+            needs = PassNeeds(
+                pending.model, pending.model.config, products=pending.products_bytes()
+            )
             try:
                 build = plan_beside_others(partial(plan_pending, pending, needs, self.request))
             except NothingToStreamError as error:
@@ -108,8 +110,9 @@ def check_source(
     passed_on = _loading_args.adapt(kwargs)
     assert pretrained is not None  # noqa: S101 - refused with the state dict
     folder = Path(pretrained) / (kwargs.get("subfolder") or "")
+    adapter = Path(pretrained) / ((kwargs.get("adapter_kwargs") or {}).get("subfolder") or "")
     if folder.is_dir():
-        check_folder(folder, variant=kwargs.get("variant"))
+        check_folder(folder, variant=kwargs.get("variant"), adapter=adapter)
     return passed_on
 
 

@@ -14,10 +14,13 @@ from pipeload.errors import UnsupportedOperationError
 from pipeload_hooks import HARMLESS, placeholder
 
 if TYPE_CHECKING:
+    import weakref
     from collections.abc import Callable, Collection, Mapping, MutableMapping
 
     from torch import nn
     from typing_extensions import Self
+
+    from pipeload._own_weights import OwnWeights
 
 
 class OnDisk(torch.Tensor):
@@ -71,15 +74,30 @@ def _names(values: Any) -> Any:
             yield from _names(value)
 
 
-def hide(weights: Collection[int]) -> Callable[..., None]:
-    """A post-hook for state dicts of modules: parameters whose `id` is in `weights` are hidden."""
+def hide(weights: OwnWeights) -> Callable[..., None]:
+    """A post-hook for state dicts of modules: weights that may be on disk are hidden."""
 
     def replace(
         module: nn.Module, state: MutableMapping[str, Any], prefix: str, _metadata: object
     ) -> None:
-        for leaf, parameter in module._parameters.items():  # noqa: SLF001 - named ones would recurse
+        for leaf, parameter in module._parameters.items():  # noqa: SLF001 - its own alone
             name = prefix + leaf
-            if id(parameter) in weights and parameter is not None and name in state:
+            if parameter is not None and id(parameter) in weights.hidden and name in state:
                 state[name] = OnDisk(parameter, name)
 
     return replace
+
+
+def save_hidden(weights: OwnWeights, reference: weakref.ref[nn.Module]) -> Callable[..., None]:
+    """In place of what a quantised module does for a state dict: that would need its values."""
+
+    def save(destination: MutableMapping[str, Any], prefix: str, keep_vars: bool) -> None:
+        module = reference()
+        for leaf, parameter in module.named_parameters(recurse=False) if module else ():
+            name = prefix + leaf
+            if id(parameter) in weights.hidden:
+                destination[name] = OnDisk(parameter, name)
+            else:
+                destination[name] = parameter if keep_vars else parameter.detach()
+
+    return save

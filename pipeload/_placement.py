@@ -20,6 +20,7 @@ from pipeload._layout import (
     ceil_page,
     floor_page,
 )
+from pipeload._repack import repack, repack_rows
 
 if TYPE_CHECKING:
     from pipeload._checkpoint import TensorEntry
@@ -119,6 +120,13 @@ class Placement:
 
     def _cast_jobs(self, cast: Cast, chunk_bytes: int) -> Iterator[Work]:
         (source,) = cast.weight.sources
+        if cast.weight.repacked:
+            rows, width = cast.weight.shape
+            step = repack_rows(width)
+            for start in range(0, rows, step):
+                stop = min(start + step, rows)
+                yield partial(self._read_repacked, cast, source, start, stop)
+            return
         elements = cast.weight.nbytes // DTYPES[cast.weight.dtype].itemsize
         step = min(chunk_bytes, CAST_CHUNK_BYTES) // DTYPES[source.dtype].itemsize
         for start in range(0, elements, step):
@@ -137,6 +145,18 @@ class Placement:
         count = self._files.read_pages(source.file, first, last, scratch.buffer(0, last - first))
         stored = scratch.tensor(begin - first, source.dtype, (stop - start,), end - begin)
         self.views[cast.weight.name].view(-1)[start:stop].copy_(stored)
+        return count
+
+    def _read_repacked(
+        self, cast: Cast, source: TensorEntry, start: int, stop: int, scratch: Region | None
+    ) -> int:
+        assert scratch is not None  # noqa: S101 - a plan with casts always makes one
+        rows, width = stop - start, cast.weight.shape[1]
+        begin, end = source.start + start * width, source.start + stop * width
+        first, last = floor_page(begin), ceil_page(end)
+        count = self._files.read_pages(source.file, first, last, scratch.buffer(0, last - first))
+        stored = scratch.tensor(begin - first, "U8", (rows, width), end - begin)
+        repack(stored, self.views[cast.weight.name][start:stop])
         return count
 
     def _run_conversion(self, conversion: Conversion, _scratch: Region | None) -> int:

@@ -9,14 +9,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from pipeload._twins import TwinList, short_copy, twin_lists, widen_usage
 from pipeload_hooks import Usage, observe_usage
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    from torch import nn
 
 _TOKENS = 2
 _CACHES = ("cache", "past_key_values", "cache_params")
@@ -60,7 +59,8 @@ def probe_usage(model: nn.Module) -> Usage | None:
     for shortened, dtype in itertools.product((lists, []) if lists else ([],), dtypes):
         try:
             # Buffers are real where the library has made them so; one device is needed.
-            probed = short_copy(model, shortened).to("meta", dtype).eval()
+            copied = _with_float_products(short_copy(model, shortened))
+            probed = copied.to("meta", dtype).eval()
             with torch.no_grad():
                 usage = _observe(_without_padding(probed), inputs, shortened)
             return widen_usage(usage, shortened)
@@ -120,6 +120,17 @@ def _smallest(value: torch.Tensor) -> torch.Tensor:
     if value.ndim == 2 and not value.is_floating_point():
         value = value[:, :_TOKENS]  # token ids
     return value[:1].to("meta")
+
+
+def _with_float_products(model: nn.Module) -> nn.Module:
+    """Put plain Linears where a copied model has quantised ones, which compute with values only."""
+    for module in model.modules():
+        for name, child in module.named_children():
+            if isinstance(child, nn.Linear) and not child.weight.is_floating_point():
+                bias = child.bias is not None
+                sizes = child.in_features, child.out_features
+                setattr(module, name, nn.Linear(*sizes, bias=bias, device="meta"))
+    return model
 
 
 def _without_padding(model: nn.Module) -> nn.Module:

@@ -10,26 +10,35 @@ from safetensors import safe_open
 from pipeload._memory import rss_bytes
 from pipeload._sizes import format_size
 from pipeload.errors import MemoryLimitError, UnsupportedOperationError
+from pipeload_hooks import Binding, bind
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from torch import nn
 
     from pipeload._layout import Weight
     from pipeload._streamer import Streamer
+    from pipeload_hooks import Companion
 
 
 class Restorer:
     """Puts real weights back into a model's parameters."""
 
     def __init__(
-        self, streamer: Streamer, parameters: Mapping[str, tuple[nn.Parameter, Weight]]
+        self,
+        streamer: Streamer,
+        parameters: Mapping[str, tuple[nn.Parameter, Weight]],
+        companions: Mapping[str, Sequence[Companion]],
     ) -> None:
-        """`parameters` are all that pipeload fills, by name, with where their values come from."""
+        """`parameters` are all that pipeload fills, by name, with where their values come from.
+
+        `companions` are what goes with those that are quantised.
+        """
         self._streamer = streamer
         self._parameters = parameters
+        self._companions = companions
 
     def __call__(self, _model: nn.Module) -> None:
         """Nothing changes when this raises.
@@ -45,8 +54,8 @@ class Restorer:
         self._streamer.recover()
         made = self._make_converted()
         made.update(self._map_raw())
-        for name, tensor in made.items():
-            self._parameters[name][0].data = tensor
+        parameters = {name: parameter for name, (parameter, _) in self._parameters.items()}
+        bind(Binding(parameters, self._companions).pair(made))
 
     def _make_converted(self) -> dict[str, torch.Tensor]:
         """Copies of the streamed weights that the file does not hold as they are."""

@@ -18,13 +18,20 @@ if TYPE_CHECKING:
     from pipeload._plan import UnitPlan
     from pipeload._sites import Site
     from pipeload._unit import Unit
-    from pipeload_hooks import Bound
+    from pipeload_hooks import Bound, Companion
 
 
 class Seat:
     """A site and its parameters. It holds its module weakly."""
 
-    def __init__(self, site: Site, parameters: Mapping[str, nn.Parameter], *, shared: bool) -> None:
+    def __init__(
+        self,
+        site: Site,
+        parameters: Mapping[str, nn.Parameter],
+        companions: Mapping[str, Sequence[Companion]],
+        *,
+        shared: bool,
+    ) -> None:
         """`parameters` are those that may be streamed, by name; `shared`: with a table."""
         self.shared = shared
         self.name = site.name
@@ -33,7 +40,7 @@ class Seat:
         self.whole = site.whole
         self.threads = torch.get_num_threads()
         """Those with which ranges of rows were found to be exact."""
-        self._binding = Binding(parameters)
+        self._binding = Binding(parameters, companions)
         self._plan: UnitPlan | None = None
         self._resident: list[Bound] = []
         self._streamed: dict[int, list[Bound]] = {}

@@ -190,7 +190,8 @@ class Divider:
 
     def _streamable(self, weight: Weight) -> bool:
         # An evicted float is NaN and shows when it is read too early; an integer has no such value.
-        return weight.name not in self._tied and _is_large_float(weight)
+        safe = not is_tiny(weight) if weight.guarded else _is_large_float(weight)
+        return weight.name not in self._tied and safe
 
     def _find_tables(self) -> Iterator[Table]:
         """Weights that embeddings take rows of, and nobody else uses but a head that is split."""

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from pipeload._bitsandbytes import PackedWeight, Prepared
     from pipeload._placement import Convert
 
 _Loader = Callable[..., tuple[Any, Any]]
@@ -59,6 +60,8 @@ class _Recipe:
     converter: WeightConverter | None
     sources: list[tuple[TensorEntry, str]] = field(default_factory=list)
     """Stored tensors with the converter pattern that each matched."""
+    keeps_dtype: bool = False
+    """Whether the library leaves it in the dtype it is stored in."""
 
 
 class PendingLoad:
@@ -70,6 +73,8 @@ class PendingLoad:
         self._config = config
         self._mapping = deepcopy(config.weight_mapping or [])  # some renamings keep state
         self._recipes = self._match_keys()
+        self.packed = self._find_packed()
+        """Quantised weights by name."""
 
     @property
     def files(self) -> tuple[Path, ...]:
@@ -86,8 +91,10 @@ class PendingLoad:
         What is not listed (buffers, shapes that do not match, shared parameters) is the library's.
         """
         parameters = dict(self.model.named_parameters())
-        found: dict[str, Weight] = {}
+        found = {name: packed.weight for name, packed in self.packed.items()}
         for first, recipe in self._recipes.items():
+            if first in found:
+                continue
             names = self._targets(first, recipe)
             if all(self._usable(parameters.get(name), recipe) for name in names):
                 found.update(
@@ -110,6 +117,35 @@ class PendingLoad:
         """The first stored tensor that a parameter is made of."""
         return self._recipes[name].sources[0][0]
 
+    def _find_packed(self) -> dict[str, PackedWeight]:
+        quantizer = self._config.hf_quantizer
+        if quantizer is None:
+            return {}
+        from pipeload._bitsandbytes import PackedWeight, is_packed
+
+        found: dict[str, PackedWeight] = {}
+        for path, module in self.model.named_modules():
+            if is_packed(module):
+                name = f"{path}.weight"
+                recipe = self._recipes.get(name, _Recipe(None))
+                parts = {pattern: entry for entry, pattern in recipe.sources}
+                if recipe.keeps_dtype:  # it came alone
+                    parts = {"weight": recipe.sources[0][0]}
+                found[name] = PackedWeight(name, module, parts)
+        return found
+
+    def products_bytes(self) -> int:
+        """The most that computing with a quantised weight takes beside its tensors."""
+        item = max(
+            (p.element_size() for p in self.model.parameters() if p.is_floating_point()), default=4
+        )
+        return max((packed.temporary_bytes(item) for packed in self.packed.values()), default=0)
+
+    def prepared(self, name: str) -> Prepared | None:
+        """What shows a quantised weight; None for any other."""
+        packed = self.packed.get(name)
+        return packed.prepare() if packed is not None else None
+
     def load_rest(self, taken: Sequence[str]) -> Any:
         """Have the library load all keys but those of `taken`; returns its loading report."""
         taken_names = set(taken)
@@ -127,6 +163,12 @@ class PendingLoad:
                 rest.update((key, opened.get_slice(key)) for key in kept)
             info, _ = convert_and_load_state_dict_in_model(self.model, rest, self._config, None)
         info.missing_keys.difference_update(taken_names)
+        parameters = {name for name, _ in self.model.named_parameters()}
+        owners = tuple(name.removesuffix("weight") for name in taken_names & self.packed.keys())
+        # The statistics of a quantised weight, which its module counts as its own.
+        info.missing_keys -= {
+            key for key in info.missing_keys - parameters if owners and key.startswith(owners)
+        }
         # Kept for saving after remove(): a conversion counts as used when any key matched it.
         pairs = zip(self._config.weight_mapping or [], self._mapping, strict=True)
         used = [original for original, copy in pairs if original.was_used() or copy.was_used()]
@@ -179,6 +221,9 @@ class PendingLoad:
             if target in state:
                 recipe = recipes.setdefault(target, _Recipe(by_pattern.get(pattern or "")))
                 recipe.sources.append((self.checkpoint.entries[key], pattern or key))
+        for recipe in recipes.values():
+            if len(recipe.sources) == 1 and _collects_statistics(recipe.converter):
+                recipe.converter, recipe.keeps_dtype = None, True
         return recipes
 
     def _targets(self, first: str, recipe: _Recipe) -> list[str]:
@@ -198,6 +243,8 @@ class PendingLoad:
 
     def _weight(self, name: str, parameter: nn.Parameter, first: str, recipe: _Recipe) -> Weight:
         dtype = self._target_dtype(name if recipe.converter is None else first, parameter)
+        if recipe.keeps_dtype:
+            dtype = DTYPES[recipe.sources[0][0].dtype]
         return Weight(
             name=name,
             dtype=DTYPE_CODES[dtype],
@@ -368,12 +415,31 @@ _LOAD = _Patch("_load_pretrained_model", staticmethod(_load))
 _FROM_PRETRAINED = _Patch("from_pretrained", classmethod(_from_pretrained))
 
 
+def _collects_statistics(converter: WeightConverter | None) -> bool:
+    """Whether a converter puts a quantised weight together; those that come alone pass it as is."""
+    operations = converter.operations if converter is not None else []
+    return bool(operations) and all(getattr(op, "hf_quantizer", None) for op in operations)
+
+
+_STREAMED_METHODS = {"bitsandbytes"}
+
+
 def _refuse_quantised(load_config: Any) -> None:
-    if load_config.hf_quantizer is not None:
-        method = load_config.hf_quantizer.quantization_config.quant_method
+    quantizer = load_config.hf_quantizer
+    if quantizer is None:
+        return
+    method = quantizer.quantization_config.quant_method
+    name = str(getattr(method, "value", method))
+    if not quantizer.pre_quantized:
         raise UnsupportedModelError(
-            f"checkpoints quantised by {str(getattr(method, 'value', method))!r} cannot be "
-            "streamed by this version. Use the model's float checkpoint (bf16, fp16 or fp32)."
+            f"quantization_config= for {name!r} quantises weights while they are loaded, which "
+            "needs all of them in memory. Leave it out, or load a checkpoint that is quantised "
+            "already."
+        )
+    if name not in _STREAMED_METHODS:
+        raise UnsupportedModelError(
+            f"checkpoints quantised by {name!r} cannot be streamed by this version. Use the "
+            "model's float checkpoint (bf16, fp16 or fp32), or one quantised by bitsandbytes."
         )
 
 

@@ -58,6 +58,9 @@ class _Live:
         """Makes weights that are not in the files as they are."""
         return self.convert
 
+    def prepared(self, _name: str) -> None:
+        """Nothing: a quantised model is not wrapped."""
+
 
 def wrap(
     model: nn.Module,
@@ -314,7 +317,7 @@ def _fill(
             "Pass a model with all of them there, or none."
         )
     pending = pending.into(model)
-    needs = PassNeeds(model, model.config)
+    needs = PassNeeds(model, model.config, products=pending.products_bytes())
     tied = getattr(model, "all_tied_weights_keys", None) or {}
     plan = partial(
         plan_model,

@@ -79,7 +79,7 @@ REFUSED: dict[str, Callable[[Any, Any, Path], object]] = {
     "load_state_dict": lambda model, plain, _path: model.load_state_dict(tampered(plain)),
     "assigned": lambda model, plain, _path: model.load_state_dict(tampered(plain), assign=True),
     "block load_state_dict": lambda model, plain, _path: model.model.layers[2].load_state_dict(
-        plain.model.layers[2].state_dict()
+        tampered(plain.model.layers[2])
     ),
     "half": lambda model, _plain, _path: model.half(),
     "double": lambda model, _plain, _path: model.double(),
@@ -122,6 +122,15 @@ def test_refused(name: str, model: Any, plain: Any, tmp_path: Path) -> None:
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
     assert {parameter.device.type for parameter in model.parameters()} == {"cpu"}
     assert not (tmp_path / "saved" / "model.safetensors").exists()
+
+
+def test_loading_what_is_there_does_nothing(model: Any, plain: Any) -> None:
+    """Saved adapters hold weights of the checkpoint, too, and must load."""
+    before = {key: id(parameter) for key, parameter in model.named_parameters()}
+    for assign in (False, True):
+        model.load_state_dict(plain.state_dict(), assign=assign)
+        model.model.layers[2].load_state_dict(plain.model.layers[2].state_dict(), assign=assign)
+    assert {key: id(parameter) for key, parameter in model.named_parameters()} == before
 
 
 def test_moving_to_where_it_is_does_nothing(model: Any) -> None:

@@ -10,9 +10,11 @@ from pipeload_hooks._attach import Attachment, attach, inside_compiled_call
 from pipeload_hooks._binding import (
     Binding,
     Bound,
+    Companion,
     bind,
     is_placeholder,
     placeholder,
+    put_parameter,
     set_parameter,
     unbind,
 )
@@ -32,6 +34,7 @@ __all__ = [
     "Binding",
     "Block",
     "Bound",
+    "Companion",
     "EvictedWeightWatch",
     "PassGate",
     "RowSource",
@@ -50,6 +53,7 @@ __all__ = [
     "is_placeholder",
     "observe_usage",
     "placeholder",
+    "put_parameter",
     "restore_split",
     "set_parameter",
     "takes_ids",

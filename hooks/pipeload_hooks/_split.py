@@ -3,7 +3,8 @@
 [Note: how a Linear is split] The module's own forward runs, as every hook and profiler expects it
 to, but with no rows: a `[0, K]` weight gives `[..., 0]`, whose shape, dtype, device and
 inference-mode-ness say what the output must be. The post-hook allocates that output, computes it
-range by range and returns it in place of the empty one. Nothing is rebound on the module.
+range by range and returns it in place of the empty one. Nothing is rebound on the module. Before
+every call the post-hook is put before all others, so that they see the whole output.
 """
 
 from __future__ import annotations
@@ -15,6 +16,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.nn.modules.module import (
+    _global_forward_hooks,
+    _global_forward_hooks_with_kwargs,
+    register_module_forward_hook,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -87,6 +93,8 @@ def attach_split(module: nn.Linear, index: int, source: SplitSource) -> tuple[Re
         if torch.is_grad_enabled() and _recorded(module, args, kwargs):
             source.refuse_recording(index)
         if not source.acquire(index):
+            # Not before: until then, another thread may be in the module.
+            seat.go_first(module)
             seat.empty(module)
 
     def leave(
@@ -99,18 +107,28 @@ def attach_split(module: nn.Linear, index: int, source: SplitSource) -> tuple[Re
             with contextlib.closing(source.chunks(index)) as chunks:
                 return _by_rows(module, given, output, chunks)
         finally:
+            seat.step_back()
             source.release(index)
 
-    return (
-        module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True),
-        # First, too: other hooks must see the whole output.
-        module.register_forward_hook(leave, prepend=True, always_call=True, with_kwargs=True),
-    )
+    after = module.register_forward_hook(leave, prepend=True, always_call=True, with_kwargs=True)
+    seat.hook = after.id
+    return module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True), after
+
+
+def _leave_early(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: object
+) -> torch.Tensor | None:
+    """Run the post-hook of a split module; when its turn comes, nothing is left for it to do."""
+    seat = _seats.get(module)
+    leave = None if seat is None else module._forward_hooks.get(seat.hook)
+    made: torch.Tensor | None = None if leave is None else leave(module, args, kwargs, output)
+    return made
 
 
 def restore_split(module: nn.Module) -> None:
     """Put back weight and bias of a split Linear whose last call died. May be called any time."""
     if (seat := _seats.get(module)) is not None:
+        seat.step_back()
         seat.fill()
 
 
@@ -120,10 +138,32 @@ class _Seat:
     It keeps no module: that would be a cycle through the hooks, and keep a dropped model alive.
     """
 
-    __slots__ = ("_taken",)
+    __slots__ = ("_early", "_taken", "hook")
 
     def __init__(self) -> None:
+        self.hook = -1
+        """The id of the post-hook."""
+        self._early: RemovableHandle | None = None
         self._taken: tuple[tuple[nn.Parameter, torch.Tensor], ...] = ()
+
+    def go_first(self, module: nn.Module) -> None:
+        """Have the post-hook run before others of `module`, and before those for all modules."""
+        self.step_back()
+        own: Any = module._forward_hooks  # ordered, whatever their annotation says
+        if self.hook in own and next(iter(own)) != self.hook:
+            own.move_to_end(self.hook, last=False)
+        if _global_forward_hooks:
+            every: Any = _global_forward_hooks
+            register: Any = register_module_forward_hook  # annotated as if it could return nothing
+            self._early = early = register(_leave_early, with_kwargs=True)
+            every.move_to_end(early.id, last=False)
+
+    def step_back(self) -> None:
+        """Leave nothing among the hooks for all modules."""
+        early, self._early = self._early, None
+        if early is not None:
+            early.remove()
+            _global_forward_hooks_with_kwargs.pop(early.id, None)  # torch 2.13 leaves it there
 
     def empty(self, module: nn.Module) -> None:
         """Leave every parameter of `module` with no rows."""

@@ -13,6 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.nn.modules.module import _has_any_global_hook, register_module_forward_hook
 from torch.nn.utils import parametrizations
 from torch.overrides import TorchFunctionMode
 
@@ -186,6 +187,33 @@ def test_hooks_around_it(pair: Pair) -> None:
         made = pair.split(x)
         assert_same(made, pair.plain(x * 2))
     assert seen[0] is made
+
+
+@pytest.mark.parametrize("everywhere", [False, True], ids=["prepended", "for all modules"])
+def test_hooks_that_would_be_first(pair: Pair, everywhere: bool) -> None:
+    """They see the whole output, may replace it, and nothing is left when they have gone."""
+    seen: list[torch.Tensor] = []
+
+    def after(_module: object, _args: object, output: torch.Tensor) -> torch.Tensor:
+        seen.append(output)
+        return output + 1
+
+    given = torch.randn(3, pair.plain.in_features)
+    with torch.no_grad():
+        wanted = pair.plain(given)
+        if everywhere:
+            register: Any = register_module_forward_hook
+            hook = register(after)
+        else:
+            hook = pair.split.register_forward_hook(after, prepend=True)
+        try:
+            assert torch.equal(pair.split(given), wanted + 1)
+        finally:
+            hook.remove()
+        assert torch.equal(pair.split(given), wanted)
+    assert [torch.equal(output, wanted) for output in seen] == [True]
+    assert pair.source.calls.count("chunks 3") == 2
+    assert not _has_any_global_hook()
 
 
 @pytest.mark.parametrize("error", [OSError("disk"), KeyboardInterrupt(), GeneratorExit()], ids=repr)
