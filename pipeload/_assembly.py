@@ -10,14 +10,17 @@ import torch
 
 from pipeload import _guards, _transformers
 from pipeload._accountant import ACCOUNTANT
+from pipeload._adapters import Adapters
 from pipeload._arena import DTYPES, Arena, Region
 from pipeload._build import MAPPED, TABLE_KEEP_BYTES, Build
+from pipeload._copies import allow_copies
 from pipeload._first_pass import FirstPass
 from pipeload._governor import Governor
 from pipeload._handle import Handle
 from pipeload._home import Home
 from pipeload._layout import Weight, lay_out
 from pipeload._notebook_bar import NotebookBar, in_notebook
+from pipeload._own_weights import OwnWeights
 from pipeload._placement import SCRATCH_BYTES
 from pipeload._places import Places
 from pipeload._plan import SLOTS
@@ -110,8 +113,10 @@ class Assembly:
         )
         self._governor = Governor(build, needs, hint, prefetcher.counters, pressure=pressure)
         ACCOUNTANT.join(self._governor, plan.memory_limit)
+        self._read = _reader_of(places, scratch, self._governor)
+        self._seats = self._make_seats()
         self._streamer = Streamer(
-            seats=self._seats(),
+            seats=self._seats,
             tables=self._tables(files),
             prefetcher=prefetcher,
             governor=self._governor,
@@ -151,7 +156,7 @@ class Assembly:
             filled[name] = (parameter, weight)
         return filled
 
-    def _seats(self) -> list[Seat]:
+    def _make_seats(self) -> list[Seat]:
         tables = {table.weight.name for table in self._parts.tables}
         seats = []
         for site in self._parts.sites:
@@ -181,13 +186,20 @@ class Assembly:
         """Have `act` called when the handle is removed; to be said before `finish`."""
         self._at_removal.append(act)
 
-    def finish(self, model: Any) -> None:
-        """Put hooks and guards on the loaded model and give it its handle."""
+    def finish(self, model: Any, root: nn.Module | None = None) -> None:
+        """Put hooks and guards on the loaded model and give it its handle.
+
+        `root` is a module around it that the user has put there.
+        """
         for prepared in self._prepared.values():
             prepared.activate()
         modules = _transformers.pretrained_modules(model)
-        self._streamer.attach(modules)
-        undo = _guards.install(model, modules, [site.module for site in self._parts.sites])
+        weights = self._own_weights()
+        adapters = Adapters(model, root or model, weights, self._seats)
+        self._streamer.attach(modules, adapters)
+        sites = [site.module for site in self._parts.sites]
+        undo = _guards.install(model, modules, sites, weights)
+        undo += [*allow_copies(model, weights), adapters.remove]
         _transformers.disable_auto_compile(model)
         for name in (_transformers.AUTO_COMPILE, "pipeload"):
             undo.append(partial(_guards.forget, weakref.ref(model), name))
@@ -201,6 +213,28 @@ class Assembly:
         restore = Restorer(self._streamer, self._filled, self._companions)
         handle = Handle(model, self._streamer, undo, restore)
         object.__setattr__(model, "pipeload", handle)
+
+    def _own_weights(self) -> OwnWeights:
+        moving = {*self._parts.streamed, *(table.weight.name for table in self._parts.tables)}
+        own = {id(parameter): weight for parameter, weight in self._filled.values()}
+        hidden = {k: w for k, w in own.items() if w.name in moving or w.guarded}
+        return OwnWeights(own, hidden, self._read)
+
+
+def _reader_of(
+    places: Places, scratch: Sequence[Region | None], governor: Governor
+) -> Callable[[Weight], torch.Tensor]:
+    """Reads single weights into memory that is not streamed."""
+
+    def read(weight: Weight) -> torch.Tensor:
+        layout = lay_out([weight])
+        governor.shrink(governor.budget - layout.nbytes - weight.nbytes)
+        place = places.make(layout)
+        run_jobs(place.read_jobs(CHUNK_BYTES), scratch)
+        # As plain copies lie in memory, not as the file's pages do: that can change results.
+        return place.views[weight.name].clone()
+
+    return read
 
 
 def _weak_adopt(streamer: Streamer) -> Callable[[Plan], bool]:

@@ -22,7 +22,7 @@ from pipeload._plan import SLOTS, Plan
 from pipeload._reader import resolve_io_mode
 from pipeload._reserve import limit_for, page_table_bytes
 from pipeload._residency import Residency
-from pipeload._sites import CHUNKS, Grain
+from pipeload._sites import CHUNKS, Grain, Touched
 from pipeload._sizes import format_size
 from pipeload.errors import MemoryLimitError
 
@@ -73,7 +73,7 @@ class Build(NamedTuple):
 
 def make_plan(
     divider: Divider,
-    touched: Callable[[], frozenset[str] | None],
+    touched: Callable[[], Touched | None],
     files: Sequence[Path],
     reserve: int,
     options: Options,
@@ -84,8 +84,8 @@ def make_plan(
 
     Args:
         divider: cuts the model into units.
-        touched: names of weights that are used while the module that owns them does not run; None
-            when that cannot be known.
+        touched: weights that are used while the module that owns them does not run; None when that
+            cannot be known.
         files: the checkpoint's.
         reserve: bytes that a pass needs beside weights.
         options: what the user asked for.
@@ -96,10 +96,11 @@ def make_plan(
         OptionError: the files refuse the way of reading that was asked for.
     """
     chunks = [size for size in CHUNKS if size <= divider.largest_block] or [CHUNKS[-1]]
-    coarse = [_Cut(divider, Grain(modules=False, chunk_bytes=c), options) for c in chunks]
-    outside = touched()
-    fine = [Grain(modules=True, chunk_bytes=c) for c in (chunks if outside is not None else ())]
-    finest = _Cut(divider, fine[-1], options, outside or frozenset()) if fine else coarse[-1]
+    known = touched()
+    outside = known or Touched()
+    coarse = [_Cut(divider, Grain(modules=False, chunk_bytes=c), options, outside) for c in chunks]
+    fine = [Grain(modules=True, chunk_bytes=c) for c in (chunks if known is not None else ())]
+    finest = _Cut(divider, fine[-1], options, outside) if fine else coarse[-1]
     # After cutting: trying out products of rows has made torch take on what it takes on. What
     # running needs of the libraries comes back, out of the reserve.
     lower_floor()
@@ -108,7 +109,7 @@ def make_plan(
     spent = floor + reserve
     chosen = _cheapest(coarse, limit - spent)
     if chosen is None and fine:  # whole blocks do not fit
-        others = [_Cut(divider, grain, options, outside or frozenset()) for grain in fine[:-1]]
+        others = [_Cut(divider, grain, options, outside) for grain in fine[:-1]]
         chosen = _cheapest([*others, finest], limit - spent)
     least = min(cut.fixed + cut.residency.smallest for cut in (*coarse, finest))
     # Not `limit`'s page tables, but its own; and the process grows a little by being told.
@@ -147,7 +148,7 @@ class _Cut:
         divider: Divider,
         grain: Grain,
         options: Options,
-        touched: frozenset[str] = frozenset(),
+        touched: Touched,
     ) -> None:
         self.parts = parts = divider.divide(grain, touched)
         self.residency = Residency(parts.specs, slots=SLOTS)

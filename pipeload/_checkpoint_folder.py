@@ -27,7 +27,7 @@ _TRAINING_STATE: Final = (
 )  # pickled, but no weights
 
 
-def check_folder(folder: Path, *, variant: str | None = None) -> None:
+def check_folder(folder: Path, *, variant: str | None = None, adapter: Path | None = None) -> None:
     """Refuse a local folder without a usable safetensors checkpoint, before anything is loaded.
 
     Files are looked for as transformers does: the file that config.json names, else the single
@@ -36,6 +36,7 @@ def check_folder(folder: Path, *, variant: str | None = None) -> None:
     Args:
         folder: Where the weights are; with a subfolder, the subfolder.
         variant: As in transformers: "fp16" stands for model.fp16.safetensors.
+        adapter: Where an adapter may be; in `folder` when None.
 
     Raises:
         CheckpointError: No safetensors weights, only pickled ones, or an index that cannot be used.
@@ -43,7 +44,7 @@ def check_folder(folder: Path, *, variant: str | None = None) -> None:
     """
     if not folder.is_dir():
         raise CheckpointError(f"{str(folder)!r} is not a folder. Check the path.")
-    has_adapter = is_file(folder / "adapter_config.json")
+    has_adapter = is_file((adapter or folder) / "adapter_config.json")
     if has_adapter and not (folder / "config.json").exists():
         return  # whatever else is here, transformers goes to the adapter's base model
     named = _find_named_weights(folder)

@@ -10,9 +10,12 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import nn
 
+from pipeload._on_disk import hide, save_hidden
 from pipeload.errors import UnsupportedModelError, UnsupportedOperationError
 
 if TYPE_CHECKING:
+    from pipeload._layout import Weight
+    from pipeload._own_weights import OwnWeights
     from pipeload_hooks import Companion
 
 Undo = Callable[[], None]
@@ -22,17 +25,31 @@ _WAY_OUT = (
 
 
 def install(
-    model: nn.Module, pass_modules: Sequence[nn.Module], blocks: Sequence[nn.Module]
+    model: nn.Module,
+    pass_modules: Sequence[nn.Module],
+    blocks: Sequence[nn.Module],
+    weights: OwnWeights,
 ) -> list[Undo]:
-    """Guard a streaming model; returns what takes the guards off again."""
+    """Guard a streaming model; returns what takes the guards off again.
+
+    Args:
+        model: it.
+        pass_modules: the library's models in it.
+        blocks: modules that get their weights before they run.
+        weights: those of its parameters that come from the checkpoint.
+    """
     undo: list[Undo] = []
-    refuse_load = _load_guard(frozenset(id(parameter) for parameter in model.parameters()))
+    refuse_load = _load_guard(weights)
     for module in dict.fromkeys((model, *pass_modules, *blocks)):
         undo += [_override(module, name, make) for name, make in _OVERRIDES.items()]
         undo.append(module.register_load_state_dict_pre_hook(refuse_load).remove)
-    for block in blocks:
-        # Every route to a state dict, save_pretrained's too, passes through the blocks' own.
-        undo.append(block.register_state_dict_pre_hook(_refuse_state_dict).remove)
+    for module in model.modules():
+        # By the owners: every route to a state dict passes through their own.
+        mine = weights.hidden_of(module)
+        if any(weight.guarded for weight in mine):
+            undo.append(_override(module, "_save_to_state_dict", partial(save_hidden, weights)))
+        elif mine:
+            undo.append(module.register_state_dict_post_hook(hide(weights)).remove)
     return undo
 
 
@@ -128,22 +145,33 @@ _OVERRIDES: dict[str, Callable[[weakref.ref[nn.Module]], Any]] = {
 }
 
 
-def _refuse_state_dict(_module: nn.Module, prefix: str, _keep_vars: bool) -> None:
-    raise UnsupportedOperationError(
-        f"state_dict() would hold placeholders: the weights of {prefix.rstrip('.')!r} are on "
-        f"disk. {_WAY_OUT}, or read the checkpoint itself."
-    )
+def _load_guard(weights: OwnWeights) -> Callable[..., None]:
+    """Refuses a state dict that would change weights of the checkpoint; adapters may load.
 
+    Saved adapters hold weights of the checkpoint, too, where they adapt embeddings or a head.
+    """
 
-def _load_guard(owned: frozenset[int]) -> Callable[..., None]:
-    """Refuses a state dict for weights that were here at the start; adapters may load."""
-
-    def refuse(module: nn.Module, state: Mapping[str, Any], prefix: str, *_rest: object) -> None:
-        for name, parameter in module.named_parameters(prefix.rstrip(".")):
-            if id(parameter) in owned and name in state:
+    def check(module: nn.Module, state: dict[str, Any], prefix: str, *_rest: object) -> None:
+        for name, parameter in module.named_parameters(prefix.rstrip("."), remove_duplicate=False):
+            weight = weights.own.get(id(parameter))
+            given = state.get(name)
+            if weight is None or given is None or given is parameter:
+                continue
+            if not _equal(given, parameter, weight, weights):
                 raise UnsupportedOperationError(
                     f"load_state_dict() cannot change the weight {name!r}: it comes from the "
                     f"checkpoint on disk. {_WAY_OUT}."
                 )
+            state[name] = parameter  # copying it onto itself does nothing
 
-    return refuse
+    return check
+
+
+def _equal(given: object, parameter: nn.Parameter, weight: Weight, weights: OwnWeights) -> bool:
+    return (
+        isinstance(given, torch.Tensor)
+        and given.shape == parameter.shape
+        and not given.is_meta
+        and weights.readable(weight)
+        and torch.equal(given.to(parameter), weights.read(weight))
+    )

@@ -19,7 +19,7 @@ from pipeload._memory import keep_few_kernels, return_freed_memory, rss_bytes
 from pipeload._pass_needs import PassNeeds
 from pipeload._probe import probe_usage
 from pipeload._reserve import reserve_bytes
-from pipeload._sites import Divider, NothingToStreamError
+from pipeload._sites import Divider, NothingToStreamError, Touched
 from pipeload._sizes import format_size
 from pipeload.errors import MemoryLimitError
 
@@ -112,8 +112,9 @@ def check_source(
     passed_on = _loading_args.adapt(kwargs)
     assert pretrained is not None  # noqa: S101 - refused with the state dict
     folder = Path(pretrained) / (kwargs.get("subfolder") or "")
+    adapter = Path(pretrained) / ((kwargs.get("adapter_kwargs") or {}).get("subfolder") or "")
     if folder.is_dir():
-        check_folder(folder, variant=kwargs.get("variant"))
+        check_folder(folder, variant=kwargs.get("variant"), adapter=adapter)
     return passed_on
 
 
@@ -178,14 +179,14 @@ def plan_model(
     divider = Divider(model, weights, tied)
     reserve = reserve_bytes(needs, request.hint, request.options.memory_limit)
 
-    def touched() -> frozenset[str] | None:
+    def touched() -> Touched | None:
         usage = probe_usage(probed) if probed is not None else None
         if usage is None:
             return None
         ran = frozenset(usage.executed)
         # Nothing was learnt about modules that did not run.
         idle = (n for n, _ in model.named_parameters() if n.rpartition(".")[0] not in ran)
-        return usage.touched_outside.union(idle)
+        return Touched(usage.touched_outside, frozenset(idle))
 
     return make_plan(divider, touched, files, reserve, request.options, leaving=leaving)
 

@@ -11,21 +11,36 @@ from pipeload.errors import UnsupportedModelError, UnsupportedOperationError
 from pipeload_hooks import EvictedWeightWatch, inside_compiled_call
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from pipeload._seats import Seat
     from pipeload._tables import TableSeat
 
 
-def make_watch(owners: Sequence[Seat | TableSeat]) -> EvictedWeightWatch:
-    """Refuses whatever reads a weight of `owners` while it is evicted."""
+_AS_IT_IS = (
+    "block was not running, so its values are on disk. This model uses block weights from outside "
+    "the block and cannot be streamed; load it without pipeload."
+)
+_ADAPTED = (
+    "module was not running, so its values are on disk: an adapter uses them beside that module. "
+    "Call handle.remove() (pipeload.handle(model).remove()), then pipeload.wrap(model) while this "
+    "adapter is active: what it uses is then in memory whenever it runs."
+)
+
+
+def make_watch(
+    owners: Sequence[Seat | TableSeat], *, adapted: Callable[[], bool]
+) -> EvictedWeightWatch:
+    """Refuses whatever reads a weight of `owners` while it is evicted.
+
+    `adapted` tells whether modules were added to the model, so that they may be what reads it.
+    """
     names = {id(p): name for owner in owners for name, p in owner.parameters.items()}
 
     def refuse(function: str, name: str) -> NoReturn:
         raise UnsupportedModelError(
-            f"{function}() was called on the weight {name!r} while its block was not running, so "
-            "its values are on disk. This model uses block weights from outside the block and "
-            "cannot be streamed; load it without pipeload."
+            f"{function}() was called on the weight {name!r} while its "
+            + (_ADAPTED if adapted() else _AS_IT_IS)
         )
 
     return EvictedWeightWatch(names, refuse)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pipeload_hooks import Binding, bind, unbind
+from pipeload_hooks import Binding, bind, is_placeholder, unbind
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -81,6 +81,17 @@ class Seat:
         self._plan = None
         self._resident, self._passing = [], []
         self._streamed.clear()
+
+    def changed(self) -> str | None:
+        """The name of a parameter that holds neither its values nor its placeholder, if any."""
+        bound = {id(one.parameter): one.values for one in (*self._resident, *self._passing)}
+        for name, parameter in self.parameters.items():
+            values = bound.get(id(parameter))
+            if not is_placeholder(parameter) and (
+                values is None or parameter.data_ptr() != values.data_ptr()
+            ):
+                return name
+        return None
 
     def settled(self, units: Sequence[Unit]) -> bool:
         """Whether everything is resident and bound, so that nothing is left to do for it."""

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from pipeload._layout import Weight
 
 _TABLE_BYTES = 1 << 20
+ADAPTED = ("base_layer", "original_module")
+"""What an adapter that takes a module's place calls that module."""
 CHUNKS = (64 << 20, 32 << 20, 16 << 20, 8 << 20)
 """Sizes of row ranges worth trying, in bytes."""
 
@@ -40,6 +42,15 @@ class Grain(NamedTuple):
     """Whether the modules of a block are units of their own."""
     chunk_bytes: int
     """The most that a range of rows takes."""
+
+
+class Touched(NamedTuple):
+    """What is known of weights that are used otherwise than by their module's run. By name."""
+
+    outside: frozenset[str] = frozenset()
+    """Used while the module that owns them does not run."""
+    idle: frozenset[str] = frozenset()
+    """Of modules that did not run when it was tried."""
 
 
 class Site(NamedTuple):
@@ -139,25 +150,29 @@ class Divider:
         self._tables = [t for t in self._find_tables() if t.weight.name not in inside]
         self._head_weight = self._find_head_weight(inside)
 
-    def divide(self, grain: Grain, touched: frozenset[str]) -> Parts:
-        """Cut at `grain`; a block with a weight in `touched` stays whole.
+    def divide(self, grain: Grain, touched: Touched) -> Parts:
+        """Cut at `grain`; a block with a touched weight stays whole, and so do head and tables.
 
         Args:
             grain: how finely.
-            touched: names of weights that are used while the module that owns them does not run.
+            touched: weights that are used while the module that owns them does not run.
         """
         cutter = _Cutter(grain.chunk_bytes)
+        together = touched.outside | touched.idle
         for block, streamed in self._blocks:
-            if grain.modules and touched.isdisjoint(weight.name for weight in streamed):
+            if grain.modules and together.isdisjoint(weight.name for weight in streamed):
                 mine = {weight.name: weight for weight in streamed}
                 cutter.modules(block.name, block.module, mine)
             else:
                 cutter.whole(block.name, block.module, streamed)
-        if self._head is not None and self._head_weight is not None:
-            cutter.rows(*self._head, self._head_weight)
+        # An adapter reads all of a head or a table beside what it gives: they are in memory then.
+        tables = [table for table in self._tables if table.weight.name not in touched.outside]
+        head, weight = self._head, self._head_weight
+        if head is not None and weight is not None and weight.name not in touched.outside:
+            cutter.rows(*head, weight)
         sites, specs = cutter.sites, cutter.specs
-        parts = Parts(sites, specs, self._tables, [], 0)
-        chosen = {*parts.streamed, *(table.weight.name for table in self._tables)}
+        parts = Parts(sites, specs, tables, [], 0)
+        chosen = {*parts.streamed, *(table.weight.name for table in tables)}
         pinned = [w for name, w in self._weights.items() if name not in chosen and w.group is None]
         taken = chosen | {weight.name for weight in pinned}
         others = sum(
@@ -166,7 +181,7 @@ class Divider:
             # a tied one shares the other's memory
             if name not in taken and name not in self._tied
         )
-        return Parts(sites, specs, self._tables, pinned, others)
+        return Parts(sites, specs, tables, pinned, others)
 
     @property
     def largest_block(self) -> int:
@@ -213,6 +228,9 @@ def _output_head(model: nn.Module) -> tuple[str, nn.Linear] | None:
     """The name and module of a head that can be computed by ranges of rows."""
     get = getattr(model, "get_output_embeddings", None)
     head = get() if get is not None else None
+    while isinstance(head, nn.Module) and not isinstance(head, nn.Linear):
+        # An adapter in its place; it holds the head by one of these names.
+        head = next((m for name, m in head.named_children() if name in ADAPTED), None)
     if not isinstance(head, nn.Linear) or not can_split(head):
         return None
     return next(((name, head) for name, module in model.named_modules() if module is head), None)

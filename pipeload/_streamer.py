@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from pipeload._adapters import Adapters
     from pipeload._governor import Governor
     from pipeload._layout import Weight
     from pipeload._plan import Plan
@@ -57,6 +58,7 @@ class Streamer:
         self.files = files
         self._seats = seats
         self.tables = tables
+        self._adapters: Adapters | None = None
         self._whole = whole
         self._gate = PassGate()
         self._held: set[int] = set()
@@ -66,9 +68,7 @@ class Streamer:
         self._open = False
         self._alone: int | None = None
         """The `id` of the module that was called by itself and is a pass of its own."""
-        self._watch: EvictedWeightWatch | None = make_watch([*seats, *tables])
-        # A pass that died leaves its watch on its thread's stack of modes.
-        weakref.finalize(self, self._watch.end).atexit = False
+        self._watch: EvictedWeightWatch | None = None
         self._hooks = Hooks(seats, tables, [])
         self._settled = False
         self._waiting: set[int] = set()
@@ -78,8 +78,10 @@ class Streamer:
         self._kept_old = False
         """Units that were in use then keep and stream what they did before."""
 
-    def attach(self, pass_modules: Sequence[nn.Module]) -> None:
+    def attach(self, pass_modules: Sequence[nn.Module], adapters: Adapters) -> None:
         """Put the hooks on: around every site, and around every module a pass may begin at."""
+        self._adapters = adapters
+        self._look_out()
         self._hooks = Hooks(self._seats, self.tables, pass_modules)
         self._hooks.attach_sites(self)
         self._hooks.attach_passes(self._begin, self._end)
@@ -201,14 +203,34 @@ class Streamer:
             return
         if self._open or self._held:
             self.recover()
+        if self._adapters is not None:
+            self._adapters.check()
         discard_ended()  # another thread may have ended a pass that died in this one
         self._open = True
         self.files.check_unchanged()
         self.governor.before_pass(args, kwargs)
         self._catch_up()
         self.log.begin(args, kwargs)
+        if self._adapted and self._watch is None:
+            self._look_out()
         if self._watch is not None:
             self._watch.begin()
+
+    @property
+    def _adapted(self) -> bool:
+        return self._adapters is not None and self._adapters.present
+
+    def _look_out(self) -> None:
+        """Watch for whatever reads a weight while it is on disk."""
+        me = weakref.ref(self)
+
+        def adapted() -> bool:
+            streamer = me()
+            return streamer is not None and streamer._adapted  # noqa: SLF001 - its own
+
+        self._watch = make_watch([*self._seats, *self.tables], adapted=adapted)
+        # A pass that died leaves its watch on its thread's stack of modes.
+        weakref.finalize(self, self._watch.end).atexit = False
 
     def _end(self, module: nn.Module, _args: tuple[Any, ...], output: object) -> None:
         if self._gate.is_outermost(module):
@@ -226,7 +248,8 @@ class Streamer:
             self._in_force = None  # units that were in use then have not followed
         self.governor.after_pass()
         if done:
-            self._watch = None
+            if not self._adapted:  # else it depends on which adapters are active
+                self._watch = None
             self.log.end()
             self._drop_settled()
 
@@ -302,6 +325,8 @@ class Streamer:
     def _begin_settled(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> None:
+        if self._adapters is not None:
+            self._adapters.check()
         self.governor.before_pass(args, kwargs)
         me = threading.get_ident()
         try:

@@ -27,6 +27,7 @@ from pipeload._layout import Weight
 from pipeload._loading import advise_openmp, check_source, plan_beside_others, plan_model
 from pipeload._mappings import let_go, mappings_are_told, mappings_of
 from pipeload._pass_needs import PassNeeds
+from pipeload._sites import ADAPTED
 from pipeload._spill import Spill
 from pipeload.errors import CheckpointError, OptionError, UnsupportedModelError
 
@@ -39,8 +40,6 @@ if TYPE_CHECKING:
     from pipeload._request import Request
 
 _log = logging.getLogger("pipeload")
-# What an adapter puts between a module and its weight when it takes the module's place.
-_ADAPTED = (".base_layer.", ".original_module.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +82,7 @@ def wrap(
     live = _match(inner, pending)
     live, spill = _check_values(live, pending, spill_dir)
     try:
-        _stream(live, pending, request, spill)
+        _stream(live, pending, request, spill, model)
     except BaseException:
         if spill is not None:
             spill.remove()
@@ -163,8 +162,8 @@ def _match(model: Any, pending: _transformers.PendingLoad | None) -> _Live:
 
 
 def _plain(name: str) -> str:
-    for adapted in _ADAPTED:
-        name = name.replace(adapted, ".")
+    for adapted in ADAPTED:
+        name = name.replace(f".{adapted}.", ".")
     return name
 
 
@@ -244,6 +243,7 @@ def _stream(
     pending: _transformers.PendingLoad | None,
     request: Request,
     spill: Spill | None,
+    root: nn.Module,
 ) -> None:
     model = live.model
     let_go(live.files)
@@ -263,7 +263,7 @@ def _stream(
     assembly = Assembly(live, build, needs, request.hint, pressure=request.pressure)
     if spill is not None:
         assembly.at_removal(spill.remove)
-    assembly.finish(model)
+    assembly.finish(model, root)
     let_go(live.files)  # now that nothing shows them
 
 

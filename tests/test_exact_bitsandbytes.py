@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import shutil
@@ -196,12 +197,45 @@ def test_the_limit_in_mid_life(quantised: Callable[[str, str], Path]) -> None:
 
 
 def test_what_a_streamed_model_refuses(quantised: Callable[[str, str], Path]) -> None:
-    """A state dict would undo what the processor needs; it is refused, and nothing changes."""
+    """A state dict does not undo what the processor needs; reading it or copying is refused."""
     model = load_smallest(quantised("llama", "nf4"))
     expected = step_logits(model, prompt(), 1)
-    with pytest.raises(UnsupportedOperationError, match="placeholders"):
-        model.state_dict()
+    state = model.state_dict()
+    with pytest.raises(
+        UnsupportedOperationError, match=r"layers\.1\.mlp\.up_proj\.weight.*on disk"
+    ):
+        state["model.layers.1.mlp.up_proj.weight"].clone()
+    with pytest.raises(UnsupportedOperationError, match=r"layers\.1\.mlp\.up_proj.*remove\(\)"):
+        copy.deepcopy(model.model.layers[1].mlp.up_proj)
     assert_same(step_logits(model, prompt(), 1), expected)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+@pytest.mark.parametrize("form", ["nf4", "int8"])
+def test_with_an_adapter(
+    form: str, quantised: Callable[[str, str], Path], processor: str, tmp_path: Path
+) -> None:
+    """A LoRA on packed weights: saved, put on and off again."""
+    peft: Any = pytest.importorskip("peft")
+    folder = quantised("llama", form)
+    config = peft.LoraConfig(
+        r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False, task_type="CAUSAL_LM"
+    )
+    adapted = peft.get_peft_model(plain(folder), config).eval()
+    adapted.save_pretrained(tmp_path)
+    expected = all_outputs(adapted)
+    model = load_smallest(folder)
+    alone = all_outputs(model)
+    adapted = peft.PeftModel.from_pretrained(model, tmp_path)
+    assert_same(all_outputs(adapted), expected, processor)
+    with pytest.raises(UnsupportedOperationError, match="merge"):
+        adapted.merge_adapter()
+    with adapted.disable_adapter():
+        assert_same(all_outputs(adapted), alone, processor)
+    adapted.save_pretrained(tmp_path / "again")
+    file = "adapter_model.safetensors"
+    assert (tmp_path / file).read_bytes() == (tmp_path / "again" / file).read_bytes()
+    assert_same(all_outputs(adapted), expected, processor)
 
 
 # -- bad checkpoints -------------------------------------------------------------------------------

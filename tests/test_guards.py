@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import pipeload
 from pipeload import OptionError, UnsupportedOperationError
@@ -60,16 +61,25 @@ def tampered(plain: Any) -> dict[str, torch.Tensor]:
     return {name: torch.zeros_like(tensor) for name, tensor in plain.state_dict().items()}
 
 
+def clones(state: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    return [tensor.clone() for tensor in state.values()]
+
+
 REFUSED: dict[str, Callable[[Any, Any, Path], object]] = {
     "save_pretrained": lambda model, _plain, path: model.save_pretrained(path),
     "inner save_pretrained": lambda model, _plain, path: model.model.save_pretrained(path),
-    "state_dict": lambda model, _plain, _path: model.state_dict(),
-    "block state_dict": lambda model, _plain, _path: model.model.layers[2].state_dict(),
-    "list state_dict": lambda model, _plain, _path: model.model.layers.state_dict(),
+    "state_dict": lambda model, _plain, _path: torch.save(model.state_dict(), io.BytesIO()),
+    "kept state_dict": lambda model, _plain, _path: copy.deepcopy(model.state_dict(keep_vars=True)),
+    "safetensors": lambda model, _plain, path: save_file(model.state_dict(), f"{path}.file"),
+    "block state_dict": lambda model, _plain, _path: clones(model.model.layers[2].state_dict()),
+    "list state_dict": lambda model, _plain, _path: clones(model.model.layers.state_dict()),
+    "inner state_dict": lambda model, _plain, _path: (
+        model.model.layers[3].mlp.up_proj.state_dict()["weight"].numpy()
+    ),
     "load_state_dict": lambda model, plain, _path: model.load_state_dict(tampered(plain)),
     "assigned": lambda model, plain, _path: model.load_state_dict(tampered(plain), assign=True),
     "block load_state_dict": lambda model, plain, _path: model.model.layers[2].load_state_dict(
-        plain.model.layers[2].state_dict()
+        tampered(plain.model.layers[2])
     ),
     "half": lambda model, _plain, _path: model.half(),
     "double": lambda model, _plain, _path: model.double(),
@@ -112,6 +122,15 @@ def test_refused(name: str, model: Any, plain: Any, tmp_path: Path) -> None:
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
     assert {parameter.device.type for parameter in model.parameters()} == {"cpu"}
     assert not (tmp_path / "saved" / "model.safetensors").exists()
+
+
+def test_loading_what_is_there_does_nothing(model: Any, plain: Any) -> None:
+    """Saved adapters hold weights of the checkpoint, too, and must load."""
+    before = {key: id(parameter) for key, parameter in model.named_parameters()}
+    for assign in (False, True):
+        model.load_state_dict(plain.state_dict(), assign=assign)
+        model.model.layers[2].load_state_dict(plain.model.layers[2].state_dict(), assign=assign)
+    assert {key: id(parameter) for key, parameter in model.named_parameters()} == before
 
 
 def test_moving_to_where_it_is_does_nothing(model: Any) -> None:

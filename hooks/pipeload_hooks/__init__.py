@@ -19,15 +19,17 @@ from pipeload_hooks._binding import (
     unbind,
 )
 from pipeload_hooks._blocks import Block, find_blocks
+from pipeload_hooks._growth import TreeWatch
 from pipeload_hooks._lookup import takes_ids
 from pipeload_hooks._passes import PassGate
 from pipeload_hooks._rows import RowSource, attach_rows
 from pipeload_hooks._source import WeightSource
 from pipeload_hooks._split import SplitSource, attach_split, can_split, restore_split
 from pipeload_hooks._usage import Usage, observe_usage
-from pipeload_hooks._watch import EvictedWeightWatch, discard_ended
+from pipeload_hooks._watch import HARMLESS, EvictedWeightWatch, discard_ended
 
 __all__ = [
+    "HARMLESS",
     "Attachment",
     "Binding",
     "Block",
@@ -37,6 +39,7 @@ __all__ = [
     "PassGate",
     "RowSource",
     "SplitSource",
+    "TreeWatch",
     "Usage",
     "WeightSource",
     "attach",

@@ -53,8 +53,12 @@ def attach(module: nn.Module, index: int, source: WeightSource) -> tuple[Removab
             source.refuse_recording(index)
         source.acquire(index)
 
-    def leave(_module: nn.Module, _args: tuple[Any, ...], _output: object) -> None:
+    def leave(_module: nn.Module, _args: tuple[Any, ...], output: object) -> None:
         source.release(index)
+        # A weight inside is trained, an adapter's: backward would pass through those around it.
+        values = output if isinstance(output, (tuple, list)) else (output,)
+        if torch.is_grad_enabled() and _recording(values):
+            source.refuse_recording(index)
 
     return (
         module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True),

@@ -16,7 +16,7 @@ from pipeload._build import Options, make_plan
 from pipeload._layout import PAGE, Weight
 from pipeload._reserve import page_table_bytes
 from pipeload._residency import Choice, Residency, UnitSpec, _hold_bytes, is_tiny
-from pipeload._sites import Divider, Grain, Parts
+from pipeload._sites import Divider, Grain, Parts, Touched
 from tests.core.weights import Writer, unit_lists, weight_lists
 
 if TYPE_CHECKING:
@@ -168,7 +168,7 @@ class Cut:
     def __init__(self, units: list[UnitSpec], pinned: list[Weight]) -> None:
         self._parts = Parts([], units, [], pinned, 0)
 
-    def divide(self, _grain: Grain, _touched: frozenset[str]) -> Parts:
+    def divide(self, _grain: Grain, _touched: Touched) -> Parts:
         return self._parts
 
 

@@ -1,0 +1,120 @@
+"""Adapters that others put on a streamed model, before it is streamed or later.
+
+They are known by what they do, not by their classes: modules that are put into the tree, around a
+part of it, or that can merge something into weights and take it out again.
+"""
+
+from __future__ import annotations
+
+import weakref
+from functools import partial
+from typing import TYPE_CHECKING, NoReturn
+
+from pipeload._guards import forget
+from pipeload.errors import UnsupportedOperationError
+from pipeload_hooks import TreeWatch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Sequence
+
+    from torch import nn
+
+    from pipeload._own_weights import OwnWeights
+    from pipeload._seats import Seat
+
+# Of a layer, and of the module around the whole model. The second of each pair tells such a module
+# from one that merges something else.
+_MERGING = (("merge", "unmerge"), ("merge_adapter", "unmerge_adapter"))
+_ALL_AT_ONCE = "merge_and_unload"
+
+
+class Adapters:
+    """Refuses merging, and what was made of weights while they were on disk."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        root: nn.Module,
+        weights: OwnWeights,
+        seats: Sequence[Seat],
+    ) -> None:
+        """Look at `root`, and from now on at whatever is added to `model`, which is inside."""
+        self.present = False
+        """Whether there may be any: what a pass reads then depends on which are active."""
+        self._unchecked = True
+        self._model = weakref.ref(model)
+        self._own, self._seats = weights.own, seats
+        self._undo: list[Callable[[], None]] = []
+        for module in root.modules():
+            self._meet(module)
+        self._tree = TreeWatch(model, self._grown)
+
+    def check(self) -> None:
+        """Look at what is new since the last time. To be called before a pass.
+
+        Raises:
+            UnsupportedOperationError: it was computed from weights that were on disk, or weights
+                were given other values.
+        """
+        model = self._model()
+        if not (self.present and self._unchecked) or model is None:
+            return
+        for seat in self._seats:
+            if (name := seat.changed()) is not None:
+                raise UnsupportedOperationError(
+                    f"the weight {name!r} was given other values, but it is streamed from disk. "
+                    "handle.remove() brings the checkpoint's back (pipeload.handle(model)"
+                    ".remove()); make adapters that change weights on the plain model, and stream "
+                    "it with pipeload.wrap(model, spill_dir=FOLDER)."
+                )
+        for name, parameter in model.named_parameters():
+            if id(parameter) not in self._own and _has_nan(parameter):
+                raise UnsupportedOperationError(
+                    f"{name!r} is NaN: it was computed from a weight that is on disk. Load values "
+                    "for it (a saved adapter's), or delete the adapter, call handle.remove() "
+                    "(pipeload.handle(model).remove()), make it on the plain model, then stream "
+                    "that with pipeload.wrap(model)."
+                )
+        self._unchecked = False
+
+    def remove(self) -> None:
+        """Allow everything again."""
+        self._tree.close()
+        self._seats = ()  # they hold the memory that streaming took
+        while self._undo:
+            self._undo.pop()()
+
+    def _grown(self, module: nn.Module, inside: bool) -> None:
+        if inside:
+            self.present = self._unchecked = True
+        self._meet(module)
+
+    def _meet(self, module: nn.Module) -> None:
+        names = [name for pair in _MERGING for name in pair if _has_all(module, pair)]
+        if not names:
+            return
+        self.present = True
+        if _has_all(module, (_ALL_AT_ONCE,)):
+            names.append(_ALL_AT_ONCE)
+        for name in names:
+            object.__setattr__(module, name, partial(_refuse_merging, name))
+            self._undo.append(partial(forget, weakref.ref(module), name))
+
+
+def _has_all(module: nn.Module, names: Collection[str]) -> bool:
+    # Of the class: an adapter's model hands on what it does not know to the model inside.
+    return all(callable(getattr(type(module), name, None)) for name in names)
+
+
+def _has_nan(parameter: nn.Parameter) -> bool:
+    if parameter.is_meta or not parameter.is_floating_point() or not parameter.numel():
+        return False
+    return bool(parameter.detach().amax().isnan())  # takes no memory, unlike isnan().any()
+
+
+def _refuse_merging(name: str, *_args: object, **_kwargs: object) -> NoReturn:
+    raise UnsupportedOperationError(
+        f"{name}() would change weights that are on disk. Call handle.remove() first to get the "
+        "plain model back (pipeload.handle(model).remove()) and merge there; what was merged is "
+        "streamed again with pipeload.wrap(model, spill_dir=FOLDER)."
+    )
