@@ -26,6 +26,7 @@ FLOORS = (
         "_floor",
         "_slots",
         "_demo_tokenizer",
+        "_windows",
     },
     {
         "_bench_reader",
@@ -60,9 +61,18 @@ FLOORS = (
     {"_api"},
     {"_everywhere", "_notebook"},
     {"__init__"},
-    {"_bench_worker", "_cli_output", "_cli_report", "_run_script", "bench"},
+    {
+        "_bench_worker",
+        "_cli_output",
+        "_cli_report",
+        "_eval_report",
+        "_eval_text",
+        "_perplexity",
+        "_run_script",
+        "bench",
+    },
     {"_cli_run"},
-    {"_cli_plan"},
+    {"_cli_eval", "_cli_plan"},
     {"cli"},
     {"__main__"},
 )
@@ -88,12 +98,14 @@ WITHOUT_TORCH = {
     "_sizes",
     "_slots",
     "_stats",
+    "_windows",
 }
 THE_LIBRARYS_FILES = {
     "_api",
     "_transformers",
     # On top of everything, where a user's script would be:
     "_bench_worker",
+    "_cli_eval",
     "_cli_output",
     "_cli_run",
 }
