@@ -15,14 +15,15 @@ from pipeload import _eval_report as report
 from pipeload._cli_output import all_passes, log, silence_libraries
 from pipeload._cli_run import DTYPES, check_model, explained, load_tokenizer
 from pipeload._eval_text import Encoded, encode, read_text
-from pipeload._perplexity import measure
+from pipeload._pass_needs import PassNeeds
+from pipeload._perplexity import measure, tokens_to_hint
 from pipeload._sizes import format_size
 from pipeload._transformers import peek
 from pipeload._windows import slide
 from pipeload.errors import CheckpointError, MemoryLimitError, OptionError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
 WINDOW = 1024
@@ -56,6 +57,9 @@ class _Subject:
     encoded: Encoded
     batch: int | None
     """Windows per pass; None leaves it to the limit."""
+    needs: PassNeeds
+    forward: Callable[..., object]
+    """Of the model's class: how it can be called."""
 
 
 def run(request: Request, *, debug: bool) -> None:
@@ -125,6 +129,8 @@ def _prepare(model: str, text: str, request: Request) -> _Subject:
         getattr(pending.model.config.get_text_config(), "max_position_embeddings", None),
         encoded,
         batch=request.batch or (1 if pending.couples_rows() else None),
+        needs=PassNeeds(pending.model, pending.model.config, products=pending.products_bytes()),
+        forward=type(pending.model).forward,
     )
 
 
@@ -154,7 +160,7 @@ def _evaluate(
         model = pipeload.from_pretrained(
             subject.name,
             memory_limit=limit,
-            tokens=min(window, tokens),
+            tokens=tokens_to_hint(subject.needs, subject.forward, windows, subject.batch or 1),
             batch=subject.batch or 1,
             dtype=DTYPES[request.dtype],
             trust_remote_code=False,

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from pipeload._handle import Handle
+    from pipeload._pass_needs import PassNeeds
     from pipeload._windows import Window
 
 # A streamed pass costs the same for more tokens, but not for ever: with this many, computing takes
@@ -102,21 +103,45 @@ def measure(
     return Losses(nats, len(windows), passes, largest, time.perf_counter() - started)
 
 
+def tokens_to_hint(
+    needs: PassNeeds, forward: Callable[..., Any], windows: Sequence[Window], batch: int
+) -> int:
+    """The `tokens=` that keeps memory free for every pass of `measure`, logits and all.
+
+    A hint is about `generate`, which wants the last position's logits alone: so it is a longer one.
+
+    Args:
+        needs: of the model.
+        forward: what its class calls so.
+        windows: that are to run.
+        batch: windows per pass.
+    """
+    most = max(
+        needs.for_pass((), _shaped(forward, group, min(batch, len(group))))
+        for group in groups(windows)
+    )
+    longest = max(window.tokens for window in windows)
+    return max(longest, needs.longest_tokens(most, batch) + 1)
+
+
 def _batch_for(model: Any, handle: Handle, group: Sequence[Window]) -> int:
-    length, kept = group[0].tokens, group[0].scored
-
     def bytes_read(batch: int) -> int | None:
-        ids = torch.empty((batch, length), dtype=torch.int64, device="meta")
-        return handle.pass_bytes(**_arguments(model, ids, kept))
+        return handle.pass_bytes(**_shaped(model.forward, group, batch))
 
-    return choose_batch(len(group), _MOST_TOKENS // length, bytes_read)
+    return choose_batch(len(group), _MOST_TOKENS // group[0].tokens, bytes_read)
+
+
+def _shaped(forward: Callable[..., Any], group: Sequence[Window], batch: int) -> dict[str, Any]:
+    """Arguments of a pass over `batch` windows like those of the group, without values."""
+    ids = torch.empty((batch, group[0].tokens), dtype=torch.int64, device="meta")
+    return _arguments(forward, ids, group[0].scored)
 
 
 def _score(model: Any, ids: torch.Tensor, part: Sequence[Window], nats: torch.Tensor) -> None:
     """One pass; fills in the losses of its windows."""
     kept = part[0].scored
     batch = torch.stack([ids[window.begin : window.end] for window in part])
-    logits = model(**_arguments(model, batch, kept)).logits
+    logits = model(**_arguments(model.forward, batch, kept)).logits
     step = max(1, _MOST_LOGITS // logits.shape[-1])
     for row, window in zip(logits, part, strict=True):
         # The last position's are for the token after the window.
@@ -130,10 +155,10 @@ def _score(model: Any, ids: torch.Tensor, part: Sequence[Window], nats: torch.Te
         _check(nats, window)
 
 
-def _arguments(model: Any, ids: torch.Tensor, kept: int) -> dict[str, Any]:
+def _arguments(forward: Callable[..., Any], ids: torch.Tensor, kept: int) -> dict[str, Any]:
     """Of a pass that gives logits for the last `kept + 1` positions of each row, or for more."""
     arguments = {"input_ids": ids, "use_cache": False, "logits_to_keep": kept + 1}
-    known = inspect.signature(model.forward).parameters
+    known = inspect.signature(forward).parameters
     return {name: value for name, value in arguments.items() if name in known}
 
 

@@ -210,7 +210,7 @@ def test_a_small_limit_changes_nothing(smollm2_bf16: Path) -> None:
     options = ("--text", LICENSE, "--window", 64, "--stride", 32, "--max-tokens", 224)
     rest = (*options, "--batch", 3)
     with steady_floor(modules=True):
-        limit = smallest_limit(smollm2_bf16, dtype="auto", tokens=64, batch=3) + 20_000_000
+        limit = smallest_limit(smollm2_bf16, dtype="auto", tokens=256, batch=3) + 20_000_000
         small = measured(smollm2_bf16, *rest, "--memory-limit", limit)
         large = measured(smollm2_bf16, *rest, "--memory-limit", "20GB")
         chosen = measured(smollm2_bf16, *options, "--memory-limit", limit)
@@ -379,19 +379,31 @@ def test_models_without_their_tokenizer(tiny: TinyCheckpoint, tmp_path: Path, te
 
 
 def test_limits_that_are_too_small(smollm2_bf16: Path, tmp_path: Path) -> None:
-    """For the model, or for its passes; either names one that works."""
+    """Refused before anything is read, with one that is enough for the logits of a window, too."""
     file = tmp_path / "text"
     file.write_text(LICENSE.read_text()[:3000])
     rest = ("--text", file, "--window", 512)
     with steady_floor(modules=True):
-        refused("The smallest limit that works here is", smollm2_bf16, *rest, "--memory-limit", 10)
-        limit = smallest_limit(smollm2_bf16, dtype="auto", tokens=512)
-        result = invoke("eval", smollm2_bf16, *rest, "--memory-limit", limit, "--quiet")
-        assert result.exit_code == 1
-        assert "1 x 512 tokens do not fit beside the weights" in result.stderr
-        enough = int(result.stderr.split("--memory-limit ")[1].split()[0])
-        assert enough > limit
+        result = invoke("eval", smollm2_bf16, *rest, "--memory-limit", "1MB", "--quiet")
+        assert (result.exit_code, result.stdout) == (1, "")
+        enough = int(result.stderr.split("works here is ")[1].split()[0])
+        assert enough > smallest_limit(smollm2_bf16, dtype="auto", tokens=512)
         assert measured(smollm2_bf16, *rest, "--memory-limit", enough)["windows_per_pass"] == 1
+        refused("is too small", smollm2_bf16, *rest, "--memory-limit", enough - 4_000_000)
+
+
+def test_a_pass_that_does_not_fit_any_more(
+    reader: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Should memory be gone when it comes to it, the line names what may be made smaller."""
+
+    def gone(*_args: object, **_options: object) -> None:
+        raise pipeload.MemoryLimitError("this pass", limit=10**9, smallest_limit=2 * 10**9)
+
+    monkeypatch.setattr("pipeload._cli_eval.measure", gone)
+    rest = (reader, "--text", text, "--window", 16)
+    refused("1 x 16 tokens do not fit beside the weights", *rest)
+    refused("--memory-limit 2000000000 is enough", *rest)
 
 
 class Predictor(torch.nn.Module):
