@@ -16,8 +16,9 @@ export OMP_WAIT_POLICY := passive
 demo: $(VENV)/demo.stamp
 	$(BIN)/pipeload demo
 
+# One file after the other in each process: files share models that take time to make.
 test: dev
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses auto --dist loadfile $(PYTEST_OPTIONS)
 
 lint: dev
 	$(BIN)/ruff format --check .

@@ -12,7 +12,7 @@ from pipeload._handle import Handle
 from pipeload._loading import Loading, check_source, plan_pending
 from pipeload._pass_needs import PassNeeds
 from pipeload._request import make_request
-from pipeload._transformers import (
+from pipeload._takeover import (
     current_intercept,
     intercept_everywhere,
     intercept_loading,

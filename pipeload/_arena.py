@@ -11,16 +11,17 @@ from __future__ import annotations
 
 import contextlib
 import mmap
-import sys
 from typing import NamedTuple
 
 import torch
 
-from pipeload._layout import ceil_page, floor_page
+from pipeload._layout import PAGE, ceil_page, floor_page
+from pipeload._pages import MAP_NORESERVE, give_back
 
 HUGE_PAGE = 2 << 20
-# Not in the mmap module before Python 3.13. The number holds for Linux on x86 and ARM.
-MAP_NORESERVE: int = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
+# A page of page tables, eight bytes each, covers one. With pages of 64 kB (some kernels on ARM)
+# that is 512 MB: the first touch would take far more memory than was planned.
+_HUGE_PAGES_FIT = PAGE * (PAGE // 8) == HUGE_PAGE
 
 DTYPES: dict[str, torch.dtype] = {
     "BOOL": torch.bool,
@@ -62,7 +63,7 @@ class Region(NamedTuple):
         return self.arena.tensor(self.offset + start, dtype, shape, nbytes)
 
     def discard(self, start: int = 0) -> None:
-        """Give everything from `start` on back to the system; it reads as zeros then."""
+        """Give everything from `start` on back to the system: see `Arena.discard`."""
         self.arena.discard(self.offset + start, self.nbytes - start)
 
 
@@ -88,8 +89,16 @@ class Arena:
         self._taken = 0
         # Room to start on a huge page; the kernel would not use huge pages at the start otherwise.
         size = self.nbytes + HUGE_PAGE
-        self._map = _anonymous(size, huge=huge, sparse=sparse)
-        self._skip = -torch.frombuffer(self._map, dtype=torch.uint8).data_ptr() % HUGE_PAGE
+        try:
+            self._map = _anonymous(size, huge=huge, sparse=sparse)
+        except OSError as error:
+            raise MemoryError(
+                f"the system refuses {size} bytes of address space for weights: {error}. Have it "
+                "promise more memory than it has (vm.overcommit_memory=0 on Linux, a larger paging "
+                "file on Windows)."
+            ) from error
+        self._address: int = torch.frombuffer(self._map, dtype=torch.uint8).data_ptr()
+        self._skip = -self._address % HUGE_PAGE
         self._view = memoryview(self._map)[self._skip : self._skip + self.nbytes]
 
     def take(self, nbytes: int) -> Region:
@@ -103,10 +112,14 @@ class Arena:
         return region
 
     def discard(self, offset: int, nbytes: int) -> None:
-        """Give the whole pages of a part back to the system; they read as zeros from then on."""
+        """Give the whole pages of a part back to the system.
+
+        They read as zeros from then on, where the system has no means but to take them out of sight
+        (Windows) as before.
+        """
         start, stop = ceil_page(offset), floor_page(offset + nbytes)
-        if stop > start and hasattr(mmap, "MADV_DONTNEED"):
-            self._map.madvise(mmap.MADV_DONTNEED, self._skip + start, stop - start)
+        if stop > start:
+            give_back(self._map, self._address, self._skip + start, stop - start)
 
     def buffer(self, offset: int, nbytes: int) -> memoryview:
         """Writable bytes, for a read to land in."""
@@ -127,12 +140,12 @@ class Arena:
 
 
 def _anonymous(size: int, *, huge: bool, sparse: bool) -> mmap.mmap:
-    if sys.platform == "win32":
+    if not hasattr(mmap, "MAP_PRIVATE"):  # Windows: nobody else sees it in any case
         return mmap.mmap(-1, size)
     # Private: shared anonymous memory would be counted as shmem and survive a fork as one copy.
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     memory = mmap.mmap(-1, size, flags=flags | MAP_NORESERVE)
-    wish = "MADV_HUGEPAGE" if huge else "MADV_NOHUGEPAGE"
+    wish = "MADV_HUGEPAGE" if huge and _HUGE_PAGES_FIT else "MADV_NOHUGEPAGE"
     advice = getattr(mmap, wish, None)
     if (huge or sparse) and advice is not None:
         with contextlib.suppress(OSError):  # a kernel without huge pages: slower, still right

@@ -12,10 +12,12 @@ from pipeload import _guards, _transformers
 from pipeload._accountant import ACCOUNTANT
 from pipeload._arena import DTYPES, Arena, Region
 from pipeload._build import MAPPED, TABLE_KEEP_BYTES, Build
+from pipeload._first_pass import FirstPass
 from pipeload._governor import Governor
 from pipeload._handle import Handle
 from pipeload._home import Home
 from pipeload._layout import Weight, lay_out
+from pipeload._notebook_bar import NotebookBar, in_notebook
 from pipeload._placement import SCRATCH_BYTES
 from pipeload._places import Places
 from pipeload._plan import SLOTS
@@ -194,6 +196,8 @@ class Assembly:
             watch(self._governor.look_around)
         undo += self._at_removal
         undo += _guards.guard_packed(model, self._companions)
+        if in_notebook():
+            undo.append(FirstPass(model, NotebookBar()).stop)
         restore = Restorer(self._streamer, self._filled, self._companions)
         handle = Handle(model, self._streamer, undo, restore)
         object.__setattr__(model, "pipeload", handle)

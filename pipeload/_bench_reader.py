@@ -9,6 +9,7 @@ reads of 16 MB by four threads into huge pages, from all shards in turn; imports
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import mmap
 import os
@@ -29,8 +30,10 @@ def read_rate(files: Sequence[Path], seconds: float) -> float:
     """Bytes per second of direct reads over about `seconds` seconds.
 
     Raises:
-        OSError: the file system refuses direct reads.
+        OSError: the file system or the operating system refuses direct reads.
     """
+    if not hasattr(os, "O_DIRECT") or not hasattr(os, "preadv"):
+        raise OSError(errno.ENOTSUP, "this system has no direct reads")
     chunks = [
         (path, start)
         for path in files

@@ -57,6 +57,8 @@ class Options:
     io_mode: str
     readers: int | None
     disk_rate: float | None
+    may_map: bool = True
+    """Whether files may be mapped; else they are read even where everything fits."""
 
 
 class Build(NamedTuple):
@@ -118,7 +120,8 @@ def make_plan(
     streamed_bytes = sum(unit.streamed_bytes for unit in units)
     room = free_page_cache_bytes() - max(0, limit - floor)
     kept = [layout for unit in units for layout in unit.resident]
-    mapped = MappedFiles.supported() and all(map(can_map, (cut.pinned_layout, *kept)))
+    mapped = options.may_map and MappedFiles.supported()
+    mapped = mapped and all(map(can_map, (cut.pinned_layout, *kept)))
     stream_mode = resolve_io_mode(options.io_mode, files, fits_cache=0 < streamed_bytes < room)
     fits = options.io_mode == "auto" and not streamed_bytes and mapped
     plan = Plan(

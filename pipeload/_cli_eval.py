@@ -12,13 +12,14 @@ import transformers
 
 import pipeload
 from pipeload import _eval_report as report
-from pipeload._cli_output import all_passes, log, silence_libraries
+from pipeload._cli_output import log, silence_libraries
 from pipeload._cli_run import DTYPES, check_model, explained, load_tokenizer
+from pipeload._eval_progress import all_passes
 from pipeload._eval_text import Encoded, encode, read_text
 from pipeload._pass_needs import PassNeeds
 from pipeload._perplexity import measure, tokens_to_hint
 from pipeload._sizes import format_size
-from pipeload._transformers import peek
+from pipeload._takeover import peek
 from pipeload._windows import slide
 from pipeload.errors import CheckpointError, MemoryLimitError, OptionError
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import logging
 import os
 import sys
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
     from rich.progress import Progress
 
+    from pipeload._first_pass import FirstPass
 
 log = logging.getLogger("pipeload")
 
@@ -57,6 +59,16 @@ def reported(*, debug: bool, quiet: bool) -> Iterator[None]:
         log.propagate = propagate
 
 
+def replace_unprintable() -> None:
+    """Have letters that the terminal's encoding lacks appear as "?" instead of ending the command.
+
+    Outside UTF-8, as in a pipe on Windows, a model's answer could hold such letters.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors="replace")
+
+
 def silence_libraries(*, debug: bool) -> None:
     """Keep the libraries' notes and bars off the screen, but for the bars of a download."""
     if debug:
@@ -77,84 +89,19 @@ def silence_libraries(*, debug: bool) -> None:
 @contextlib.contextmanager
 def first_pass(model: Any) -> Iterator[FirstPass]:
     """Show how many blocks of the first pass are done; ends with it, or at the first token."""
-    shown = FirstPass(0)
-    with _counting_blocks(model, shown) as hooks:
-        shown.on_stop = hooks
-        yield shown
+    from pipeload._first_pass import FirstPass  # late: it loads torch
 
-
-@contextlib.contextmanager
-def all_passes(model: Any, name: str, tokens: int) -> Iterator[AllPasses]:
-    """Show how many of `tokens` are done, counted by blocks, and how long the rest will take."""
-    shown = AllPasses(name, tokens)
-    with _counting_blocks(model, shown):
-        yield shown
-
-
-@contextlib.contextmanager
-def _counting_blocks(model: Any, shown: FirstPass | AllPasses) -> Iterator[list[Any]]:
-    from pipeload_hooks import find_blocks  # late: it loads torch
-
-    blocks = find_blocks(model)
-    shown.blocks = len(blocks)
-    hooks = [block.module.register_forward_hook(shown.block_done) for block in blocks]
+    shown = FirstPass(model, Screen("first pass", "layers"))
     try:
-        yield hooks
+        yield shown
     finally:
         shown.stop()
-        while hooks:
-            hooks.pop().remove()
 
 
-class FirstPass:
-    """The blocks of one pass."""
-
-    def __init__(self, blocks: int) -> None:
-        self.blocks = blocks
-        self.on_stop: list[Any] = []
-        self._done = 0
-        self._shown = _Progress("first pass", "layers", time_left=False)
-
-    def block_done(self, *_: object) -> None:
-        """Forward hook of every block."""
-        self._done += 1
-        self._shown.update(self._done, self.blocks)
-
-    def stop(self) -> None:
-        """Wipe the bar away and take the hooks off. May be called again."""
-        while self.on_stop:
-            self.on_stop.pop().remove()
-        self._shown.stop()
-
-
-class AllPasses:
-    """The tokens of many passes; inside one, each block is worth an equal part of its tokens."""
-
-    def __init__(self, name: str, tokens: int) -> None:
-        self.blocks = 0
-        self._tokens = tokens
-        self._before = self._coming = self._blocks_done = 0
-        self._shown = _Progress(name, "tokens", time_left=True)
-
-    def pass_begins(self, done: int, coming: int) -> None:
-        """Tokens that are done, and those of the pass that comes now."""
-        self._before, self._coming, self._blocks_done = done, coming, 0
-
-    def block_done(self, *_: object) -> None:
-        """Forward hook of every block."""
-        self._blocks_done += 1
-        share = min(1.0, self._blocks_done / self.blocks)
-        self._shown.update(self._before + int(self._coming * share), self._tokens)
-
-    def stop(self) -> None:
-        """Wipe the bar away. May be called again."""
-        self._shown.stop()
-
-
-class _Progress:
+class Screen:
     """A bar on a terminal, now and then a line elsewhere, nothing when quiet."""
 
-    def __init__(self, name: str, unit: str, *, time_left: bool) -> None:
+    def __init__(self, name: str, unit: str, *, time_left: bool = False) -> None:
         self._name, self._unit, self._time_left = name, unit, time_left
         self._began = time.monotonic()
         self._line_at = self._began + _SECONDS_BETWEEN_LINES
@@ -164,8 +111,8 @@ class _Progress:
             self._task = self._bar.add_task(name, total=None)
             self._bar.start()
 
-    def update(self, done: int, total: int) -> None:
-        """So many of so many."""
+    def show(self, done: int, total: int) -> None:
+        """So many of all are done."""
         now = time.monotonic()
         if self._bar is not None:
             self._bar.update(self._task, completed=done, total=total)
@@ -175,7 +122,7 @@ class _Progress:
             left = f", about {_duration(seconds)} left" if self._time_left else ""
             log.info("%s: %d of %d %s%s", self._name, done, total, self._unit, left)
 
-    def stop(self) -> None:
+    def close(self) -> None:
         """Wipe the bar away. May be called again."""
         if self._bar is not None:
             self._bar.stop()

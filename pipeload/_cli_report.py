@@ -6,6 +6,8 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from pipeload._sizes import format_size
+from pipeload._stats import work_rows
+from pipeload._tabled import Row, Tabled
 
 if TYPE_CHECKING:
     from pipeload._handle import Handle
@@ -14,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Figures:
+class Figures(Tabled):
     """What a run took. Sizes in bytes, times in seconds."""
 
     prompt_tokens: int
@@ -50,23 +52,17 @@ class Figures:
         """For JSON."""
         return asdict(self)
 
-    def table(self) -> str:
-        """For people, one line per figure."""
-        rate = f"{self.read_bytes_per_second / 1e9:.3g} GB/s while reading"
+    def _rows(self) -> list[Row]:
+        """For people, one row per figure."""
         speed = "-" if self.tokens_per_second is None else f"{self.tokens_per_second:.3g}"
         busy = f"(disk busy {self.disk_busy:.0%}, compute {self.compute_busy:.0%} of the time)"
-        rows = [
-            ("memory limit", format_size(self.memory_limit)),
-            ("peak memory", format_size(self.peak_rss_bytes)),
-            ("read from disk", f"{format_size(self.bytes_read)}, {rate}"),
-            ("waited for disk", f"{self.stall_seconds:.3g} s"),
-            ("computed", f"{self.compute_seconds:.3g} s"),
-            ("first token", f"after {self.load_seconds + self.first_token_seconds:.3g} s"),
-            ("speed", f"{speed} tokens/s after the first, {self.new_tokens} tokens"),
-            ("tokens per pass", f"{self.tokens_per_pass:.3g}"),
-            ("bottleneck", f"{self.bottleneck} {busy}"),
+        return [
+            *work_rows(self),
+            Row("first token", f"after {self.load_seconds + self.first_token_seconds:.3g} s"),
+            Row("speed", f"{speed} tokens/s after the first, {self.new_tokens} tokens"),
+            Row("tokens per pass", f"{self.tokens_per_pass:.3g}"),
+            Row("bottleneck", f"{self.bottleneck} {busy}"),
         ]
-        return "\n".join(f"{name:<16}{value}" for name, value in rows)
 
 
 def count(

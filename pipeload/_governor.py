@@ -70,6 +70,8 @@ class Governor:
         """Puts a plan into force if no pass runs; set once somebody can."""
         self._counters = counters
         self._residency = residency
+        # A model that fitted may have been mapped; what streams later is read.
+        self._whole_mode, self._streaming_mode = plan.io_mode, build.stream_mode
         self._needs = needs
         self._hint, self._hint_need = hint, hint.pass_bytes(needs)
         self._fixed = plan.pinned_bytes + plan.scratch_bytes + build.parts.conversion_bytes
@@ -277,7 +279,10 @@ class Governor:
     def _plan_for(self, budget: int) -> Plan:
         choice = self._residency.choose(budget)
         assert choice is not None  # noqa: S101 - nobody asks for less than the smallest
-        return dataclasses.replace(self.plan, units=self._residency.plans(choice))
+        units = self._residency.plans(choice)
+        streams = any(unit.streamed.nbytes for unit in units)
+        io_mode = self._streaming_mode if streams else self._whole_mode
+        return dataclasses.replace(self.plan, units=units, io_mode=io_mode)
 
     def _too_large(self, shape: PassShape, room: int) -> MemoryLimitError:
         limit = self.plan.memory_limit

@@ -2,14 +2,19 @@
 
 [Note: why a weight keeps its place in the page] With one row of input (decoding), fp32 products go
 through a matrix-vector kernel whose rounding depends on the address of the weight modulo 16. A
-plain load maps the file, so there `address % 4096 == file offset % 4096`. Keeping that here makes
+plain load maps the file, so there `address % PAGE == file offset % PAGE`. Keeping that here makes
 the results bit-identical, and it is what direct reads need anyway: whole pages land at page
 addresses. Weights that are cast or converted are freshly allocated in a plain load, hence aligned
 to 64 bytes.
+
+[Note: the page is the system's] Memory is taken and given back in the system's pages: 4 kB mostly,
+16 kB on Macs with ARM, up to 64 kB on Linux with ARM. A smaller unit would give back bytes of a
+neighbour, and would count less memory than a byte really takes.
 """
 
 from __future__ import annotations
 
+import mmap
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -19,7 +24,8 @@ if TYPE_CHECKING:
 
     from pipeload._checkpoint import TensorEntry
 
-PAGE = 4096
+PAGE = max(4096, mmap.PAGESIZE)
+"""Bytes: see [Note: the page is the system's]. Also what direct reads are multiples of."""
 _ALIGN = 64
 # Neighbours this close are read in one go. Wider gaps would cost memory that the plan, which weighs
 # weights one by one and grants each a page for its borders, does not count.
@@ -92,7 +98,7 @@ class Extent:
     start: int
     stop: int
     offset: int
-    """Place of byte `start` in the region; `offset % 4096 == start % 4096`."""
+    """Place of byte `start` in the region; `offset % PAGE == start % PAGE`."""
 
     @property
     def pages(self) -> tuple[int, int, int]:

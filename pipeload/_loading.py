@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 import os
 import warnings
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeload import _loading_args, _transformers
+from pipeload import _loading_args, _takeover
 from pipeload._accountant import ACCOUNTANT
 from pipeload._assembly import Assembly
 from pipeload._build import make_plan
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from pipeload._build import Build
     from pipeload._layout import Weight
     from pipeload._request import Request
+    from pipeload._transformers import PendingLoad
 
 _FEW_CORES = 4
 _log = logging.getLogger("pipeload")
@@ -58,7 +60,7 @@ class Loading:
         advise_openmp()
         built: list[Assembly] = []
 
-        def stream(pending: _transformers.PendingLoad) -> Any:
+        def stream(pending: PendingLoad) -> Any:
             self.loaded = True
             needs = PassNeeds(
                 pending.model, pending.model.config, products=pending.products_bytes()
@@ -71,13 +73,13 @@ class Loading:
             built.append(Assembly(pending, build, needs, self.request.hint, pressure=pressure))
             return pending.load_rest(build.parts.taken)
 
-        with _transformers.take_over_loading(stream):
+        with _takeover.take_over_loading(stream):
             result = load(pretrained_model_name_or_path, *args, **passed_on)
         for assembly in built:
             assembly.finish(result[0] if isinstance(result, tuple) else result)
         return result
 
-    def _load_plainly(self, pending: _transformers.PendingLoad, error: NothingToStreamError) -> Any:
+    def _load_plainly(self, pending: PendingLoad, error: NothingToStreamError) -> Any:
         if not self._lenient:
             raise error
         name = type(pending.model).__name__
@@ -132,10 +134,12 @@ def plan_beside_others(make: Callable[[], Build]) -> Build:
     return make()
 
 
-def plan_pending(pending: _transformers.PendingLoad, needs: PassNeeds, request: Request) -> Build:
+def plan_pending(pending: PendingLoad, needs: PassNeeds, request: Request) -> Build:
     """Plan a model that is on the meta device."""
     model = pending.model
     tied = model.all_tied_weights_keys or {}
+    if pending.disable_mmap:
+        request = replace(request, options=replace(request.options, may_map=False))
     return plan_model(
         model, pending.weights(), tied, model, pending.files, needs=needs, request=request
     )

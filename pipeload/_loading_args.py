@@ -1,7 +1,8 @@
 """The library's loading arguments: which are passed on, which mean something else here.
 
 Weights are placed by pipeload, so whatever places them elsewhere is either served already or cannot
-be: it is dropped, or refused in words. Everything that is not named here is passed on.
+be: it is dropped, or refused in words. Everything that is not named here is passed on. Whether a
+`quantization_config` is for weights that are quantised already is known when the model is built.
 """
 
 from __future__ import annotations
@@ -92,16 +93,10 @@ def _check_safetensors(name: str, value: object) -> None:
 
 def _check_bits(name: str, value: object) -> None:
     if value:
-        _refuse_quantising(name, value)
-
-
-def _refuse_quantising(name: str, value: object) -> None:
-    method = getattr(value, "quant_method", None)
-    shown = str(getattr(method, "value", method)) if method is not None else repr(value)
-    raise UnsupportedModelError(
-        f"{name}={shown} quantises weights while they are loaded, which needs all of them in "
-        "memory; this version streams float checkpoints (bf16, fp16, fp32). Leave it out."
-    )
+        raise UnsupportedModelError(
+            f"{name}={value!r} quantises weights while they are loaded, which needs all of them in "
+            "memory. Leave it out, or load a checkpoint that is quantised already."
+        )
 
 
 _CHECKS: dict[str, Callable[[str, Any], None]] = {
@@ -110,7 +105,6 @@ _CHECKS: dict[str, Callable[[str, Any], None]] = {
     "use_safetensors": _check_safetensors,
     "load_in_4bit": _check_bits,
     "load_in_8bit": _check_bits,
-    "quantization_config": _refuse_quantising,
     "device_map": check_devices,
     "tp_plan": _refuse_parallel,
     "tp_size": _refuse_parallel,

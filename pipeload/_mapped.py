@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-import os
-import sys
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -20,6 +18,7 @@ import torch
 
 from pipeload._arena import DTYPES
 from pipeload._layout import ceil_page, floor_page
+from pipeload._pages import drops_at_once
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -45,7 +44,7 @@ class MappedFiles:
     @staticmethod
     def supported() -> bool:
         """Whether this system can read a mapping ahead."""
-        return sys.platform.startswith("linux") and hasattr(os, "posix_fadvise")
+        return drops_at_once() and hasattr(mmap, "MADV_WILLNEED")
 
     def tensor(self, path: Path, start: int, nbytes: int) -> torch.Tensor:
         """Bytes of a file, shared with its mapping."""

@@ -51,9 +51,8 @@ def mappings_of(files: Iterable[Path]) -> list[Mapping]:
     for path in files:
         status = path.stat()
         by_identity[status.st_dev, status.st_ino] = path
-    try:
-        text = Path("/proc/self/smaps").read_text(encoding="utf-8", errors="replace")
-    except OSError:
+    text = _smaps()
+    if text is None:
         return []
     found: list[Mapping] = []
     head: re.Match[str] | None = None
@@ -68,6 +67,18 @@ def mappings_of(files: Iterable[Path]) -> list[Mapping]:
                 found.append(Mapping(start, stop, offset, file, int(line.split()[1]) * 1024))
             head = None
     return found
+
+
+def mappings_are_told() -> bool:
+    """Whether this system says what is mapped."""
+    return _smaps() is not None
+
+
+def _smaps() -> str | None:
+    try:
+        return Path("/proc/self/smaps").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
 
 
 def let_go(files: Iterable[Path]) -> None:

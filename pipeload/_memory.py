@@ -8,11 +8,12 @@ import os
 import sys
 from functools import lru_cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import psutil
 
 from pipeload._sizes import parse_share, parse_size
+from pipeload.errors import UnsupportedOperationError
 
 # glibc keeps freed blocks below this for later. Left at its dynamic default it grows to 32 MB, and
 # a prompt's freed activations stay in the process; above 256 KB they go back at once. (With 1 MB,
@@ -33,7 +34,7 @@ def rss_bytes() -> int:
         with open("/proc/self/statm", "rb") as file:  # noqa: PTH123 - the hot path: 2 us against 10
             return int(file.read().split()[1]) * _page_size()
     except OSError:
-        return int(psutil.Process().memory_info().rss)
+        return int(_memory_info().rss)
 
 
 def peak_rss_bytes() -> int:
@@ -44,8 +45,8 @@ def peak_rss_bytes() -> int:
                 return int(line.split()[1]) * 1024
     except OSError:
         pass
-    info = psutil.Process().memory_info()
-    return int(getattr(info, "peak_wset", info.rss))
+    info = _memory_info()
+    return int(getattr(info, "peak_wset", 0)) or max(int(info.rss), _peak_of_usage())
 
 
 def cgroup_limit_bytes() -> int | None:
@@ -138,6 +139,25 @@ def keep_few_kernels() -> None:
     """
     for name in _KERNEL_CACHES:
         os.environ.setdefault(name, _KERNELS_KEPT)
+
+
+def _memory_info() -> Any:
+    try:
+        return psutil.Process().memory_info()
+    except (psutil.Error, OSError) as error:
+        raise UnsupportedOperationError(
+            f"this process's memory cannot be measured ({error!r}), so no limit can be held. Make "
+            "/proc readable."
+        ) from error
+
+
+def _peak_of_usage() -> int:
+    try:
+        import resource
+    except ImportError:  # Windows
+        return 0
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
 
 
 @lru_cache(maxsize=1)

@@ -5,25 +5,23 @@ model without a trace. So one block of bytes 0xFF, which are NaN in every float 
 privately again and again over the whole arena: a page that is written gets memory of its own, one
 that is dropped shows the block again. For a table of 2 GiB that was 2 MB for the block, 0.25 MB for
 the kernel's 1024 mappings and 7 ms once; direct reads into such pages took as long as into
-anonymous ones. With blocks of 1 MB the mappings cost what the smaller block saves.
+anonymous ones. With blocks of 1 MB the mappings cost what the smaller block saves. Where the system
+has no files in memory, or does not show them again, what nobody has filled does read as zeros.
 """
 
 from __future__ import annotations
 
-import ctypes
-import mmap
+import contextlib
 import os
-import sys
 
 import torch
 
-from pipeload._arena import HUGE_PAGE, MAP_NORESERVE, Arena
+from pipeload._arena import HUGE_PAGE, Arena
+from pipeload._pages import drops_at_once, map_over
 
 # What one page of page tables covers: only then does the kernel give that back, too, when all of a
 # block is dropped.
 _BLOCK = HUGE_PAGE
-_MAP_FIXED = 0x10  # on every system; not in Python's mmap module
-_READ_WRITE = 0x3
 
 
 class NanArena(Arena):
@@ -36,37 +34,26 @@ class NanArena(Arena):
             MemoryError: the system refuses the address space, or that many mappings.
         """
         super().__init__(nbytes, device=torch.device("cpu"), huge=False, sparse=True)
-        if sys.platform == "linux" and self.nbytes:
-            self._map_nan()
+        descriptor = _memory_file() if self.nbytes and drops_at_once() else None
+        if descriptor is not None:
+            self._map_nan(descriptor)
 
     def drop(self) -> None:
         """Give all memory back."""
-        self._map.madvise(mmap.MADV_DONTNEED)
+        self.discard(0, self.nbytes)
 
-    def _map_nan(self) -> None:
-        address = torch.frombuffer(self._view, dtype=torch.uint8).data_ptr()
-        size = min(_BLOCK, self.nbytes)
+    def _map_nan(self, descriptor: int) -> None:
+        address, size = self._address + self._skip, min(_BLOCK, self.nbytes)
         # Closed once it is mapped: nobody can write to it any more.
-        with os.fdopen(os.memfd_create("pipeload-nan", os.MFD_CLOEXEC), "wb") as block:
+        with os.fdopen(descriptor, "wb") as block:
             block.write(b"\xff" * size)
             block.flush()
             for offset in range(0, self.nbytes, size):
-                _map_over(address + offset, min(size, self.nbytes - offset), block.fileno())
+                map_over(address + offset, min(size, self.nbytes - offset), descriptor)
 
 
-def _map_over(address: int, nbytes: int, descriptor: int) -> None:
-    """Put a private mapping of a file's start in the place of what is mapped at `address`."""
-    system_mmap = ctypes.CDLL(None, use_errno=True).mmap
-    system_mmap.restype = ctypes.c_void_p
-    flags = mmap.MAP_PRIVATE | _MAP_FIXED | MAP_NORESERVE
-    mapped = system_mmap(
-        ctypes.c_void_p(address),
-        ctypes.c_size_t(nbytes),
-        ctypes.c_int(_READ_WRITE),
-        ctypes.c_int(flags),
-        ctypes.c_int(descriptor),
-        ctypes.c_long(0),
-    )
-    if mapped != address:
-        reason = os.strerror(ctypes.get_errno())
-        raise MemoryError(f"cannot map {nbytes} bytes of address space for a table: {reason}")
+def _memory_file() -> int | None:
+    """An empty file in memory; None without such files (an old C library, a sandbox)."""
+    with contextlib.suppress(AttributeError, OSError):
+        return os.memfd_create("pipeload-nan", os.MFD_CLOEXEC)
+    return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from pipeload import _api
-from pipeload._transformers import current_intercept
+from pipeload._takeover import current_intercept
 from pipeload.errors import PipeloadError
 
 _USAGE = "%pipeload 4GB streams every model loaded from here on, %pipeload off ends it."

@@ -12,6 +12,9 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 
+_ENDLESS = 1 << 62
+
+
 class PassLog:
     """One entry at a time: passes are serialised before they get here.
 
@@ -28,6 +31,7 @@ class PassLog:
         self._cache: weakref.ref[Any] | None = None
         self._length = 0
         self._batch = 1
+        self._prompt = _ENDLESS
         self._ended = 0
 
     @property
@@ -42,6 +46,7 @@ class PassLog:
         cache = kwargs.get("past_key_values") if cache is None else cache
         self._batch = _batch(args, kwargs)
         self._length = _length(cache)
+        self._prompt = _prompt_length(kwargs, self._length)
         try:
             self._cache = weakref.ref(cache) if cache is not None else None
         except TypeError:
@@ -65,8 +70,11 @@ class PassLog:
         if cache is None or not self._ended:
             return self._ended
         grown = max(0, _length(cache) - self._length)
-        # The first pass of a cache takes the whole prompt and predicts one token.
-        return self._batch * (min(grown, 1) if self._length == 0 else grown)
+        if self._length == 0:
+            # The first pass of a cache takes the whole prompt and predicts one token, and one more
+            # for each token of a draft that was kept.
+            grown = min(grown, 1 + max(0, grown - self._prompt))
+        return self._batch * grown
 
 
 def _length(cache: Any) -> int:
@@ -74,6 +82,14 @@ def _length(cache: Any) -> int:
         return int(cache.get_seq_length())
     except (AttributeError, TypeError, ValueError, NotImplementedError):
         return 0
+
+
+def _prompt_length(kwargs: Mapping[str, Any], length: int) -> int:
+    """Tokens before the draft in the input of a first pass, as the logits it is to give tell."""
+    ids, kept = kwargs.get("input_ids"), kwargs.get("logits_to_keep")
+    if length or not isinstance(ids, torch.Tensor) or not isinstance(kept, int) or kept < 1:
+        return _ENDLESS
+    return int(ids.shape[-1]) - kept + 1
 
 
 def _batch(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from pipeload._sizes import format_size
+from pipeload._tabled import Row, Tabled
 
 if TYPE_CHECKING:
     from pipeload._layout import Layout, Weight
@@ -40,8 +41,8 @@ class UnitPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """What a limit buys. Frozen; all sizes in bytes."""
+class Plan(Tabled):
+    """What a limit buys. Frozen; all sizes in bytes. A notebook shows it as a table."""
 
     memory_limit: int
     """The limit that was planned for."""
@@ -109,8 +110,10 @@ class Plan:
         """Whether everything is resident, so that nothing is streamed after the first pass."""
         return self.bytes_per_pass == 0
 
-    def table(self) -> str:
-        """Where each byte of the limit goes, one line per purpose."""
+    def _rows(self) -> list[Row]:
+        """Where each byte of the limit goes, one row per purpose."""
+        units = f"parts of {len(self.units)} units: blocks, modules or ranges of rows"
+        smallest = f"smallest that works: {format_size(self.smallest_limit)}"
         rows = [
             ("process floor", self.floor_bytes, "interpreter, libraries, everything loaded before"),
             (
@@ -119,25 +122,19 @@ class Plan:
                 "cache, activations, logits, conversions; kernel tables",
             ),
             ("always resident", self.pinned_bytes, "small parameters, embedding rows"),
-            (
-                "resident units",
-                self.resident - self.pinned_bytes,
-                f"parts of {len(self.units)} units: blocks, modules or ranges of rows",
-            ),
+            ("resident units", self.resident - self.pinned_bytes, units),
             ("buffers", self.buffers, f"{self.slots} x {format_size(self.slot_bytes)}"),
             ("scratch", self.scratch_bytes, "dtype casts while reading"),
             ("unused", self.unused, "smaller than the smallest piece"),
-            (
-                "memory limit",
-                self.memory_limit,
-                f"smallest that works: {format_size(self.smallest_limit)}",
-            ),
+            ("memory limit", self.memory_limit, smallest),
         ]
-        lines = [f"{name:<16}{format_size(max(0, size)):>10}  {note}" for name, size, note in rows]
+        return [Row(name, format_size(max(0, size)), note) for name, size, note in rows]
+
+    def _caption(self) -> str:
+        """What is read in each pass, and how."""
         how = f"({self.io_mode}, {self.readers} readers)"
         reading = f"{format_size(self.bytes_per_pass)} read per pass {how}"
         if self.seconds_per_pass:
-            reading += (
-                f", at {format_size(round(self.disk_rate or 0))}/s: {self.seconds_per_pass:.3g} s"
-            )
-        return "\n".join([*lines, reading])
+            rate = format_size(round(self.disk_rate or 0))
+            reading += f", at {rate}/s: {self.seconds_per_pass:.3g} s"
+        return reading

@@ -1,4 +1,4 @@
-"""Open checkpoint files and the threads that read them. Blocking reads only; no policy.
+"""The files of a checkpoint and the threads that read them. Blocking reads only; no policy.
 
 Three ways to read: "direct" (O_DIRECT, past the page cache), "buffered" (through it), and
 "uncached" (through it, then dropped from it), for file systems that refuse direct reads.
@@ -6,8 +6,10 @@ Three ways to read: "direct" (O_DIRECT, past the page cache), "buffered" (throug
 
 from __future__ import annotations
 
+import logging
 import os
 import queue
+import sys
 import threading
 import time
 import weakref
@@ -15,6 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from pipeload._layout import PAGE
+from pipeload._open_file import OpenFile, open_file
 from pipeload.errors import CheckpointChangedError, OptionError, ReadError
 
 if TYPE_CHECKING:
@@ -23,12 +26,7 @@ if TYPE_CHECKING:
     from pipeload._arena import Region
 
 IO_MODES = ("auto", "direct", "buffered", "uncached")
-
-
-class _OpenFile(NamedTuple):
-    descriptor: int
-    nbytes: int
-    modified_ns: int
+_log = logging.getLogger("pipeload")
 
 
 class FileSet:
@@ -45,17 +43,15 @@ class FileSet:
             ReadError: a file cannot be opened, or refuses the mode.
         """
         self.io_mode = io_mode
-        self._files: dict[Path, _OpenFile] = {}
+        self._forget = _forget if io_mode == "uncached" else None
+        self._files: dict[Path, OpenFile] = {}
         self._closer = weakref.finalize(self, _close_all, self._files)
         self._closer.atexit = (
             False  # readers may still run then, and the system closes files anyway
         )
-        flags = os.O_RDONLY | (os.O_DIRECT if io_mode == "direct" else 0)
         try:
             for path in files:
-                descriptor = os.open(path, flags | getattr(os, "O_CLOEXEC", 0))
-                status = os.fstat(descriptor)
-                self._files[path] = _OpenFile(descriptor, status.st_size, status.st_mtime_ns)
+                self._files[path] = open_file(path, direct=io_mode == "direct")
         except OSError as error:
             self.close()
             raise ReadError(
@@ -75,7 +71,7 @@ class FileSet:
         got = 0
         while got < wanted:
             try:
-                count = os.preadv(file.descriptor, [into[got : stop - first]], first + got)
+                count = file.read(into[got : stop - first], first + got)
             except OSError as error:
                 raise ReadError(
                     f"reading {str(path)!r} at byte {first + got} failed: {error}"
@@ -87,8 +83,8 @@ class FileSet:
                     "again."
                 )
             got += count
-        if self.io_mode == "uncached":
-            os.posix_fadvise(file.descriptor, first, stop - first, os.POSIX_FADV_DONTNEED)
+        if self._forget is not None:
+            self._forget(file.descriptor, first, stop - first)
         return wanted
 
     def check_unchanged(self) -> None:
@@ -107,19 +103,46 @@ class FileSet:
                 )
 
     def reopen_name(self, path: Path) -> str:
-        """A name that opens the very file that was opened, even if another took its place since."""
-        link = f"/proc/self/fd/{self._files[path].descriptor}" if path in self._files else ""
-        return link if link and os.path.exists(link) else str(path)  # noqa: PTH110 - a magic link, not a path
+        """A name that opens the very file that was opened, even if another took its place since.
+
+        Raises:
+            CheckpointChangedError: another did, and this system has no name for the one before.
+        """
+        if path not in self._files:
+            return str(path)  # closed
+        descriptor = self._files[path].descriptor
+        link = f"/proc/self/fd/{descriptor}"
+        if os.path.exists(link):  # noqa: PTH110 - a magic link, not a path
+            return link
+        # Windows lets nobody take an open file's place.
+        if sys.platform != "win32" and not _is_open_as(path, descriptor):
+            raise CheckpointChangedError(
+                f"checkpoint file {str(path)!r} was replaced or removed while the model was using "
+                "it, and this system (no /proc) cannot open it again. The model still streams; put "
+                "the file back, or load the model again."
+            )
+        return str(path)
 
     def close(self) -> None:
         """Close all descriptors. May be called again."""
         self._closer()
 
 
-def _close_all(files: dict[Path, _OpenFile]) -> None:
+def _close_all(files: dict[Path, OpenFile]) -> None:
     while files:
         _, file = files.popitem()
-        os.close(file.descriptor)
+        file.close()
+
+
+def _forget(descriptor: int, first: int, nbytes: int) -> None:
+    os.posix_fadvise(descriptor, first, nbytes, os.POSIX_FADV_DONTNEED)
+
+
+def _is_open_as(path: Path, descriptor: int) -> bool:
+    try:
+        return os.path.samestat(path.stat(), os.fstat(descriptor))
+    except OSError:
+        return False
 
 
 def resolve_io_mode(requested: str, files: Sequence[Path], fits_cache: bool) -> str:
@@ -140,7 +163,10 @@ def resolve_io_mode(requested: str, files: Sequence[Path], fits_cache: bool) -> 
             f"io_mode='direct' does not work for {str(files[0])!r}: {refusal}. "
             "Use io_mode='auto', or 'uncached' for reads that leave no page cache behind."
         )
-    return "uncached" if hasattr(os, "posix_fadvise") else "buffered"
+    if hasattr(os, "posix_fadvise"):
+        return "uncached"
+    _log.info("this system has neither direct reads nor advice on its page cache: buffered reads")
+    return "buffered"
 
 
 def _direct_refusal(files: Sequence[Path]) -> str | None:

@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from pipeload._layout import Weight
     from pipeload._reader import FileSet
 
-# Reading two pages too many takes less time than another call.
-_GAP_PAGES = 2
+# Reading 8 kB too many takes less time than another call.
+_GAP_PAGES = (8 << 10) // PAGE
 # Large enough for the disk's full rate with several at once, small enough to share the work out.
-_RUN_PAGES = 64
+_RUN_PAGES = (256 << 10) // PAGE
 # Starting threads takes as long as a few reads.
 _FEW_RUNS = 32
 _READERS = 8
@@ -30,7 +30,8 @@ _READERS = 8
 class RowTable:
     """The full-size view of a stored matrix and the pages of it that are present.
 
-    Rows that were not fetched read as NaN. Used by one thread at a time.
+    Rows that were not fetched read as NaN (as zeros or as they were last where the system cannot do
+    that). Used by one thread at a time.
     """
 
     def __init__(self, weight: Weight, files: FileSet, keep_bytes: int) -> None:

@@ -7,12 +7,17 @@ first on the path, `__main__` as its name. Nothing is printed that it does not p
 from __future__ import annotations
 
 import argparse
+import builtins
+import importlib.util
 import os
 import runpy
 import sys
 import traceback
+import zipfile
+from importlib.machinery import PathFinder, SourceFileLoader, SourcelessFileLoader
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from types import ModuleType
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 from pipeload._everywhere import stream_when_imported
 from pipeload._sizes import parse_share, parse_size
@@ -20,18 +25,27 @@ from pipeload.errors import OptionError, PipeloadError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from types import TracebackType
 
 IO_MODES = ("auto", "direct", "buffered", "uncached")
 
 
-def run(arguments: Sequence[str]) -> None:
+class Target(NamedTuple):
+    """What is to be run: a module's name, or the path of a file or folder."""
+
+    name: str
+    is_module: bool
+    arguments: list[str]
+
+
+def run(words: Sequence[str]) -> None:
     """Run what the command line names, as `__main__`.
 
     Raises:
         SystemExit: as the script ends; with 2 if the command line is wrong, with 1 after one line
             where pipeload refused something.
     """
-    options, rest = _split(arguments)
+    options, target = _parse(words)
     stream_when_imported(
         options.memory_limit,
         tokens=options.tokens,
@@ -40,38 +54,120 @@ def run(arguments: Sequence[str]) -> None:
         readers=options.readers,
         pressure=options.pressure,
     )
+    sys.excepthook = _show_error
     try:
-        if options.module is not None:
-            sys.argv = ["-m", *rest]
-            sys.path[0] = str(Path.cwd())
-            runpy.run_module(options.module, run_name="__main__", alter_sys=True)
+        if target.is_module:
+            _run_module(target)
         else:
-            sys.argv = list(rest)
-            sys.path[0] = str(Path(rest[0]).resolve().parent)
-            runpy.run_path(rest[0], run_name="__main__")
+            _run_path(target)
     except PipeloadError as error:
         _end(error)
 
 
-def _split(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Pipeload's options, and the script with its own."""
+def _run_module(target: Target) -> None:
+    sys.argv = ["-m", *target.arguments]  # the first becomes the module's file
+    _set_first_path(str(Path.cwd()))
+    try:
+        found = importlib.util.find_spec(target.name) is not None
+    except (ModuleNotFoundError, ValueError) as error:
+        found = getattr(error, "name", None) not in {target.name, *_parents(target.name)}
+    if not found:
+        sys.stderr.write(f"error: No module named {target.name!r}\n")
+        raise SystemExit(1)
+    runpy.run_module(target.name, run_name="__main__", alter_sys=True)
+
+
+def _parents(name: str) -> list[str]:
+    parts = name.split(".")
+    return [".".join(parts[:count]) for count in range(1, len(parts))]
+
+
+def _run_path(target: Target) -> None:
+    sys.argv = [target.name, *target.arguments]
+    path = Path(target.name)
+    file = str(Path.cwd() / target.name)  # as Python: absolute, but not resolved
+    if path.is_dir() or zipfile.is_zipfile(path):
+        _run_inside(file)
+        return
+    _set_first_path(str(path.resolve().parent))
+    loader: SourceFileLoader | SourcelessFileLoader
+    if path.suffix == ".pyc":
+        loader = SourcelessFileLoader("__main__", file)
+        code = loader.get_code("__main__")
+    else:
+        loader = SourceFileLoader("__main__", file)
+        code = loader.source_to_code(path.read_bytes(), file)
+    module = ModuleType("__main__")
+    # No spec: what starts further processes takes `__file__` then.
+    vars(module).update(
+        __file__=file, __loader__=loader, __builtins__=builtins, __annotations__={}, __cached__=None
+    )
+    sys.modules["__main__"] = module
+    exec(code, vars(module))  # type: ignore[arg-type]  # noqa: S102 - the user's own script
+
+
+def _run_inside(folder: str) -> None:
+    """The `__main__` of a folder or an archive."""
+    _set_first_path(folder)
+    spec = PathFinder.find_spec("__main__", [folder])
+    if spec is None or spec.loader is None:
+        sys.stderr.write(f"error: there is no __main__ module in {folder!r}\n")
+        raise SystemExit(1)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["__main__"] = module
+    spec.loader.exec_module(module)
+
+
+def _set_first_path(path: str) -> None:
+    """In place of the folder that `python -m pipeload` was called in."""
+    if not getattr(sys.flags, "safe_path", False):  # then there is none
+        sys.path[:1] = [path]
+
+
+def _parse(words: Sequence[str]) -> tuple[argparse.Namespace, Target]:
+    """Pipeload's options, and what stands behind them."""
     parser = _parser()
-    options = parser.parse_args(arguments)
-    rest: list[str] = options.script
-    if options.module is not None:
-        return options, rest
+    count = _count_own(words)
+    options = parser.parse_args(words[:count])
+    rest = list(words[count:])
+    if rest[:1] == ["--"]:
+        rest = rest[1:]
+    if rest and rest[0].startswith("-m"):
+        rest[:1] = [rest[0][2:]] if rest[0] != "-m" else []
+        if not rest:
+            parser.error("-m needs the name of a module")
+        return options, Target(rest[0], is_module=True, arguments=rest[1:])
     if not rest:
         parser.error("name a script, or a module with -m")
     if not Path(rest[0]).exists():
         parser.error(
             f"there is no file {rest[0]!r}. For an installed command, name its module: -m MODULE"
         )
-    return options, rest
+    return options, Target(rest[0], is_module=False, arguments=rest[1:])
+
+
+def _count_own(words: Sequence[str]) -> int:
+    """How many words come before the script: its arguments may look like ours."""
+    count = 0
+    while count < len(words):
+        word = words[count]
+        if not word.startswith("-") or word == "--" or word.startswith("-m"):
+            break
+        alone = "=" in word or word in {"-h", "--help"}
+        count += 1 if alone else 2
+    return min(count, len(words))
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """One line, as for everything else that is refused."""
+        self.exit(2, f"error: {message}\n")
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="python -m pipeload",
+        usage="python -m pipeload [options] (script.py | -m MODULE) [arguments]",
         description="Run a script whose models are streamed from disk. It needs no change.",
         allow_abbrev=False,
     )
@@ -83,17 +179,12 @@ def _parser() -> argparse.ArgumentParser:
         "PIPELOAD_MEMORY_LIMIT, then the system",
     )
     parser.add_argument(
-        "--tokens", type=int, default=256, help="longest sequence to keep memory free for"
+        "--tokens", type=_count, default=256, help="longest sequence to keep memory free for"
     )
-    parser.add_argument("--batch", type=int, default=1, help="sequences at once")
+    parser.add_argument("--batch", type=_count, default=1, help="sequences at once")
     parser.add_argument("--io-mode", choices=IO_MODES, default="auto")
     parser.add_argument("--readers", type=int, default=None, help="threads that read at once")
     parser.add_argument("--pressure", choices=("off", "auto"), default="off")
-    script = parser.add_mutually_exclusive_group()
-    script.add_argument("-m", dest="module", metavar="MODULE", help="run a module as a script")
-    parser.add_argument(
-        "script", nargs=argparse.REMAINDER, metavar="...", help="the script and its arguments"
-    )
     return parser
 
 
@@ -105,6 +196,28 @@ def _limit(text: str) -> str:
     except OptionError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     return text
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of at least 1")
+    return int(text)
+
+
+def _show_error(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    """As Python shows it, without the frames through which the script was started."""
+    ours = {__file__, str(Path(__file__).with_name("__main__.py"))}
+    script = trace
+    while script is not None:
+        file = script.tb_frame.f_code.co_filename
+        if file not in ours and not file.startswith("<frozen "):
+            break
+        script = script.tb_next
+    if script is None and not isinstance(error, SyntaxError):
+        script = trace  # not the script's error, but one of ours
+    sys.__excepthook__(kind, error.with_traceback(script), script)
 
 
 def _end(error: PipeloadError) -> NoReturn:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
+import logging
 import os
 import shutil
 import tempfile
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from pipeload._checkpoint import TensorEntry
 
+_log = logging.getLogger("pipeload")
 _ALIGN = 64
 _CHUNK_BYTES = 16 << 20
 
@@ -62,7 +63,10 @@ class Spill:
         self.entries: Mapping[str, TensorEntry] = read_header(self.path)
 
     def remove(self) -> None:
-        """Take the file away. Who has it open or mapped goes on reading it. May be called again."""
+        """Take the file away. Who has it open or mapped goes on reading it. May be called again.
+
+        Windows keeps a file that somebody has open; a line in the log then says that it is left.
+        """
         self._remove()
 
     def _discard(self) -> None:
@@ -81,8 +85,10 @@ def _check_room(folder: Path, nbytes: int) -> None:
 
 
 def _unlink(path: Path) -> None:
-    with contextlib.suppress(OSError):
-        path.unlink()
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        _log.warning("cannot remove %s (%s): delete it when the model has gone", path, error)
 
 
 def _write(file: BinaryIO, tensors: Mapping[str, torch.Tensor]) -> None:

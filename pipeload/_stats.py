@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
+
+from pipeload._sizes import format_size
+from pipeload._tabled import Row, Tabled
 
 
 @dataclass(slots=True)
@@ -20,9 +24,50 @@ class Counters:
     """The part of the buffers that was ever written to."""
 
 
+class Work(Protocol):
+    """What every record of a model's work holds. Sizes in bytes, times in seconds."""
+
+    @property
+    def memory_limit(self) -> int:
+        """The limit."""
+
+    @property
+    def peak_rss_bytes(self) -> int:
+        """The most memory the process ever held."""
+
+    @property
+    def bytes_read(self) -> int:
+        """Read from disk."""
+
+    @property
+    def read_seconds(self) -> float:
+        """Time in which something was read."""
+
+    @property
+    def stall_seconds(self) -> float:
+        """Time that blocks waited."""
+
+    @property
+    def compute_seconds(self) -> float:
+        """Time that passes computed."""
+
+
+def work_rows(work: Work) -> list[Row]:
+    """Memory, disk and computing, for people."""
+    rate = work.bytes_read / work.read_seconds / 1e9 if work.read_seconds else 0.0
+    reading = f"{format_size(work.bytes_read)}, {rate:.3g} GB/s while reading"
+    return [
+        Row("memory limit", format_size(work.memory_limit)),
+        Row("peak memory", format_size(work.peak_rss_bytes)),
+        Row("read from disk", reading),
+        Row("waited for disk", f"{work.stall_seconds:.3g} s"),
+        Row("computed", f"{work.compute_seconds:.3g} s"),
+    ]
+
+
 @dataclass(frozen=True, slots=True)
-class Stats:
-    """A snapshot of a streaming model's work since it was loaded."""
+class Stats(Tabled):
+    """A snapshot of a streaming model's work since it was loaded. A notebook shows a table."""
 
     passes: int
     """Forward passes that ended without an error."""
@@ -37,7 +82,8 @@ class Stats:
     stall_seconds: float
     """Seconds that blocks waited for their weights."""
     compute_seconds: float
-    """Seconds inside forward passes that were not waiting."""
+    """Seconds inside forward passes that were not waiting. Passes that read nothing, as when all
+    weights fit, are not timed."""
     hits: int
     """Blocks whose weights were there or under way when they ran."""
     misses: int
@@ -60,3 +106,14 @@ class Stats:
     def read_rate(self) -> float:
         """Bytes per second while reading, 0.0 before the first read."""
         return self.bytes_read / self.read_seconds if self.read_seconds else 0.0
+
+    def _rows(self) -> list[Row]:
+        """What was read and computed, within which memory, one row per figure."""
+        return [
+            *work_rows(self),
+            Row("weights held", format_size(self.resident_bytes)),
+            Row("buffers", format_size(self.buffer_bytes)),
+            Row("units read late", f"{self.misses} of {self.hits + self.misses}"),
+            Row("passes", f"{self.passes}"),
+            Row("tokens", f"{self.tokens}, {self.tokens_per_pass:.3g} per pass"),
+        ]

@@ -1,27 +1,21 @@
-"""Everything that touches a private part of transformers. Seen in 5.24.0, tried on 5.17.0 as well.
+"""Private parts of transformers: what a checkpoint holds for a model, by the library's own rules.
 
-A model is built by the library's own `from_pretrained`; only the step that fills it with weights
-(`PreTrainedModel._load_pretrained_model`) is taken over, for one call in one thread. Key names,
-dtypes, buffers, ties, initialisation of missing weights and the loading report stay the library's.
-Both methods are replaced only while somebody wants it.
+Seen in 5.24.0, tried on 5.17.0 as well. The other file that touches private parts is `_takeover`.
+Key names, dtypes, buffers, ties, initialisation of missing weights and the loading report stay the
+library's.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
-import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextvars import ContextVar
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from safetensors import safe_open
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, core_model_loading
 from transformers.core_model_loading import (
     WeightConverter,
     WeightRenaming,
@@ -30,27 +24,23 @@ from transformers.core_model_loading import (
     dot_natural_key,
     rename_source_key,
 )
+from transformers.utils import logging as library_logging
 
 from pipeload._arena import DTYPE_CODES, DTYPES
-from pipeload._checkpoint import Checkpoint, TensorEntry, open_checkpoint
 from pipeload._layout import Conversion, Weight
-from pipeload._loading_args import check_devices
-from pipeload.errors import CheckpointError, OptionError, UnsupportedModelError
+from pipeload._patch import Patch
+from pipeload.errors import UnsupportedModelError
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
     import torch
     from torch import nn
 
     from pipeload._bitsandbytes import PackedWeight, Prepared
+    from pipeload._checkpoint import Checkpoint, TensorEntry
     from pipeload._placement import Convert
-
-_Loader = Callable[..., tuple[Any, Any]]
-Intercept = Callable[..., Any]
-"""Called with the library's `from_pretrained`, bound to a class, and what that was called with."""
-_thread = threading.local()
-_scoped: ContextVar[Intercept | None] = ContextVar("pipeload_intercept", default=None)
-_everywhere: Intercept | None = None
-_everywhere_lock = threading.Lock()
 
 
 @dataclass(slots=True)
@@ -80,6 +70,11 @@ class PendingLoad:
     def files(self) -> tuple[Path, ...]:
         """The checkpoint's."""
         return self.checkpoint.files
+
+    @property
+    def disable_mmap(self) -> bool:
+        """Whether the user asked for files that are read, not mapped."""
+        return bool(getattr(self._config, "disable_mmap", None))
 
     def into(self, model: PreTrainedModel) -> PendingLoad:
         """The same for another model of the same shape."""
@@ -164,13 +159,15 @@ class PendingLoad:
             if first in taken_names
             for source, _ in recipe.sources
         }
+        backend = "pread" if self.disable_mmap else "mmap"
         with contextlib.ExitStack() as stack:
             rest: dict[str, Any] = {}
             for file in self.checkpoint.files:
-                opened = stack.enter_context(safe_open(file, framework="pt"))
+                opened = stack.enter_context(safe_open(file, framework="pt", backend=backend))
                 kept = [key for key in opened.keys() if key not in skip]  # noqa: SIM118 - no dict
                 rest.update((key, opened.get_slice(key)) for key in kept)
-            info, _ = convert_and_load_state_dict_in_model(self.model, rest, self._config, None)
+            with _BAR:
+                info, _ = convert_and_load_state_dict_in_model(self.model, rest, self._config, None)
         info.missing_keys.difference_update(taken_names)
         parameters = {name for name, _ in self.model.named_parameters()}
         owners = tuple(name.removesuffix("weight") for name in taken_names & self.packed.keys())
@@ -274,193 +271,23 @@ class PendingLoad:
         return parameter.dtype
 
 
-@contextlib.contextmanager
-def take_over_loading(stream: Callable[[PendingLoad], Any]) -> Iterator[None]:
-    """Inside, this thread's next `from_pretrained` gives its meta model to `stream`.
-
-    `stream` must fill or replace every parameter and return the library's loading report.
-    """
-    with _LOAD:
-        _thread.pending = stream
-        try:
-            yield
-        finally:
-            _thread.pending = None
-
-
-class _Found(Exception):  # noqa: N818 - carries a result out of the library's loader
-    def __init__(self, pending: PendingLoad) -> None:
-        super().__init__()
-        self.pending = pending
-
-
-def peek(load: Callable[[], object]) -> PendingLoad | None:
-    """What `load`'s `from_pretrained` was about to fill with weights; None if it loads none.
-
-    Whoever may answer for it is not asked. No weights are read.
-    """
-
-    def stop(pending: PendingLoad) -> Any:
-        raise _Found(pending)
-
-    try:
-        with intercept_loading(plainly), take_over_loading(stop):
-            load()
-    except _Found as found:
-        return found.pending
-    return None
-
-
-@contextlib.contextmanager
-def intercept_loading(intercept: Intercept) -> Iterator[None]:
-    """Inside, in this context, every `from_pretrained` of every class is `intercept`'s to answer.
-
-    It is called with the library's own function, bound to the class, and what that was called with.
-    Models that one loads while it is loaded are left to the library.
-    """
-    with _FROM_PRETRAINED:
-        before = _scoped.get()
-        _scoped.set(intercept)
-        try:
-            yield
-        finally:
-            # Not `reset`: a notebook leaves a context in another one than it entered it in.
-            _scoped.set(before)
-
-
-def intercept_everywhere(intercept: Intercept | None) -> None:
-    """The same in all threads, wherever `intercept_loading` says nothing, until it is None."""
-    global _everywhere  # noqa: PLW0603 - what it is for
-    with _everywhere_lock:
-        if intercept is not None and _everywhere is None:
-            _FROM_PRETRAINED.install()
-        elif intercept is None and _everywhere is not None:
-            _FROM_PRETRAINED.uninstall()
-        _everywhere = intercept
-
-
-def current_intercept() -> Intercept | None:
-    """Who would answer a `from_pretrained` that is called here and now."""
-    return _scoped.get() or _everywhere
-
-
-def plainly(load: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """An `Intercept` that leaves it to the library."""
-    return load(*args, **kwargs)
-
-
-class _Patch:
-    """A method of `PreTrainedModel` that is another one while anybody needs it to be."""
-
-    def __init__(self, name: str, replacement: Any) -> None:
-        self._name, self._replacement = name, replacement
-        self._lock = threading.Lock()
-        self._users = 0
-        self.original: Any = PreTrainedModel.__dict__[name]
-        """What it was when it was replaced last: a classmethod or staticmethod."""
-
-    def install(self) -> None:
-        """Needed by one more."""
-        with self._lock:
-            self._users += 1
-            if self._users == 1 and not self._installed:
-                self.original = PreTrainedModel.__dict__[self._name]
-                setattr(PreTrainedModel, self._name, self._replacement)
-
-    def uninstall(self) -> None:
-        """Needed by one less."""
-        with self._lock:
-            self._users -= 1
-            # What somebody else has put there since stays; it calls ours, which then does nothing.
-            if not self._users and self._installed:
-                setattr(PreTrainedModel, self._name, self.original)
-
-    @property
-    def _installed(self) -> bool:
-        return PreTrainedModel.__dict__[self._name] is self._replacement
-
-    def __enter__(self) -> None:
-        self.install()
-
-    def __exit__(self, *_: object) -> None:
-        self.uninstall()
-
-
-@functools.wraps(PreTrainedModel.from_pretrained.__func__)  # type: ignore[attr-defined]
-def _from_pretrained(cls: type[PreTrainedModel], *args: Any, **kwargs: Any) -> Any:
-    load = partial(_FROM_PRETRAINED.original.__func__, cls)
-    intercept = current_intercept()
-    if intercept is None:
-        return load(*args, **kwargs)
-    with intercept_loading(plainly):
-        return intercept(load, *args, **kwargs)
-
-
-def _load(
-    model: PreTrainedModel,
-    state_dict: dict[str, Any] | None,
-    checkpoint_files: list[str] | None,
-    load_config: Any,
-    expected_keys: list[str] | None = None,
-) -> tuple[Any, Any]:
-    stream = getattr(_thread, "pending", None)
-    if stream is None:
-        load: _Loader = _LOAD.original.__func__
-        return load(model, state_dict, checkpoint_files, load_config, expected_keys)
-    _thread.pending = None  # one shot: models that this one loads inside are plain
-    if state_dict is not None or not checkpoint_files:
-        raise OptionError(
-            "state_dict= cannot be streamed: its weights are in memory already. Pass a checkpoint."
-        )
-    _refuse_quantised(load_config)
-    check_devices("device_map", load_config.device_map or {})
-    _refuse_pickled(checkpoint_files)
-    index = (load_config.sharded_metadata or {}).get("weight_map")
-    checkpoint = open_checkpoint([Path(file) for file in checkpoint_files], index)
-    return stream(PendingLoad(model, checkpoint, load_config)), None
-
-
-_LOAD = _Patch("_load_pretrained_model", staticmethod(_load))
-_FROM_PRETRAINED = _Patch("from_pretrained", classmethod(_from_pretrained))
-
-
 def _collects_statistics(converter: WeightConverter | None) -> bool:
     """Whether a converter puts a quantised weight together; those that come alone pass it as is."""
     operations = converter.operations if converter is not None else []
     return bool(operations) and all(getattr(op, "hf_quantizer", None) for op in operations)
 
 
-_STREAMED_METHODS = {"bitsandbytes"}
+def _bar(items: Any, *args: Any, **kwargs: Any) -> Any:
+    """The loader's progress bar, unless it has nothing to count: what is streamed comes later."""
+    return _BAR.original(items, *args, **kwargs) if items else items
 
 
-def _refuse_quantised(load_config: Any) -> None:
-    quantizer = load_config.hf_quantizer
-    if quantizer is None:
-        return
-    method = quantizer.quantization_config.quant_method
-    name = str(getattr(method, "value", method))
-    if not quantizer.pre_quantized:
-        raise UnsupportedModelError(
-            f"quantization_config= for {name!r} quantises weights while they are loaded, which "
-            "needs all of them in memory. Leave it out, or load a checkpoint that is quantised "
-            "already."
-        )
-    if name not in _STREAMED_METHODS:
-        raise UnsupportedModelError(
-            f"checkpoints quantised by {name!r} cannot be streamed by this version. Use the "
-            "model's float checkpoint (bf16, fp16 or fp32), or one quantised by bitsandbytes."
-        )
+_BAR = Patch(core_model_loading, "tqdm", _bar)
 
 
-def _refuse_pickled(files: Sequence[str]) -> None:
-    for file in files:
-        if not file.endswith(".safetensors"):
-            raise CheckpointError(
-                f"{Path(file).name!r} is a pickled checkpoint: loading it can run code, and it "
-                "cannot be streamed. If you trust it, convert it once: "
-                "AutoModelForCausalLM.from_pretrained(SOURCE).save_pretrained(TARGET), then "
-                "load TARGET."
-            )
+def progress_bar(total: int, description: str, unit: str) -> Any:
+    """A bar like the library's own: in a notebook a widget; nothing where bars are switched off."""
+    return library_logging.tqdm(total=total, desc=description, unit=unit, leave=False, delay=0.5)
 
 
 def pretrained_modules(model: nn.Module) -> list[PreTrainedModel]:

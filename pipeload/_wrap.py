@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from pipeload import _transformers
+from pipeload import _takeover, _transformers
 from pipeload._accountant import ACCOUNTANT
 from pipeload._arena import DTYPE_CODES
 from pipeload._assembly import Assembly
@@ -25,7 +25,7 @@ from pipeload._compare import differing
 from pipeload._handle import Handle
 from pipeload._layout import Weight
 from pipeload._loading import advise_openmp, check_source, plan_beside_others, plan_model
-from pipeload._mappings import let_go, mappings_of
+from pipeload._mappings import let_go, mappings_are_told, mappings_of
 from pipeload._pass_needs import PassNeeds
 from pipeload._spill import Spill
 from pipeload.errors import CheckpointError, OptionError, UnsupportedModelError
@@ -138,7 +138,7 @@ def _open(
     if checkpoint is None and commit and not Path(source).is_dir():
         options.setdefault("revision", commit)
     config = copy.deepcopy(model.config)
-    return _transformers.peek(lambda: type(model).from_pretrained(source, config=config, **options))
+    return _takeover.peek(lambda: type(model).from_pretrained(source, config=config, **options))
 
 
 def _match(model: Any, pending: _transformers.PendingLoad | None) -> _Live:
@@ -291,7 +291,13 @@ def _on_meta(model: nn.Module) -> nn.Module | None:
 
 
 def _heap_bytes(model: nn.Module, files: Sequence[Path]) -> int:
-    """Memory of the parameters that are not mapped from `files`: it goes, or is counted anew."""
+    """Memory of the parameters that are not mapped from `files`: it goes, or is counted anew.
+
+    Mapped ones may not be in memory at all. Where the system does not tell them apart, nothing is
+    counted as going: the plan then needs more than it will take.
+    """
+    if not mappings_are_told():
+        return 0
     mappings = mappings_of(files)
     storages = {p.untyped_storage().data_ptr(): p.untyped_storage() for p in model.parameters()}
     return sum(

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pipeload import __version__
-from pipeload._cli_output import reported
+from pipeload._cli_output import replace_unprintable, reported
 from pipeload._sizes import parse_share, parse_size
 from pipeload.errors import OptionError
 
@@ -26,6 +26,8 @@ DEMO_QUESTION = "What is the capital of France? Answer in one sentence."
 
 app = typer.Typer(
     help="Run Hugging Face models larger than memory, their layers streamed from disk.",
+    epilog="A script of your own needs no change: "
+    "python -m pipeload --memory-limit 2GB script.py ...",
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -304,7 +306,8 @@ def _read_prompt(prompt: str) -> str:
     text = prompt
     if prompt == "-":
         if sys.stdin.isatty():
-            typer.echo("Type the prompt, then Ctrl-D on a line of its own.", err=True)
+            end = "Ctrl-Z and Enter" if os.name == "nt" else "Ctrl-D"
+            typer.echo(f"Type the prompt, then {end} on a line of its own.", err=True)
         text = sys.stdin.read()
     if not text.strip():
         raise typer.BadParameter("the prompt is empty.", param_hint="PROMPT")
@@ -319,6 +322,7 @@ def command_names() -> list[str]:
 
 def main() -> None:
     """Entry of the `pipeload` command."""
+    replace_unprintable()
     try:
         app(prog_name="pipeload")
     except KeyboardInterrupt:  # outside any command, as while typer itself is imported

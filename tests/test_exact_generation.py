@@ -106,8 +106,11 @@ def test_assisted(tiny: TinyCheckpoint, tmp_path: Path, streamed_draft: bool, al
     plain_draft = load_plain(other)
     draft = load(other, limit) if streamed_draft else plain_draft
     wanted = generate(plain, prompt(), assistant_model=plain_draft, **GREEDY)
-    assert_same(generate(model, prompt(), assistant_model=draft, **GREEDY), wanted)
+    got = generate(model, prompt(), assistant_model=draft, **GREEDY)  # holds the cache
+    assert_same(got, wanted)
     assert_streamed(model)
+    # Those of the first pass, which takes the prompt and a draft, are counted as well.
+    assert model.pipeload.stats().tokens == wanted.sequences.shape[1] - prompt().shape[1]
     if streamed_draft:
         assert_streamed(draft)
     if alike:  # no draft token is wrong

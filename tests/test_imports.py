@@ -17,16 +17,20 @@ FILES = sorted([*(ROOT / "pipeload").glob("*.py"), *(ROOT / "hooks").glob("*/*.p
 FLOORS = (
     {
         "errors",
-        "_stats",
+        "_first_pass",
         "_layout",
         "_on_import",
         "_passlog",
+        "_patch",
         "_repack",
         "_home",
         "_floor",
         "_slots",
         "_demo_tokenizer",
         "_windows",
+        "_open_file",
+        "_pages",
+        "_tabled",
     },
     {
         "_bench_reader",
@@ -38,7 +42,7 @@ FLOORS = (
         "_twins",
         "_loading_args",
     },
-    {"_caches", "_probe", "_row_check", "_seats", "_tables"},
+    {"_caches", "_probe", "_row_check", "_seats", "_stats", "_tables"},
     {"_checkpoint_folder", "_memory", "_plan", "_placement", "_mapped", "_nan_arena", "_unit"},
     {
         "_accountant",
@@ -54,7 +58,7 @@ FLOORS = (
     {"_checkpoint", "_compare", "_dispatcher", "_handle", "_pass_needs", "_residency"},
     {"_prefetcher", "_bitsandbytes", "_reserve", "_sites", "_spill"},
     {"_build", "_hooking", "_refusals", "_transformers"},
-    {"_governor", "_request", "_streamer"},
+    {"_governor", "_notebook_bar", "_request", "_streamer", "_takeover"},
     {"_assembly"},
     {"_loading"},
     {"_wrap"},
@@ -71,7 +75,7 @@ FLOORS = (
         "_run_script",
         "bench",
     },
-    {"_cli_run"},
+    {"_cli_run", "_eval_progress"},
     {"_cli_eval", "_cli_plan"},
     {"cli"},
     {"__main__"},
@@ -92,6 +96,8 @@ WITHOUT_TORCH = {
     "_mappings",
     "_memory",
     "_on_import",
+    "_open_file",
+    "_pages",
     "_plan",
     "_residency",
     "_run_script",
@@ -99,9 +105,11 @@ WITHOUT_TORCH = {
     "_slots",
     "_stats",
     "_windows",
+    "_tabled",
 }
 THE_LIBRARYS_FILES = {
     "_api",
+    "_takeover",
     "_transformers",
     # On top of everything, where a user's script would be:
     "_bench_worker",
@@ -112,7 +120,8 @@ THE_LIBRARYS_FILES = {
 FILES_ON_THE_HOOKS = {
     "_assembly",
     "_bitsandbytes",
-    "_cli_output",
+    "_eval_progress",
+    "_first_pass",
     "_hooking",
     "_probe",
     "_refusals",
@@ -213,7 +222,7 @@ def fresh(code: str) -> str:
     return done.stdout.strip()
 
 
-HEAVY = "print(*sorted({'torch', 'transformers', 'psutil', 'numpy'} & set(sys.modules)))"
+HEAVY = "print(*sorted({'torch', 'transformers', 'psutil', 'numpy', 'rich'} & set(sys.modules)))"
 
 
 @pytest.mark.parametrize(

@@ -12,11 +12,12 @@ from torch import nn
 
 from pipeload import _probe
 from pipeload._probe import meta_inputs, probe_usage
-from pipeload._transformers import PendingLoad, take_over_loading
+from pipeload._takeover import take_over_loading
 from pipeload._twins import twin_lists
 from tests.models import FAMILIES, tiny_config
 
 if TYPE_CHECKING:
+    from pipeload._transformers import PendingLoad
     from tests.conftest import TinyCheckpoint
 
 _SMALL: dict[str, Any] = {

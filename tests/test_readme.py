@@ -45,13 +45,15 @@ SNIPPETS = [(text, output) for kind, text, output in blocks() if kind == "python
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory, smollm2_bf16: Path) -> Path:
-    """A folder with the demo's model in `smollm2`, and the command to be found."""
+    """A checkout with the demo's model in `smollm2`, and the commands to be found."""
     folder = tmp_path_factory.mktemp("reader")
     (folder / "smollm2").symlink_to(smollm2_bf16)
-    command = folder / "bin" / "pipeload"
-    command.parent.mkdir()
-    command.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m pipeload "$@"\n')
-    command.chmod(0o755)
+    (folder / "examples").symlink_to(README.parent / "examples")
+    (folder / "bin").mkdir()
+    for name, options in (("pipeload", " -m pipeload"), ("python", "")):
+        command = folder / "bin" / name
+        command.write_text(f'#!/bin/sh\nexec "{sys.executable}"{options} "$@"\n')
+        command.chmod(0o755)
     return folder
 
 

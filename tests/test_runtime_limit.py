@@ -99,6 +99,20 @@ def test_down_and_up_between_passes(folder: Path, plain: Any, spare: int) -> Non
     assert held(model) >= before * 0.9
 
 
+def test_the_plan_says_how_it_is_read_now(folder: Path, plain: Any) -> None:
+    """A model that fitted was mapped; once it streams it is read, and mapped again when it fits."""
+    model = load_streamed(folder, spare=10_000_000)
+    limit = model.pipeload.plan.memory_limit
+    assert model.pipeload.plan.io_mode == "mapped"
+    model.pipeload.set_memory_limit(limit - 9_900_000)
+    assert model.pipeload.plan.bytes_per_pass > 0
+    assert model.pipeload.plan.io_mode in {"direct", "buffered"}
+    check_right(model, plain)
+    model.pipeload.set_memory_limit(limit)
+    check_right(model, plain)
+    assert model.pipeload.plan.io_mode == "mapped"
+
+
 def test_an_impossible_limit_changes_nothing(folder: Path, plain: Any) -> None:
     """And says one that works."""
     model = load_streamed(folder, spare=700_000)

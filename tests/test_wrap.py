@@ -246,6 +246,17 @@ def test_on_meta(folder: Path) -> None:
     assert generated(model) == generated(expected)
 
 
+def test_inside_inference_mode(folder: Path) -> None:
+    """Parameters stay what they were: no inference tensors."""
+    model = plain(folder)
+    expected = logits(model)
+    with torch.inference_mode():
+        pipeload.wrap(model, tight(folder))
+        logits(model)
+    assert not any(parameter.is_inference() for parameter in model.parameters())
+    assert torch.equal(logits(model), expected)
+
+
 def test_half_on_meta(folder: Path) -> None:
     """Nobody can say what the rest is."""
     model = plain(folder)

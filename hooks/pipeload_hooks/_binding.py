@@ -19,7 +19,8 @@ def placeholder(shape: Sequence[int], dtype: torch.dtype, device: torch.device) 
     `Companion`s, which are None while they are evicted.
     """
     nothing = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
-    return torch.full((), nothing, dtype=dtype, device=device).expand(tuple(shape))
+    with torch.inference_mode(False):  # else the parameter would be an inference tensor for good
+        return torch.full((), nothing, dtype=dtype, device=device).expand(tuple(shape))
 
 
 def is_placeholder(tensor: torch.Tensor) -> bool:

@@ -93,7 +93,7 @@ class Bench:
             disk_rate=None,
         )
         parts = SimpleNamespace(conversion_bytes=0)
-        build = SimpleNamespace(plan=plan, residency=RESIDENCY, parts=parts)
+        build = SimpleNamespace(plan=plan, residency=RESIDENCY, parts=parts, stream_mode="buffered")
         needs, hint = cast("PassNeeds", FakeNeeds()), PassHint(HINT_NEED // MB, 1)
         self.governor = Governor(cast("Build", build), needs, hint, self.counters, pressure=False)
         self.governor.adopt = self.adopt
