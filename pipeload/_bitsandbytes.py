@@ -92,6 +92,14 @@ class PackedWeight:
             repacked=repacked,
         )
 
+    @property
+    def couples_rows(self) -> bool:
+        """Whether inputs that are multiplied at once change each other's products.
+
+        LLM.int8 takes a column in higher precision if any row of the input has an outlier there.
+        """
+        return not self._bits4
+
     def temporary_bytes(self, item: int) -> int:
         """What a product takes beside its tensors; `item`: bytes of an element of its input."""
         items = self._rows * self._columns

@@ -80,6 +80,7 @@ def silence_libraries(*, debug: bool) -> None:
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
     huggingface_hub.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it says the same at every product
     transformers.logging.disable_progress_bar()
     if sys.stderr.isatty() and log.isEnabledFor(logging.INFO):
         enable_progress_bars()
@@ -90,30 +91,36 @@ def first_pass(model: Any) -> Iterator[FirstPass]:
     """Show how many blocks of the first pass are done; ends with it, or at the first token."""
     from pipeload._first_pass import FirstPass  # late: it loads torch
 
-    shown = FirstPass(model, _Screen())
+    shown = FirstPass(model, Screen("first pass", "layers"))
     try:
         yield shown
     finally:
         shown.stop()
 
 
-class _Screen:
+class Screen:
     """A bar on a terminal, now and then a line elsewhere, nothing when quiet."""
 
-    def __init__(self) -> None:
-        self._line_at = time.monotonic() + _SECONDS_BETWEEN_LINES
-        self._bar = _make_bar() if log.isEnabledFor(logging.INFO) and sys.stderr.isatty() else None
+    def __init__(self, name: str, unit: str, *, time_left: bool = False) -> None:
+        self._name, self._unit, self._time_left = name, unit, time_left
+        self._began = time.monotonic()
+        self._line_at = self._began + _SECONDS_BETWEEN_LINES
+        wanted = log.isEnabledFor(logging.INFO) and sys.stderr.isatty()
+        self._bar = _make_bar(unit, time_left=time_left) if wanted else None
         if self._bar is not None:
-            self._task = self._bar.add_task("first pass", total=None)
+            self._task = self._bar.add_task(name, total=None)
             self._bar.start()
 
     def show(self, done: int, total: int) -> None:
-        """So many of all blocks are done."""
+        """So many of all are done."""
+        now = time.monotonic()
         if self._bar is not None:
             self._bar.update(self._task, completed=done, total=total)
-        elif time.monotonic() >= self._line_at:
-            self._line_at = time.monotonic() + _SECONDS_BETWEEN_LINES
-            log.info("first pass: %d of %d layers", done, total)
+        elif now >= self._line_at:
+            self._line_at = now + _SECONDS_BETWEEN_LINES
+            seconds = (now - self._began) / max(1, done) * (total - done)
+            left = f", about {_duration(seconds)} left" if self._time_left else ""
+            log.info("%s: %d of %d %s%s", self._name, done, total, self._unit, left)
 
     def close(self) -> None:
         """Wipe the bar away. May be called again."""
@@ -122,16 +129,30 @@ class _Screen:
             self._bar = None
 
 
-def _make_bar() -> Progress:
+def _duration(seconds: float) -> str:
+    """As "35 s", "12 min" or "2.5 h"."""
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
+
+
+def _make_bar(unit: str, *, time_left: bool) -> Progress:
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
 
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
-        TextColumn("layers"),
-        TimeElapsedColumn(),
+        TextColumn(unit),
+        TimeRemainingColumn() if time_left else TimeElapsedColumn(),
         console=Console(stderr=True),
         transient=True,  # the text that follows takes its place
     )

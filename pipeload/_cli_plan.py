@@ -17,12 +17,12 @@ import torch
 import pipeload
 from pipeload._arena import Arena, Region
 from pipeload._cli_output import log, silence_libraries
-from pipeload._cli_run import DTYPES, check_model, first_line, load_tokenizer
+from pipeload._cli_run import DTYPES, check_model, explained, load_tokenizer
 from pipeload._demo_model import STAMP, default_model_folder, make_smollm2
 from pipeload._layout import PAGE
 from pipeload._reader import FileSet, Work, resolve_io_mode, run_jobs
 from pipeload._sizes import format_size
-from pipeload.errors import CheckpointError, MemoryLimitError, PipeloadError
+from pipeload.errors import CheckpointError, MemoryLimitError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -175,12 +175,8 @@ def _as_when_running(model: str, *, debug: bool) -> Iterator[None]:
 
 
 def _plan(model: str, **options: Any) -> Plan:
-    try:
+    with explained(model):
         return pipeload.plan(model, trust_remote_code=False, **options)
-    except PipeloadError:
-        raise
-    except (OSError, ValueError, ImportError) as error:
-        raise CheckpointError(f"cannot load {model!r}: {first_line(error)}") from error
 
 
 def _spread(files: Sequence[Path]) -> list[tuple[Path, int, int]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import time
@@ -18,7 +19,7 @@ from pipeload._cli_report import Figures, count, describe_plan
 from pipeload.errors import CheckpointError, OptionError, PipeloadError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 DTYPES = {"auto": "auto", "bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
@@ -81,7 +82,7 @@ def load_tokenizer(model: str) -> Any:
     except Exception as error:  # the library raises nearly anything here
         raise CheckpointError(
             f"{model!r} has no tokenizer that can be loaded ({first_line(error)}). It is needed to "
-            "read the prompt: put tokenizer.json and its like beside the weights."
+            "make tokens of text: put tokenizer.json and its like beside the weights."
         ) from error
 
 
@@ -110,6 +111,21 @@ def check_model(model: str) -> None:
         ) from error
 
 
+@contextlib.contextmanager
+def explained(model: str) -> Iterator[None]:
+    """Turn what the library raises while it loads `model` into one line.
+
+    Raises:
+        CheckpointError: it cannot be loaded.
+    """
+    try:
+        yield
+    except PipeloadError:
+        raise
+    except (OSError, ValueError, ImportError) as error:
+        raise CheckpointError(f"cannot load {model!r}: {first_line(error)}") from error
+
+
 def first_line(error: BaseException) -> str:
     """The first line of a message, or what kind of error it is."""
     lines = str(error).strip().splitlines()
@@ -136,7 +152,7 @@ def _encode(tokenizer: Any, request: Request) -> dict[str, torch.Tensor]:
 
 
 def _load(request: Request, *, tokens: int) -> Any:
-    try:
+    with explained(request.model):
         return pipeload.from_pretrained(
             request.model,
             memory_limit=request.memory_limit,
@@ -145,10 +161,6 @@ def _load(request: Request, *, tokens: int) -> Any:
             dtype=DTYPES[request.dtype],
             trust_remote_code=False,
         )
-    except PipeloadError:
-        raise
-    except (OSError, ValueError, ImportError) as error:
-        raise CheckpointError(f"cannot load {request.model!r}: {first_line(error)}") from error
 
 
 def _generate(

@@ -172,6 +172,15 @@ class Governor:
         self._recent.append(room)
         self._aim(room)
 
+    def pass_bytes(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | None:
+        """What a pass with these arguments would read from disk now; None where it does not fit."""
+        with ACCOUNTANT.lock:
+            need = int(self._needs.for_pass(args, kwargs) * self._error)
+            room = self._room(self._limit, ACCOUNTANT.other_bytes()) - need
+            choice = self._residency.choose(min(room, self._cap(self._limit)))
+            plans = () if choice is None else self._residency.plans(choice)
+            return None if choice is None else sum(plan.streamed_bytes for plan in plans)
+
     def inside_pass(self) -> None:
         """Look again before a site runs: somebody else may have taken memory meanwhile."""
         with ACCOUNTANT.lock:

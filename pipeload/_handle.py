@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pipeload._accountant import ACCOUNTANT
 from pipeload._memory import parse_limit, peak_rss_bytes
@@ -69,6 +69,14 @@ class Handle:
                 "set_memory_limit() after remove(): the model is a plain one. Load it again."
             )
         ACCOUNTANT.set_limit(parse_limit(memory_limit))
+
+    def pass_bytes(self, *args: Any, **kwargs: Any) -> int | None:
+        """Bytes that a call of the model with these arguments would read from disk now.
+
+        Tensors may be on the meta device: only their shapes count. None where such a pass does not
+        fit the limit; 0 once the model is not streamed any more.
+        """
+        return 0 if self._streamer is None else self._streamer.governor.pass_bytes(args, kwargs)
 
     def stats(self) -> Stats:
         """A frozen snapshot of the work so far."""

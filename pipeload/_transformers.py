@@ -129,6 +129,15 @@ class PendingLoad:
                 found[name] = PackedWeight(name, module, parts)
         return found
 
+    def weight_count(self) -> int:
+        """Numbers that the model has: shared ones once, quantised ones as if they were not."""
+        tied = getattr(self.model, "all_tied_weights_keys", None) or {}
+        return sum(p.numel() for name, p in self.model.named_parameters() if name not in tied)
+
+    def couples_rows(self) -> bool:
+        """Whether sequences of one batch change each other's results, beyond the last bits."""
+        return any(packed.couples_rows for packed in self.packed.values())
+
     def products_bytes(self) -> int:
         """The most that computing with a quantised weight takes beside its tensors."""
         item = max(

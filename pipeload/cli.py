@@ -189,6 +189,55 @@ def plan(
         )
 
 
+@app.command("eval")
+def evaluate(
+    models: Annotated[
+        list[str], typer.Argument(help="Folders or hub ids, float or quantised; one row for each.")
+    ],
+    *,
+    text: Annotated[Path, typer.Option(help="The text that is to be predicted, in UTF-8.")],
+    memory_limit: MemoryLimit = "auto",
+    window: Annotated[
+        int | None,
+        typer.Option(min=2, help="Tokens seen at once; 1024, or all that the models know."),
+    ] = None,
+    stride: Annotated[
+        int | None, typer.Option(min=1, help="Tokens scored per window; half of it by default.")
+    ] = None,
+    batch: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Windows per pass; by default as many as save reading, with LLM.int8 one."
+        ),
+    ] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option(min=2, help="Stop after this many tokens of the text.")
+    ] = None,
+    dtype: DtypeOption = Dtype.AUTO,
+    json: Json = False,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> None:
+    """Measure perplexity: how well models predict a text, by a sliding window."""
+    with reported(debug=debug, quiet=quiet or json):
+        from pipeload import _cli_eval
+
+        _cli_eval.run(
+            _cli_eval.Request(
+                models=tuple(models),
+                text=text,
+                memory_limit=memory_limit,
+                window=window,
+                stride=stride,
+                batch=batch,
+                max_tokens=max_tokens,
+                dtype=dtype.value,
+                json=json,
+            ),
+            debug=debug,
+        )
+
+
 @app.command()
 def demo(
     memory_limit: Annotated[
@@ -267,8 +316,8 @@ def _read_prompt(prompt: str) -> str:
 
 def command_names() -> list[str]:
     """What can be typed after `pipeload`."""
-    callbacks = (command.callback for command in app.registered_commands)
-    return [callback.__name__ for callback in callbacks if callback is not None]
+    commands = app.registered_commands
+    return [c.name or c.callback.__name__ for c in commands if c.callback is not None]
 
 
 def main() -> None:

@@ -27,6 +27,7 @@ FLOORS = (
         "_floor",
         "_slots",
         "_demo_tokenizer",
+        "_windows",
         "_open_file",
         "_pages",
         "_tabled",
@@ -67,9 +68,18 @@ FLOORS = (
     {"_api"},
     {"_everywhere", "_notebook"},
     {"__init__"},
-    {"_bench_worker", "_cli_output", "_cli_report", "_run_script", "bench"},
-    {"_cli_run"},
-    {"_cli_plan"},
+    {
+        "_bench_worker",
+        "_cli_output",
+        "_cli_report",
+        "_eval_report",
+        "_eval_text",
+        "_perplexity",
+        "_run_script",
+        "bench",
+    },
+    {"_cli_run", "_eval_progress"},
+    {"_cli_eval", "_cli_plan"},
     {"cli"},
     {"__main__"},
 )
@@ -98,6 +108,7 @@ WITHOUT_TORCH = {
     "_sizes",
     "_slots",
     "_stats",
+    "_windows",
     "_tabled",
 }
 THE_LIBRARYS_FILES = {
@@ -106,6 +117,7 @@ THE_LIBRARYS_FILES = {
     "_transformers",
     # On top of everything, where a user's script would be:
     "_bench_worker",
+    "_cli_eval",
     "_cli_output",
     "_cli_run",
 }
@@ -113,6 +125,7 @@ FILES_ON_THE_HOOKS = {
     "_adapters",
     "_assembly",
     "_bitsandbytes",
+    "_eval_progress",
     "_first_pass",
     "_hooking",
     "_on_disk",

@@ -1,0 +1,205 @@
+"""`pipeload eval`: how well models predict a text, and what that took."""
+
+from __future__ import annotations
+
+import gc
+import json as json_module
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import transformers
+
+import pipeload
+from pipeload import _eval_report as report
+from pipeload._cli_output import log, silence_libraries
+from pipeload._cli_run import DTYPES, check_model, explained, load_tokenizer
+from pipeload._eval_progress import all_passes
+from pipeload._eval_text import Encoded, encode, read_text
+from pipeload._pass_needs import PassNeeds
+from pipeload._perplexity import measure, tokens_to_hint
+from pipeload._sizes import format_size
+from pipeload._takeover import peek
+from pipeload._windows import slide
+from pipeload.errors import CheckpointError, MemoryLimitError, OptionError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+WINDOW = 1024
+"""Tokens seen at once where nobody says; fewer where the model knows fewer positions."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What was typed."""
+
+    models: tuple[str, ...]
+    text: Path
+    memory_limit: str = "auto"
+    window: int | None = None
+    stride: int | None = None
+    batch: int | None = None
+    max_tokens: int | None = None
+    dtype: str = "auto"
+    json: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Subject:
+    """A model that is going to be measured, and the text as it reads it."""
+
+    name: str
+    weights: int
+    weight_bytes: int
+    positions: int | None
+    """The longest sequence that it was made for."""
+    encoded: Encoded
+    batch: int | None
+    """Windows per pass; None leaves it to the limit."""
+    needs: PassNeeds
+    forward: Callable[..., object]
+    """Of the model's class: how it can be called."""
+
+
+def run(request: Request, *, debug: bool) -> None:
+    """Measure one model after the other; the table, or one JSON object, goes to stdout.
+
+    Raises:
+        PipeloadError: something is wrong with a model, the text, the limit or an option.
+    """
+    silence_libraries(debug=debug)
+    text = read_text(request.text)
+    for model in request.models:
+        check_model(model)
+    subjects = [_prepare(model, text, request) for model in request.models]
+    window = _choose_window(request, subjects)
+    stride = max(1, window // 2) if request.stride is None else request.stride
+    if stride > window:
+        raise OptionError(
+            f"--stride {stride} is more than the window of {window} tokens, so tokens between two "
+            f"windows would be left out. Give at most {window}."
+        )
+    table = report.Table(request.models)
+    rows: list[report.Row] = []
+    limit: int | str = request.memory_limit
+    for subject in subjects:
+        alike = subject.encoded.same_tokens(subjects[0].encoded)
+        row = _evaluate(subject, request, limit, window=window, stride=stride)
+        gc.collect()  # the next one needs its memory
+        rows.append(report.compared(row, rows[0] if rows else row, same_tokens=alike))
+        limit = row.memory_limit  # for all of them the same, whatever "auto" meant
+        if not request.json:
+            sys.stdout.write((table.head() if len(rows) == 1 else "") + table.line(rows[-1]))
+            sys.stdout.flush()  # a model may take hours
+    if request.json:
+        result = {"text": str(request.text), "window": window, "stride": stride}
+        models = [row.as_dict() for row in rows]
+        sys.stdout.write(json_module.dumps(result | {"models": models}) + "\n")
+    else:
+        sys.stdout.write(report.notes(rows, shortened=request.max_tokens is not None))
+
+
+def _prepare(model: str, text: str, request: Request) -> _Subject:
+    encoded = encode(load_tokenizer(model), text, most=request.max_tokens)
+    if len(encoded.ids) < 2:
+        raise OptionError(
+            f"{str(request.text)!r} makes fewer than 2 tokens with the tokenizer of {model!r}, and "
+            "the first has nothing before it, so it is not scored. Give a longer text."
+        )
+    with explained(model):
+        pending = peek(
+            lambda: transformers.AutoModelForCausalLM.from_pretrained(
+                model, dtype=DTYPES[request.dtype], trust_remote_code=False
+            )
+        )
+    if pending is None:
+        raise CheckpointError(f"{model!r} has no weights.")
+    known = getattr(pending.model.get_input_embeddings(), "num_embeddings", None)
+    largest = int(encoded.ids.max())
+    if known is not None and largest >= known:
+        raise CheckpointError(
+            f"the tokenizer of {model!r} is another model's: it makes token {largest}, and the "
+            f"model knows {known}."
+        )
+    return _Subject(
+        model,
+        pending.weight_count(),
+        pending.checkpoint.total_bytes,
+        getattr(pending.model.config.get_text_config(), "max_position_embeddings", None),
+        encoded,
+        batch=request.batch or (1 if pending.couples_rows() else None),
+        needs=PassNeeds(pending.model, pending.model.config, products=pending.products_bytes()),
+        forward=type(pending.model).forward,
+    )
+
+
+def _choose_window(request: Request, subjects: Sequence[_Subject]) -> int:
+    """The same for all models: figures of different windows do not compare."""
+    least = min(subjects, key=lambda subject: subject.positions or sys.maxsize)
+    positions = least.positions or sys.maxsize
+    if request.window is None:
+        return min(WINDOW, positions)
+    if request.window > positions:
+        raise OptionError(
+            f"--window {request.window} is longer than the {positions} positions that "
+            f"{least.name!r} was made for. Give at most {positions}."
+        )
+    return request.window
+
+
+def _evaluate(
+    subject: _Subject, request: Request, limit: int | str, *, window: int, stride: int
+) -> report.Row:
+    encoded = subject.encoded
+    tokens = len(encoded.ids)
+    windows = slide(tokens, window=window, stride=stride)
+    if tokens < window:
+        log.info("%d tokens, less than a window of %d: all are seen at once", tokens, window)
+    with explained(subject.name):
+        model = pipeload.from_pretrained(
+            subject.name,
+            memory_limit=limit,
+            tokens=tokens_to_hint(subject.needs, subject.forward, windows, subject.batch or 1),
+            batch=subject.batch or 1,
+            dtype=DTYPES[request.dtype],
+            trust_remote_code=False,
+        )
+    handle = pipeload.handle(model)
+    log.info(
+        "%s: %d tokens in %d windows; memory limit %s, %s read per pass",
+        subject.name,
+        tokens,
+        len(windows),
+        format_size(handle.plan.memory_limit),
+        format_size(handle.plan.bytes_per_pass),
+    )
+    scored = sum(one.scored for one in windows)
+    try:
+        with all_passes(model, subject.name, scored) as shown:
+            losses = measure(
+                model,
+                handle,
+                encoded.ids,
+                windows,
+                batch=subject.batch,
+                pass_begins=shown.pass_begins,
+            )
+    except MemoryLimitError as error:
+        raise MemoryLimitError(
+            f"{subject.batch or 1} x {min(window, tokens)} tokens do not fit beside the weights "
+            f"of {subject.name!r} within {format_size(error.limit)}. --memory-limit "
+            f"{error.smallest_limit} is enough, and so may be a smaller --window or --stride.",
+            limit=error.limit,
+            smallest_limit=error.smallest_limit,
+        ) from error
+    return report.make_row(
+        subject.name,
+        losses,
+        handle.stats(),
+        weights=subject.weights,
+        weight_bytes=subject.weight_bytes,
+        text_tokens=tokens,
+        text_bytes=encoded.bytes_of(losses.scored),
+    )
