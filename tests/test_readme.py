@@ -48,7 +48,8 @@ def place(tmp_path_factory: pytest.TempPathFactory, smollm2_bf16: Path) -> Path:
     """A checkout with the demo's model in `smollm2`, and the commands to be found."""
     folder = tmp_path_factory.mktemp("reader")
     (folder / "smollm2").symlink_to(smollm2_bf16)
-    (folder / "examples").symlink_to(README.parent / "examples")
+    for name in ("examples", "LICENSE"):
+        (folder / name).symlink_to(README.parent / name)
     (folder / "bin").mkdir()
     for name, options in (("pipeload", " -m pipeload"), ("python", "")):
         command = folder / "bin" / name
