@@ -90,7 +90,7 @@ class Assembly:
         parts, plan = build.parts, build.plan
         self._parts = parts
         self._pressure = pressure
-        self._at_removal: list[Callable[[], None]] = []
+        self._undo: list[Callable[[], None]] = []
         paths = source.files
         files = FileSet(paths, build.stream_mode)
         convert = source.converter()
@@ -184,7 +184,16 @@ class Assembly:
 
     def at_removal(self, act: Callable[[], None]) -> None:
         """Have `act` called when the handle is removed; to be said before `finish`."""
-        self._at_removal.append(act)
+        self._undo.append(act)
+
+    def give_up(self) -> None:
+        """Take off whatever `finish` has put on, and stop reading: somebody interrupted it."""
+        self._streamer.detach()
+        while self._undo:
+            self._undo.pop()()
+        ACCOUNTANT.leave(self._governor)
+        self._streamer.prefetcher.close()
+        self._streamer.files.close()
 
     def finish(self, model: Any, root: nn.Module | None = None) -> None:
         """Put hooks and guards on the loaded model and give it its handle.
@@ -198,15 +207,16 @@ class Assembly:
         adapters = Adapters(model, root or model, weights, self._seats)
         self._streamer.attach(modules, adapters)
         sites = [site.module for site in self._parts.sites]
-        undo = _guards.install(model, modules, sites, weights)
-        undo += [*allow_copies(model, weights), adapters.remove]
+        undo = self._undo
+        undo.append(adapters.remove)
+        _guards.install(model, modules, sites, weights, undo)
+        undo += allow_copies(model, weights)
         _transformers.disable_auto_compile(model)
         for name in (_transformers.AUTO_COMPILE, "pipeload"):
             undo.append(partial(_guards.forget, weakref.ref(model), name))
         self._governor.adopt = _weak_adopt(self._streamer)
         if self._pressure:
             watch(self._governor.look_around)
-        undo += self._at_removal
         undo += _guards.guard_packed(model, self._companions)
         if in_notebook():
             undo.append(FirstPass(model, NotebookBar()).stop)

@@ -29,16 +29,17 @@ def install(
     pass_modules: Sequence[nn.Module],
     blocks: Sequence[nn.Module],
     weights: OwnWeights,
-) -> list[Undo]:
-    """Guard a streaming model; returns what takes the guards off again.
+    undo: list[Undo],
+) -> None:
+    """Guard a streaming model.
 
     Args:
         model: it.
         pass_modules: the library's models in it.
         blocks: modules that get their weights before they run.
         weights: those of its parameters that come from the checkpoint.
+        undo: gets what takes the guards off again, one by one: this may be interrupted.
     """
-    undo: list[Undo] = []
     refuse_load = _load_guard(weights)
     for module in dict.fromkeys((model, *pass_modules, *blocks)):
         undo += [_override(module, name, make) for name, make in _OVERRIDES.items()]
@@ -50,7 +51,6 @@ def install(
             undo.append(_override(module, "_save_to_state_dict", partial(save_hidden, weights)))
         elif mine:
             undo.append(module.register_state_dict_post_hook(hide(weights)).remove)
-    return undo
 
 
 def guard_packed(model: nn.Module, companions: Mapping[str, Sequence[Companion]]) -> list[Undo]:

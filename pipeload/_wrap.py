@@ -260,10 +260,20 @@ def _stream(
         leaving=_heap_bytes(model, live.files),
     )
     build = plan_beside_others(plan)
-    assembly = Assembly(live, build, needs, request.hint, pressure=request.pressure)
-    if spill is not None:
-        assembly.at_removal(spill.remove)
-    assembly.finish(model, root)
+    before = [(parameter, parameter.data) for parameter in model.parameters()]
+    assembly: Assembly | None = None
+    try:
+        assembly = Assembly(live, build, needs, request.hint, pressure=request.pressure)
+        if spill is not None:
+            assembly.at_removal(spill.remove)
+        assembly.finish(model, root)
+    except BaseException:  # an interrupt as well: the model is what it was
+        if assembly is not None:
+            assembly.give_up()
+        for parameter, data in before:
+            parameter.data = data
+        raise
+    del before
     let_go(live.files)  # now that nothing shows them
 
 

@@ -410,6 +410,56 @@ def test_a_disk_that_fails(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert torch.equal(logits(model), expected)
 
 
+@pytest.mark.parametrize(
+    "where",
+    [
+        "_assembly.Streamer",
+        "_assembly.Adapters",
+        "_streamer.Streamer.attach",
+        "_guards._load_guard",
+        "_guards.hide",
+        "_assembly.allow_copies",
+        "_assembly.Handle",
+    ],
+)
+def test_an_interrupt_on_the_way(
+    where: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wherever it comes, the model is the plain one that it was, and can be wrapped after all."""
+    model = plain(folder)
+    with torch.no_grad():
+        model.lm_head.weight[3] += 1
+    expected = logits(model)
+    hooks = len(list_hooks(model))
+
+    def interrupt(*_args: object, **_kwargs: object) -> None:
+        raise KeyboardInterrupt
+
+    spill = tmp_path / "spill"
+    spill.mkdir()
+    monkeypatch.setattr(f"pipeload.{where}", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        pipeload.wrap(model, tight(folder), spill_dir=spill)
+    monkeypatch.undo()
+    assert torch.equal(logits(model), expected)
+    assert not is_streamed(model)
+    assert len(list_hooks(model)) == hooks
+    assert list(spill.iterdir()) == []
+    model.save_pretrained(tmp_path / "saved")
+    with steady_floor(modules=True):
+        pipeload.wrap(model, tight(folder), spill_dir=spill)
+        assert torch.equal(logits(model), expected)
+
+
+def list_hooks(model: Any) -> list[Any]:
+    return [
+        hook
+        for module in model.modules()
+        for kind in (module._forward_hooks, module._forward_pre_hooks, module._state_dict_hooks)
+        for hook in kind.values()
+    ]
+
+
 _MEMORY = r"""
 import gc, json, sys, torch, pipeload
 from pipeload._memory import rss_bytes
