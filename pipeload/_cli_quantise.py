@@ -8,9 +8,13 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
+import typer
+
 import pipeload
 from pipeload._cli_output import log, silence_libraries
+from pipeload._cli_run import check_model, first_line
 from pipeload._sizes import format_size
+from pipeload.errors import CheckpointError, PipeloadError
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -21,18 +25,29 @@ _SECONDS_BETWEEN_LINES = 5.0
 
 
 def run(source: str, target: Path, *, json: bool, debug: bool, **options: Any) -> None:
-    """Quantise; the result is one line, or one JSON object, on stdout."""
+    """Quantise; the result is one line, or one JSON object, on stdout.
+
+    Raises:
+        PipeloadError: as `pipeload.quantize`, and for a source that the library cannot load.
+    """
     silence_libraries(debug=debug)
+    check_model(source)
     shown = _Shown()
     try:
-        folder = pipeload.quantize(source, target, progress=shown, **options)
+        folder = pipeload.quantize(
+            source, target, progress=shown, trust_remote_code=False, **options
+        )
+    except PipeloadError:
+        raise
+    except (OSError, ValueError, ImportError) as error:
+        raise CheckpointError(f"cannot quantise {source!r}: {first_line(error)}") from error
     finally:
         shown.stop()
     nbytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     if json:
-        print(json_text.dumps({"folder": str(folder), "bytes": nbytes}))
+        typer.echo(json_text.dumps({"folder": str(folder), "bytes": nbytes}))
     else:
-        print(f"{folder}: {format_size(nbytes)} of weights")
+        typer.echo(f"{folder}: {format_size(nbytes)} of weights")
 
 
 class _Shown:
@@ -57,9 +72,8 @@ class _Shown:
             self._bar.update(self._task, completed=done)
         elif now >= self._line_at:
             self._line_at = now + _SECONDS_BETWEEN_LINES
-            log.info(
-                "quantising: %s", _describe(done - self._found, done, total, now - self._began)
-            )
+            text = _describe(done - self._found, done, total, now - self._began)
+            log.info("quantising: %s", text)
 
     def stop(self) -> None:
         """Wipe the bar away. May be called again."""

@@ -12,6 +12,12 @@ from pipeload._rounding import GROUPS, from_int4
 from pipeload.errors import UnsupportedModelError
 
 _COLUMN_STEP = 16  # the int8 kernel leaves out, or reads beyond, what is no whole vector
+INT8_ALIGNMENT = 16
+"""[Note: addresses] The int8 kernel for bf16 on AVX512 ends the process when its weight does not
+begin at a multiple of 16 bytes, or its input at one of 32 (torch 2.13). Fresh tensors begin at one
+of 64; mapped files and slices may not. Bits do not depend on it.
+"""
+_INPUT_ALIGNMENT = 64
 
 
 class PackedLinear(nn.Linear):
@@ -37,7 +43,7 @@ class PackedLinear(nn.Linear):
             UnsupportedModelError: the weight is on disk.
         """
         self._refuse_placeholder()
-        rows = input.reshape(-1, self.in_features)
+        rows = _aligned(input.reshape(-1, self.in_features).contiguous(), _INPUT_ALIGNMENT)
         if torch.is_grad_enabled() and input.requires_grad:
             made: torch.Tensor = _Product.apply(rows, self)  # type: ignore[no-untyped-call]
         else:
@@ -46,11 +52,15 @@ class PackedLinear(nn.Linear):
         return made if self.bias is None else made + self.bias
 
     def product(self, rows: torch.Tensor) -> torch.Tensor:
-        """[n, out] of [n, in], without the bias."""
+        """[n, out] of contiguous and aligned [n, in], without the bias."""
         raise NotImplementedError
 
     def dequantised(self) -> torch.Tensor:
         """The weight as fp32 of [out, in]."""
+        raise NotImplementedError
+
+    def settle(self) -> None:
+        """Make a weight that was just loaded one that the kernel here can read."""
         raise NotImplementedError
 
     def extra_repr(self) -> str:
@@ -98,11 +108,15 @@ class Int8Linear(PackedLinear):
     def product(self, rows: torch.Tensor) -> torch.Tensor:
         """[n, out] of [n, in], without the bias."""
         multiply = torch._weight_int8pack_mm  # noqa: SLF001 - has no other name
-        return multiply(rows.contiguous(), self.weight, self.scale)
+        return multiply(rows, self.weight, self.scale)
 
     def dequantised(self) -> torch.Tensor:
         """The weight as fp32 of [out, in]."""
         return self.weight.float() * self.scale.float()[:, None]
+
+    def settle(self) -> None:
+        """Copy a weight that does not begin where the kernel can read."""
+        self.weight.data = _aligned(self.weight.data, INT8_ALIGNMENT)
 
 
 class Int4Linear(PackedLinear):
@@ -154,15 +168,11 @@ class Int4Linear(PackedLinear):
 
     def product(self, rows: torch.Tensor) -> torch.Tensor:
         """[n, out] of [n, in], without the bias."""
-        if self.order != kernel_order():
-            self.use_order_of_kernel()
         multiply: Any = torch.ops.aten._weight_int4pack_mm_for_cpu  # noqa: SLF001 - the same
-        made: torch.Tensor = multiply(
-            rows.contiguous(), self.weight, self.group_size, self.scales_and_zeros
-        )
+        made: torch.Tensor = multiply(rows, self.weight, self.group_size, self.scales_and_zeros)
         return made
 
-    def use_order_of_kernel(self) -> None:
+    def settle(self) -> None:
         """Put a weight that was made on another kind of processor into this one's order."""
         wanted = kernel_order()
         if self.order != wanted:
@@ -174,6 +184,11 @@ class Int4Linear(PackedLinear):
     def dequantised(self) -> torch.Tensor:
         """The weight as fp32 of [out, in]."""
         return from_int4(unpack(self.weight, self.order), self.scales_and_zeros)
+
+
+def _aligned(tensor: torch.Tensor, alignment: int) -> torch.Tensor:
+    """Itself, or a copy that begins where the kernels can read: see [Note: addresses]."""
+    return tensor if tensor.data_ptr() % alignment == 0 else tensor.clone()
 
 
 class _Product(torch.autograd.Function):

@@ -156,7 +156,7 @@ class Placement:
         begin, end = source.start + start * width, source.start + stop * width
         first, last = floor_page(begin), ceil_page(end)
         count = self._files.read_pages(source.file, first, last, scratch.buffer(0, last - first))
-        stored = scratch.tensor(begin - first, "U8", (rows, width), end - begin)
+        stored = scratch.tensor(begin - first, cast.weight.dtype, (rows, width), end - begin)
         repack_as(how, stored, self.views[cast.weight.name][start:stop])
         return count
 

@@ -126,10 +126,10 @@ class PipeloadQuantizer(HfQuantizer):
                     setattr(model.get_submodule(parent), name, made)
 
     def _process_model_after_weight_loading(self, model: nn.Module, **_kwargs: Any) -> nn.Module:
+        for module in model.modules():
+            if isinstance(module, PackedLinear):
+                module.settle()
         if self.quantization_config.bits == 4:
-            for module in model.modules():
-                if isinstance(module, Int4Linear):
-                    module.use_order_of_kernel()
             # It is saved with what its weights are from now on.
             self.quantization_config.order = kernel_order()
         return model

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 TILE_ROWS = 32
 BITSANDBYTES = ("bitsandbytes", "bitsandbytes tiles")
 """Its plain order, and what its CPU kernels read."""
+AS_IT_IS = ("rows", "rows")
+"""For what only has to lie elsewhere than in the file."""
 _HALF = TILE_ROWS // 2
 _CHUNK_BYTES = 1 << 20
 
@@ -32,14 +34,16 @@ def repack_rows(width: int) -> int:
 
 
 def repack_as(how: tuple[str, str], stored: torch.Tensor, out: torch.Tensor) -> None:
-    """Fill `out` with `stored`, both uint8 of [rows, columns / 2], from one order to another.
+    """Fill `out` with `stored`, both of the same dtype and [rows, width], in another order.
 
     Args:
         how: names of both orders.
         stored: rows of a weight, the first of them at a multiple of `repack_rows`.
         out: as many.
     """
-    if how == BITSANDBYTES:
+    if how == AS_IT_IS:
+        out.copy_(stored)
+    elif how == BITSANDBYTES:
         repack(stored, out)
     else:
         reorder(stored, out, *how)

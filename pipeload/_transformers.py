@@ -37,7 +37,8 @@ from pipeload._checkpoint import Checkpoint, TensorEntry, open_checkpoint
 from pipeload._int4_order import kernel_order
 from pipeload._layout import Conversion, Weight
 from pipeload._loading_args import check_devices
-from pipeload._packed_linear import Int4Linear, PackedLinear
+from pipeload._packed_linear import INT8_ALIGNMENT, Int4Linear, Int8Linear, PackedLinear
+from pipeload._repack import AS_IT_IS
 from pipeload.errors import CheckpointError, OptionError, UnsupportedModelError
 
 if TYPE_CHECKING:
@@ -149,13 +150,15 @@ class PendingLoad:
                     raise self._unusable(name, parameters[name], recipe)
             name = f"{path}.weight"
             weight = self._weight(name, parameters[name], name, self._recipes[name])
+            (stored,) = weight.sources
+            if stored.dtype != weight.dtype:
+                raise self._unusable(name, parameters[name], self._recipes[name])
             repacked = None
             if isinstance(module, Int4Linear) and module.order != kernel_order():
                 repacked = module.order, kernel_order()
+            elif isinstance(module, Int8Linear) and stored.start % INT8_ALIGNMENT:
+                repacked = AS_IT_IS
             found[name] = replace(weight, guarded=True, repacked=repacked)
-            stored = weight.sources[0]
-            if stored.dtype != weight.dtype:
-                raise self._unusable(name, parameters[name], self._recipes[name])
         return found
 
     def _unusable(

@@ -62,8 +62,8 @@ FLOORS = (
     {"_everywhere", "_notebook"},
     {"__init__"},
     {"_bench_worker", "_cli_output", "_cli_report", "_run_script", "bench"},
-    {"_cli_quantise", "_cli_run"},
-    {"_cli_plan"},
+    {"_cli_run"},
+    {"_cli_plan", "_cli_quantise"},
     {"cli"},
     {"__main__"},
 )
