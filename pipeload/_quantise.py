@@ -4,46 +4,41 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
 
 from pipeload import _model_card
-from pipeload._arena import DTYPES
-from pipeload._int4_order import BLOCK_ROWS, kernel_order, pack
+from pipeload._int4_order import BLOCK_ROWS, kernel_order
 from pipeload._loading import check_source
 from pipeload._memory import parse_limit, rss_bytes
-from pipeload._packed_linear import Int4Linear, Int8Linear
+from pipeload._quantised_tensor import PIECE_BYTES, Recipe, copied, quantised
 from pipeload._quantizer import METHOD, PipeloadConfig
-from pipeload._rounding import GROUPS, ZERO_POINTS, to_int4, to_int8
-from pipeload._shards import Output, Step, Tensor, divide, shard_name
+from pipeload._rounding import GROUPS, ZERO_POINTS
+from pipeload._shards import Output, Step, divide, shard_name
 from pipeload._sizes import format_size, parse_size
 from pipeload._transformers import PendingLoad, peek
 from pipeload.errors import (
     CheckpointError,
     MemoryLimitError,
     OptionError,
-    ReadError,
     UnsupportedModelError,
 )
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from torch import nn
 
-    from pipeload._checkpoint import TensorEntry
 
 Progress = Callable[[int, int], None]
 """Called with the bytes that are done and those of all, again and again."""
 
 METHODS = ("int8", "int4")
 _FLOATS = {"F32", "F16", "BF16"}
-_PIECE_BYTES = 16 << 20
 _MOST_ITEMS = 4 << 20  # quantised at once
 _BYTES_PER_ITEM = 40  # what quantising holds, fp32 temporaries and all
 _SPARE_BYTES = 32 << 20
@@ -51,17 +46,6 @@ _COPIED = {".json", ".jinja", ".txt", ".model", ".tiktoken", ".py"}
 _COPIED_NAMES = ("LICENSE", "NOTICE", "USE_POLICY")
 _COPIED_BYTES = 256 << 20
 _WEIGHTS_INDEX = "model.safetensors.index.json"
-
-
-class _Recipe(NamedTuple):
-    """How one weight is quantised."""
-
-    bits: int
-    group: int
-    zero_points: str
-    order: str
-    items: int
-    """At once."""
 
 
 def quantize(
@@ -115,7 +99,7 @@ def quantize(
     shard_bytes = parse_size(max_shard_size, name="max_shard_size")
     pending = _open(pretrained, kwargs)
     chosen, config.modules_to_not_convert = _choose(pending, config)
-    recipe = _Recipe(
+    recipe = Recipe(
         bits=config.bits,
         group=config.group_size or 0,
         zero_points=config.method,
@@ -124,7 +108,7 @@ def quantize(
     )
     entries = sorted(pending.checkpoint.entries.values(), key=lambda e: (str(e.file), e.start))
     steps = [
-        _quantised(entry, recipe) if entry.name in chosen else _copied(entry) for entry in entries
+        quantised(entry, recipe) if entry.name in chosen else copied(entry) for entry in entries
     ]
     source = Path(pretrained)
     output = Output(
@@ -196,7 +180,7 @@ def _items(memory_limit: int | str | None, chosen: dict[str, nn.Linear]) -> int:
     """How many weights to quantise at once."""
     if memory_limit is None:
         return _MOST_ITEMS
-    limit, held = parse_limit(memory_limit), rss_bytes() + _SPARE_BYTES + _PIECE_BYTES
+    limit, held = parse_limit(memory_limit), rss_bytes() + _SPARE_BYTES + PIECE_BYTES
     most = max(linear.in_features for linear in chosen.values())
     held += max(linear.weight.numel() for linear in chosen.values()) // 8  # statistics of a weight
     least = held + BLOCK_ROWS * most * _BYTES_PER_ITEM
@@ -208,74 +192,6 @@ def _items(memory_limit: int | str | None, chosen: dict[str, nn.Linear]) -> int:
             smallest_limit=least,
         )
     return min(_MOST_ITEMS, (limit - held) // _BYTES_PER_ITEM)
-
-
-# -- one tensor ------------------------------------------------------------------------------------
-
-
-def _copied(entry: TensorEntry) -> Step:
-    tensor = Tensor(entry.name, entry.dtype, entry.shape, entry.nbytes)
-    return Step((tensor,), partial(_read_pieces, entry, _PIECE_BYTES))
-
-
-def _quantised(entry: TensorEntry, recipe: _Recipe) -> Step:
-    rows, columns = entry.shape
-    item = DTYPES[entry.dtype].itemsize
-    stem = entry.name.removesuffix("weight")
-    if recipe.bits == 8:
-        weight = Tensor(entry.name, "I8", entry.shape, rows * columns)
-        extra = Tensor(f"{stem}{Int8Linear.statistics}", entry.dtype, (rows,), rows * item)
-    else:
-        weight = Tensor(entry.name, "U8", (rows, columns // 2), rows * columns // 2)
-        shape = (columns // recipe.group, rows, 2)
-        nbytes = shape[0] * rows * 2 * item
-        extra = Tensor(f"{stem}{Int4Linear.statistics}", entry.dtype, shape, nbytes)
-    return Step((weight, extra), partial(_quantised_pieces, entry, recipe))
-
-
-def _quantised_pieces(entry: TensorEntry, recipe: _Recipe) -> Iterator[memoryview]:
-    _, columns = entry.shape
-    step = max(BLOCK_ROWS, recipe.items // columns // BLOCK_ROWS * BLOCK_ROWS)
-    dtype = DTYPES[entry.dtype]
-    extras: list[torch.Tensor] = []
-    for piece in _read_pieces(entry, step * columns * dtype.itemsize):
-        weight = torch.frombuffer(piece, dtype=dtype).view(-1, columns)
-        if not bool(weight.isfinite().all()):
-            raise CheckpointError(
-                f"tensor {entry.name!r} in {str(entry.file)!r} holds values that are not finite, "
-                "and no integer stands for those."
-            )
-        if recipe.bits == 8:
-            values, extra = to_int8(weight)
-        else:
-            values, extra = to_int4(weight, recipe.group, recipe.zero_points)
-            values = pack(values, recipe.order)
-        extras.append(extra)
-        yield _bytes(values)
-    yield _bytes(torch.cat(extras, 0 if recipe.bits == 8 else 1))
-
-
-def _bytes(tensor: torch.Tensor) -> memoryview:
-    view: memoryview = tensor.reshape(-1).view(torch.uint8).numpy().data
-    return view
-
-
-def _read_pieces(entry: TensorEntry, nbytes: int) -> Iterator[memoryview]:
-    """A tensor's bytes, at most `nbytes` at a time, in memory that the next piece overwrites."""
-    buffer = memoryview(bytearray(min(nbytes, entry.nbytes)))
-    for start in range(0, entry.nbytes, max(1, nbytes)):
-        piece = buffer[: min(nbytes, entry.nbytes - start)]
-        try:
-            with entry.file.open("rb") as file:
-                file.seek(entry.start + start)
-                got = file.readinto(piece)
-        except OSError as error:
-            raise ReadError(
-                f"tensor {entry.name!r} of {str(entry.file)!r} could not be read: {error}."
-            ) from error
-        if got != len(piece):
-            raise ReadError(f"{str(entry.file)!r} ends within tensor {entry.name!r}.")
-        yield piece
 
 
 # -- the folder ------------------------------------------------------------------------------------

@@ -54,7 +54,7 @@ FLOORS = (
     {"_checkpoint", "_compare", "_dispatcher", "_handle", "_pass_needs", "_residency"},
     {"_prefetcher", "_bitsandbytes", "_reserve", "_sites", "_spill"},
     {"_build", "_hooking", "_model_card", "_quantizer", "_refusals", "_shards", "_transformers"},
-    {"_governor", "_request", "_streamer"},
+    {"_governor", "_quantised_tensor", "_request", "_streamer"},
     {"_assembly"},
     {"_loading"},
     {"_quantise", "_wrap"},

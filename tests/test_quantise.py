@@ -350,7 +350,7 @@ def test_a_disk_without_room(llama: Path, tmp_path: Path, monkeypatch: pytest.Mo
     """Refused before anything is computed."""
     usage = shutil.disk_usage(tmp_path)._replace(free=1000)
     monkeypatch.setattr("pipeload._shards.shutil.disk_usage", lambda _path: usage)
-    with pytest.raises(OptionError, match="has 1.00 kB free"):
+    with pytest.raises(OptionError, match=r"has 1\.00 kB free"):
         pipeload.quantize(llama, tmp_path / "made")
     assert not (tmp_path / "made").exists()
 
