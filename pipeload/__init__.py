@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from pipeload import _everywhere
+from pipeload import _everywhere, _on_import
 from pipeload.errors import (
     CheckpointChangedError,
     CheckpointError,
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from pipeload._api import from_pretrained, handle, plan, smallest_limit, streaming, wrap
     from pipeload._handle import Handle
     from pipeload._plan import Plan
+    from pipeload._quantise import quantize
     from pipeload._stats import Stats
 
 __version__ = "0.1.0"
@@ -41,6 +42,7 @@ __all__ = [
     "from_pretrained",
     "handle",
     "plan",
+    "quantize",
     "smallest_limit",
     "streaming",
     "wrap",
@@ -54,10 +56,17 @@ _HOMES = {
     "from_pretrained": "pipeload._api",
     "handle": "pipeload._api",
     "plan": "pipeload._api",
+    "quantize": "pipeload._quantise",
     "smallest_limit": "pipeload._api",
     "streaming": "pipeload._api",
     "wrap": "pipeload._api",
 }
+
+
+def _register_quantizer() -> None:
+    from pipeload import _quantizer
+
+    _quantizer.register()
 
 
 def __getattr__(name: str) -> object:
@@ -65,7 +74,7 @@ def __getattr__(name: str) -> object:
         raise AttributeError(f"module 'pipeload' has no attribute {name!r}")
     import importlib
 
-    if _HOMES[name] == "pipeload._api":
+    if _HOMES[name] in {"pipeload._api", "pipeload._quantise"}:
         _import_torch()
     value = getattr(importlib.import_module(_HOMES[name]), name)
     globals()[name] = value
@@ -102,6 +111,9 @@ def unload_ipython_extension(shell: Any) -> None:
 
     _notebook.unload(shell)
 
+
+# Then plain `from_pretrained` loads what `quantize` has made.
+_on_import.when_imported("transformers.quantizers.auto", _register_quantizer)
 
 # "auto" is what the variable says; it is read, and refused if it means nothing, when a model loads.
 if os.environ.get("PIPELOAD_MEMORY_LIMIT"):

@@ -23,7 +23,7 @@ from pipeload._arena import DTYPES
 from pipeload._checkpoint_json import show
 from pipeload._compare import read_whole
 from pipeload._layout import Weight
-from pipeload._repack import TILE_ROWS, repack
+from pipeload._repack import BITSANDBYTES, TILE_ROWS, repack
 from pipeload.errors import CheckpointError, UnsupportedModelError
 from pipeload_hooks import Companion, placeholder
 
@@ -89,7 +89,7 @@ class PackedWeight:
             entry.nbytes,
             (entry,),
             guarded=True,
-            repacked=repacked,
+            repacked=BITSANDBYTES if repacked else None,
         )
 
     @property

@@ -53,13 +53,14 @@ class Weight:
     """Number of its first row in the whole weight."""
     guarded: bool = False
     """Whether its module refuses to compute while it is evicted: integers have no NaN to show."""
-    repacked: bool = False
-    """Whether its bytes are put into another order, for the processor, as they are read."""
+    repacked: tuple[str, str] | None = None
+    """For bytes put into another order, for the processor, as they are read: from which, to which.
+    Names that `_repack` knows."""
 
     @property
     def raw(self) -> bool:
         """The file's bytes are the model's bytes."""
-        return self.group is None and self.sources[0].dtype == self.dtype and not self.repacked
+        return self.group is None and self.sources[0].dtype == self.dtype and self.repacked is None
 
     @property
     def read_bytes(self) -> int:

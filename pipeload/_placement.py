@@ -20,7 +20,7 @@ from pipeload._layout import (
     ceil_page,
     floor_page,
 )
-from pipeload._repack import repack, repack_rows
+from pipeload._repack import repack_as, repack_rows
 
 if TYPE_CHECKING:
     from pipeload._checkpoint import TensorEntry
@@ -120,7 +120,7 @@ class Placement:
 
     def _cast_jobs(self, cast: Cast, chunk_bytes: int) -> Iterator[Work]:
         (source,) = cast.weight.sources
-        if cast.weight.repacked:
+        if cast.weight.repacked is not None:
             rows, width = cast.weight.shape
             step = repack_rows(width)
             for start in range(0, rows, step):
@@ -150,13 +150,14 @@ class Placement:
     def _read_repacked(
         self, cast: Cast, source: TensorEntry, start: int, stop: int, scratch: Region | None
     ) -> int:
-        assert scratch is not None  # noqa: S101 - a plan with casts always makes one
+        how = cast.weight.repacked
+        assert scratch is not None and how is not None  # noqa: S101, PT018 - asked for it
         rows, width = stop - start, cast.weight.shape[1]
         begin, end = source.start + start * width, source.start + stop * width
         first, last = floor_page(begin), ceil_page(end)
         count = self._files.read_pages(source.file, first, last, scratch.buffer(0, last - first))
-        stored = scratch.tensor(begin - first, "U8", (rows, width), end - begin)
-        repack(stored, self.views[cast.weight.name][start:stop])
+        stored = scratch.tensor(begin - first, cast.weight.dtype, (rows, width), end - begin)
+        repack_as(how, stored, self.views[cast.weight.name][start:stop])
         return count
 
     def _run_conversion(self, conversion: Conversion, _scratch: Region | None) -> int:

@@ -1,27 +1,52 @@
-"""4-bit weights in the order that the CPU kernels of bitsandbytes read (AVX512-BF16 machines).
+"""4-bit weights in another order than the file's, as they are read, in pieces.
 
-On such a machine bitsandbytes puts a weight into tiles of 32 rows before it first computes with it.
-The file keeps the plain order, two values of one row in a byte. In a tile, a byte holds the same
-column of rows r (low half) and r + 16 (high half), and the columns come one after the other. Its
-own conversion goes over 32-bit integers: 104 ms for 4096 x 4096 with two threads, against 5 ms here
-with one. Seen in bitsandbytes 0.50.2; `_bitsandbytes` compares both before it relies on it.
+Those of pipeload's own int4 checkpoints, made on another kind of processor: see `_int4_order`.
+
+And those of bitsandbytes, on AVX512-BF16 machines: there it puts a weight into tiles of 32 rows
+before it first computes with it. The file keeps the plain order, two values of one row in a byte.
+In a tile, a byte holds the same column of rows r (low half) and r + 16 (high half), and the columns
+come one after the other. Its own conversion goes over 32-bit integers: 104 ms for 4096 x 4096 with
+two threads, against 5 ms here with one. Seen in bitsandbytes 0.50.2; `_bitsandbytes` compares both
+before it relies on it.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from pipeload._int4_order import BLOCK_ROWS, reorder
+
 if TYPE_CHECKING:
     import torch
 
 TILE_ROWS = 32
+BITSANDBYTES = ("bitsandbytes", "bitsandbytes tiles")
+"""Its plain order, and what its CPU kernels read."""
+AS_IT_IS = ("rows", "rows")
+"""For what only has to lie elsewhere than in the file."""
 _HALF = TILE_ROWS // 2
 _CHUNK_BYTES = 1 << 20
 
 
 def repack_rows(width: int) -> int:
-    """How many rows of `width` bytes to repack at once: whole tiles, about 1 MB."""
-    return max(1, _CHUNK_BYTES // (width * TILE_ROWS)) * TILE_ROWS
+    """How many rows of `width` bytes to repack at once: whole tiles of any kind, about 1 MB."""
+    return max(1, _CHUNK_BYTES // (width * BLOCK_ROWS)) * BLOCK_ROWS
+
+
+def repack_as(how: tuple[str, str], stored: torch.Tensor, out: torch.Tensor) -> None:
+    """Fill `out` with `stored`, both of the same dtype and [rows, width], in another order.
+
+    Args:
+        how: names of both orders.
+        stored: rows of a weight, the first of them at a multiple of `repack_rows`.
+        out: as many.
+    """
+    if how == AS_IT_IS:
+        out.copy_(stored)
+    elif how == BITSANDBYTES:
+        repack(stored, out)
+    else:
+        reorder(stored, out, *how)
 
 
 def repack(stored: torch.Tensor, out: torch.Tensor) -> None:

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from pipeload._checkpoint import open_checkpoint
 from pipeload._loading_args import check_devices
 from pipeload._patch import Patch
-from pipeload._transformers import PendingLoad
+from pipeload._transformers import PendingLoad, quantised_by
 from pipeload.errors import CheckpointError, OptionError, UnsupportedModelError
 
 _Loader = Callable[..., tuple[Any, Any]]
@@ -144,25 +144,25 @@ def _load(
 
 _LOAD = Patch(PreTrainedModel, "_load_pretrained_model", staticmethod(_load))
 _FROM_PRETRAINED = Patch(PreTrainedModel, "from_pretrained", classmethod(_from_pretrained))
-_STREAMED_METHODS = {"bitsandbytes"}
+_STREAMED_METHODS = {"bitsandbytes", "pipeload"}
 
 
 def _refuse_quantised(load_config: Any) -> None:
     quantizer = load_config.hf_quantizer
-    if quantizer is None:
+    name = quantised_by(quantizer)
+    if name is None:
         return
-    method = quantizer.quantization_config.quant_method
-    name = str(getattr(method, "value", method))
     if not quantizer.pre_quantized:
         raise UnsupportedModelError(
             f"quantization_config= for {name!r} quantises weights while they are loaded, which "
             "needs all of them in memory. Leave it out, or load a checkpoint that is quantised "
-            "already."
+            "already: `pipeload quantize SRC DST --method int8` makes one."
         )
     if name not in _STREAMED_METHODS:
         raise UnsupportedModelError(
             f"checkpoints quantised by {name!r} cannot be streamed by this version. Use the "
-            "model's float checkpoint (bf16, fp16 or fp32), or one quantised by bitsandbytes."
+            "model's float checkpoint (bf16, fp16 or fp32), one quantised by bitsandbytes, or one "
+            "that `pipeload quantize` has made of the float one."
         )
 
 

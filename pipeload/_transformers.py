@@ -10,11 +10,12 @@ from __future__ import annotations
 import contextlib
 import weakref
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from safetensors import safe_open
+from torch import nn
 from transformers import PreTrainedModel, core_model_loading
 from transformers.core_model_loading import (
     WeightConverter,
@@ -27,16 +28,18 @@ from transformers.core_model_loading import (
 from transformers.utils import logging as library_logging
 
 from pipeload._arena import DTYPE_CODES, DTYPES
+from pipeload._int4_order import kernel_order
 from pipeload._layout import Conversion, Weight
+from pipeload._packed_linear import INT8_ALIGNMENT, Int4Linear, Int8Linear, PackedLinear
 from pipeload._patch import Patch
-from pipeload.errors import UnsupportedModelError
+from pipeload._repack import AS_IT_IS
+from pipeload.errors import CheckpointError, UnsupportedModelError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     import torch
-    from torch import nn
 
     from pipeload._bitsandbytes import PackedWeight, Prepared
     from pipeload._checkpoint import Checkpoint, TensorEntry
@@ -87,6 +90,7 @@ class PendingLoad:
         """
         parameters = dict(self.model.named_parameters())
         found = {name: packed.weight for name, packed in self.packed.items()}
+        found.update(self._integers(parameters))
         for first, recipe in self._recipes.items():
             if first in found:
                 continue
@@ -95,6 +99,22 @@ class PendingLoad:
                 found.update(
                     (name, self._weight(name, parameters[name], first, recipe)) for name in names
                 )
+        return found
+
+    @property
+    def quantised_by(self) -> str | None:
+        """What has quantised the checkpoint, None for floats."""
+        return quantised_by(self._config.hf_quantizer)
+
+    def plain_linears(self) -> dict[str, tuple[str, nn.Linear]]:
+        """Linears whose weight is one stored tensor as it is: path and module by its name there."""
+        found: dict[str, tuple[str, nn.Linear]] = {}
+        for path, module in self.model.named_modules():
+            recipe = self._recipes.get(f"{path}.weight")
+            if type(module) is not nn.Linear or recipe is None or recipe.converter is not None:
+                continue
+            if isinstance(module.weight, nn.Parameter) and self._usable(module.weight, recipe):
+                found[recipe.sources[0][0].name] = path, module
         return found
 
     def misshapen(self) -> list[str]:
@@ -112,9 +132,45 @@ class PendingLoad:
         """The first stored tensor that a parameter is made of."""
         return self._recipes[name].sources[0][0]
 
+    def _integers(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, Weight]:
+        """Weights of our own quantised Linears: they refuse to compute while evicted."""
+        found: dict[str, Weight] = {}
+        for path, module in self.model.named_modules():
+            if not isinstance(module, PackedLinear):
+                continue
+            for leaf in ("weight", module.statistics):
+                name = f"{path}.{leaf}"
+                recipe = self._recipes.get(name)
+                if recipe is None or not self._usable(parameters.get(name), recipe):
+                    raise self._unusable(name, parameters[name], recipe)
+            name = f"{path}.weight"
+            weight = self._weight(name, parameters[name], name, self._recipes[name])
+            (stored,) = weight.sources
+            if stored.dtype != weight.dtype:
+                raise self._unusable(name, parameters[name], self._recipes[name])
+            repacked = None
+            if isinstance(module, Int4Linear) and module.order != kernel_order():
+                repacked = module.order, kernel_order()
+            elif isinstance(module, Int8Linear) and stored.start % INT8_ALIGNMENT:
+                repacked = AS_IT_IS
+            found[name] = replace(weight, guarded=True, repacked=repacked)
+        return found
+
+    def _unusable(
+        self, name: str, parameter: nn.Parameter, recipe: _Recipe | None
+    ) -> CheckpointError:
+        if recipe is None:
+            what = f"is not in {str(self.files[0].parent)!r}"
+        else:
+            stored = recipe.sources[0][0]
+            what = f"is {list(stored.shape)} of {stored.dtype} in {str(stored.file)!r}"
+        wanted = f"{list(parameter.shape)} of {DTYPE_CODES[parameter.dtype]}"
+        return CheckpointError(
+            f"{name!r} of a quantised module {what}, wanted {wanted}. Quantise the model again."
+        )
+
     def _find_packed(self) -> dict[str, PackedWeight]:
-        quantizer = self._config.hf_quantizer
-        if quantizer is None:
+        if self.quantised_by != "bitsandbytes":
             return {}
         from pipeload._bitsandbytes import PackedWeight, is_packed
 
@@ -169,6 +225,10 @@ class PendingLoad:
             with _BAR:
                 info, _ = convert_and_load_state_dict_in_model(self.model, rest, self._config, None)
         info.missing_keys.difference_update(taken_names)
+        for path, module in self.model.named_modules():
+            # What is streamed is put into the processor's order as it is read.
+            if isinstance(module, Int4Linear) and f"{path}.weight" in taken_names:
+                module.order = kernel_order()
         parameters = {name for name, _ in self.model.named_parameters()}
         owners = tuple(name.removesuffix("weight") for name in taken_names & self.packed.keys())
         # The statistics of a quantised weight, which its module counts as its own.
@@ -275,6 +335,14 @@ def _collects_statistics(converter: WeightConverter | None) -> bool:
     """Whether a converter puts a quantised weight together; those that come alone pass it as is."""
     operations = converter.operations if converter is not None else []
     return bool(operations) and all(getattr(op, "hf_quantizer", None) for op in operations)
+
+
+def quantised_by(quantizer: Any) -> str | None:
+    """The method's name in a checkpoint's configuration; None without one."""
+    if quantizer is None:
+        return None
+    method = quantizer.quantization_config.quant_method
+    return str(getattr(method, "value", method))
 
 
 def _bar(items: Any, *args: Any, **kwargs: Any) -> Any:

@@ -53,6 +53,20 @@ class Dtype(str, enum.Enum):
     FP32 = "fp32"
 
 
+class Method(str, enum.Enum):
+    """What weights become."""
+
+    INT8 = "int8"
+    INT4 = "int4"
+
+
+class ZeroPoints(str, enum.Enum):
+    """How the zeros of int4 groups are found."""
+
+    RTN = "rtn"
+    HQQ = "hqq"
+
+
 def _limit(text: str) -> str:
     if text == "auto":
         return text
@@ -299,6 +313,45 @@ def bench(
             new_tokens=new_tokens,
             rounds=rounds,
             as_json=json,
+        )
+
+
+@app.command()
+def quantize(
+    source: Annotated[
+        str, typer.Argument(metavar="SRC", help="Folder with a float checkpoint, or a hub id.")
+    ],
+    target: Annotated[Path, typer.Argument(metavar="DST", help="The folder to make.")],
+    *,
+    method: Annotated[
+        Method, typer.Option(help="int8: close to the original; int4: half the size again.")
+    ] = Method.INT8,
+    group_size: Annotated[
+        int, typer.Option(help="Of int4: 32, 64 or 128 weights share a scale and a zero.")
+    ] = 64,
+    zero_points: Annotated[
+        ZeroPoints, typer.Option(help='Of int4: "hqq" takes longer and is closer than "rtn".')
+    ] = ZeroPoints.RTN,
+    memory_limit: MemoryLimit = "auto",
+    max_shard_size: Annotated[str, typer.Option(help="The most that one file takes.")] = "2GB",
+    json: Json = False,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> None:
+    """Make an int8 or int4 copy of a checkpoint; run again after a kill, it goes on."""
+    with reported(debug=debug, quiet=quiet or json):
+        from pipeload import _cli_quantise
+
+        _cli_quantise.run(
+            source,
+            target,
+            method=method.value,
+            group_size=group_size,
+            zero_points=zero_points.value,
+            memory_limit=memory_limit,
+            max_shard_size=max_shard_size,
+            json=json,
+            debug=debug,
         )
 
 

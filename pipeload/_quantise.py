@@ -1,0 +1,259 @@
+"""Makes an int8 or int4 checkpoint of a float one, tensor by tensor."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import transformers
+
+from pipeload import _model_card
+from pipeload._int4_order import BLOCK_ROWS, kernel_order
+from pipeload._loading import check_source
+from pipeload._memory import parse_limit, rss_bytes
+from pipeload._quantised_tensor import PIECE_BYTES, Recipe, copied, quantised
+from pipeload._quantizer import METHOD, PipeloadConfig
+from pipeload._rounding import GROUPS, ZERO_POINTS
+from pipeload._shards import Output, Step, divide, shard_name
+from pipeload._sizes import format_size, parse_size
+from pipeload._takeover import peek
+from pipeload.errors import (
+    CheckpointError,
+    MemoryLimitError,
+    OptionError,
+    UnsupportedModelError,
+)
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Sequence
+
+    from torch import nn
+
+    from pipeload._transformers import PendingLoad
+
+
+Progress = Callable[[int, int], None]
+"""Called with the bytes that are done and those of all, again and again."""
+
+METHODS = ("int8", "int4")
+_FLOATS = {"F32", "F16", "BF16"}
+_MOST_ITEMS = 4 << 20  # quantised at once
+_BYTES_PER_ITEM = 40  # what quantising holds, fp32 temporaries and all
+_SPARE_BYTES = 32 << 20
+_COPIED = {".json", ".jinja", ".txt", ".model", ".tiktoken", ".py"}
+_COPIED_NAMES = ("LICENSE", "NOTICE", "USE_POLICY")
+_COPIED_BYTES = 256 << 20
+_WEIGHTS_INDEX = "model.safetensors.index.json"
+
+
+def quantize(
+    pretrained: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    *,
+    method: str = "int8",
+    group_size: int = 64,
+    zero_points: str = "rtn",
+    memory_limit: int | str | None = None,
+    max_shard_size: int | str = "2GB",
+    progress: Progress | None = None,
+    **kwargs: Any,
+) -> Path:
+    """Write a quantised copy of a float checkpoint. It goes on where it was when it is run again.
+
+    Linear weights become integers; embeddings, the output head, and what the kernels do not take
+    stay as they are stored.
+
+    Args:
+        pretrained: a folder or a hub id.
+        target: the folder to make; it must not be there.
+        method: "int8", one scale a row, or "int4", a scale and a zero point a group.
+        group_size: of int4: 32, 64 or 128 neighbours in a row.
+        zero_points: of int4: "rtn" (round to nearest), or "hqq", which takes longer and is closer.
+        memory_limit: what the process may hold, as for `from_pretrained`; None takes what is quick.
+        max_shard_size: of a file, "2GB" or bytes.
+        progress: called with bytes done and bytes in all.
+        **kwargs: `revision`, `subfolder` and the like, for the library's `from_pretrained`.
+
+    Returns:
+        The folder.
+
+    Raises:
+        OptionError: an option means nothing, the target is there, or the disk is full.
+        CheckpointError: the source is malformed or pickled.
+        ReadError: the source could not be read.
+        UnsupportedModelError: there is nothing that could be quantised.
+        MemoryLimitError: the limit is too small; says the smallest that works.
+    """
+    _check("method", method, METHODS)
+    _check("group_size", group_size, GROUPS)
+    _check("zero_points", zero_points, ZERO_POINTS)
+    int4 = method == "int4"
+    config = PipeloadConfig(
+        bits=4 if int4 else 8,
+        group_size=group_size if int4 else None,
+        method=zero_points if int4 else "rtn",
+        order=kernel_order() if int4 else None,
+    )
+    shard_bytes = parse_size(max_shard_size, name="max_shard_size")
+    pending = _open(pretrained, kwargs)
+    chosen, config.modules_to_not_convert = _choose(pending, config)
+    recipe = Recipe(
+        bits=config.bits,
+        group=config.group_size or 0,
+        zero_points=config.method,
+        order=config.order or "",
+        items=_items(memory_limit, chosen),
+    )
+    entries = sorted(pending.checkpoint.entries.values(), key=lambda e: (str(e.file), e.start))
+    steps = [
+        quantised(entry, recipe) if entry.name in chosen else copied(entry) for entry in entries
+    ]
+    source = Path(pretrained)
+    output = Output(
+        Path(target).absolute(),
+        {
+            "source": str(source.absolute() if source.is_dir() else pretrained),
+            "files": [[f.name, f.stat().st_size, f.stat().st_mtime_ns] for f in pending.files],
+            "quantization_config": config.to_dict(),
+            "shard_bytes": shard_bytes,
+        },
+    )
+    _write(output, divide(steps, shard_bytes), progress)
+    _write_rest(output, pending, config, str(pretrained))
+    _check_result(output.folder)
+    output.finish()
+    return Path(target)
+
+
+def _check(name: str, value: object, allowed: Sequence[object]) -> None:
+    if value not in allowed:
+        raise OptionError(f"{name}={value!r} is none of {', '.join(map(repr, allowed))}.")
+
+
+def _open(pretrained: str | os.PathLike[str], kwargs: dict[str, Any]) -> PendingLoad:
+    auto: Any = transformers.AutoModelForCausalLM
+    passed_on = check_source(pretrained, {"dtype": "auto", **kwargs})
+    pending = peek(lambda: auto.from_pretrained(pretrained, **passed_on))
+    if pending is None:
+        raise CheckpointError(f"{str(pretrained)!r} holds no weights.")
+    if pending.quantised_by is not None:
+        raise UnsupportedModelError(
+            f"{str(pretrained)!r} is quantised already, by {pending.quantised_by!r}. Quantise the "
+            "model's float checkpoint."
+        )
+    return pending
+
+
+def _choose(pending: PendingLoad, config: PipeloadConfig) -> tuple[dict[str, nn.Linear], list[str]]:
+    """Linears to be quantised, by the names of their stored weights, and paths of those not."""
+    model = pending.model
+    head = model.get_output_embeddings()
+    tied = {*(model.all_tied_weights_keys or {})} | {*(model.all_tied_weights_keys or {}).values()}
+    stored = pending.plain_linears()
+    chosen: dict[str, nn.Linear] = {}
+    for name, (path, module) in stored.items():
+        float_weight = pending.checkpoint.entries[name].dtype in _FLOATS
+        mine = module is not head and f"{path}.weight" not in tied and name.endswith("weight")
+        if mine and float_weight and config.fits(module):
+            chosen[name] = module
+    taken = {id(module) for module in chosen.values()}
+    linears = [(p, m) for p, m in model.named_modules() if type(m) is torch.nn.Linear]
+    kept = [path for path, module in linears if id(module) not in taken]
+    if not chosen:
+        shapes = sorted({tuple(m.weight.shape) for _, m in linears if m is not head})
+        why = f"its Linears are {shapes[:4]}" if shapes else "it has no Linears"
+        wants = (
+            "columns that are a multiple of 16"
+            if config.bits == 8
+            else f"rows that are a multiple of 16, and columns of {config.group_size}"
+        )
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has nothing that int{config.bits} could be made of: {why}, "
+            f"and the kernels take Linears with {wants}."
+        )
+    return chosen, kept
+
+
+def _items(memory_limit: int | str | None, chosen: dict[str, nn.Linear]) -> int:
+    """How many weights to quantise at once."""
+    if memory_limit is None:
+        return _MOST_ITEMS
+    limit, held = parse_limit(memory_limit), rss_bytes() + _SPARE_BYTES + PIECE_BYTES
+    most = max(linear.in_features for linear in chosen.values())
+    held += max(linear.weight.numel() for linear in chosen.values()) // 8  # statistics of a weight
+    least = held + BLOCK_ROWS * most * _BYTES_PER_ITEM
+    if limit < least:
+        raise MemoryLimitError(
+            f"quantising needs {format_size(least)} for rows of {most} weights, over the limit of "
+            f"{limit} bytes. Set at least {least} bytes.",
+            limit=limit,
+            smallest_limit=least,
+        )
+    return min(_MOST_ITEMS, (limit - held) // _BYTES_PER_ITEM)
+
+
+# -- the folder ------------------------------------------------------------------------------------
+
+
+def _write(output: Output, shards: list[list[Step]], progress: Progress | None) -> None:
+    total = sum(step.nbytes for shard in shards for step in shard)
+    done = 0
+
+    def add(nbytes: int) -> None:
+        nonlocal done
+        done += nbytes
+        if progress is not None:
+            progress(done, total)
+
+    homes: dict[str, str] = {}
+    for index, names in enumerate(output.write_shards(shards, add)):
+        homes.update(dict.fromkeys(names, shard_name(index, len(shards))))
+    if len(shards) > 1:
+        text = json.dumps({"metadata": {"total_size": total}, "weight_map": homes}, indent=1)
+        output.write_text(_WEIGHTS_INDEX, text)
+
+
+def _write_rest(output: Output, pending: PendingLoad, config: PipeloadConfig, source: str) -> None:
+    folder = pending.files[0].parent
+    for file in sorted(folder.iterdir()):
+        wanted = file.suffix in _COPIED or file.name.startswith(_COPIED_NAMES)
+        wanted = wanted and not file.name.endswith(".index.json") and file.name != "config.json"
+        if wanted and file.is_file() and file.stat().st_size <= _COPIED_BYTES:
+            output.copy(file)
+    written: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    written["quantization_config"] = config.to_dict()
+    output.write_text("config.json", json.dumps(written, indent=2) + "\n")
+    before = pending.checkpoint.total_bytes
+    after = sum(file.stat().st_size for file in output.folder.glob("*.safetensors"))
+    card = _model_card.write(
+        source=source, name=output.target.name, config=config, before=before, after=after
+    )
+    output.write_text("README.md", card)
+
+
+def _check_result(folder: Path) -> None:
+    """Whether the library finds every quantised weight by the name that it was given.
+
+    Raises:
+        UnsupportedModelError: it does not.
+    """
+    pending = _open_result(folder)
+    try:
+        pending.weights()
+    except CheckpointError as error:
+        raise UnsupportedModelError(
+            f"the library does not find again what was made of {type(pending.model).__name__}: "
+            f"{error}"
+        ) from error
+
+
+def _open_result(folder: Path) -> PendingLoad:
+    auto: Any = transformers.AutoModelForCausalLM
+    pending = peek(lambda: auto.from_pretrained(folder, dtype="auto", local_files_only=True))
+    if pending is None or pending.quantised_by != METHOD:
+        raise UnsupportedModelError(f"the library does not take {str(folder)!r} for quantised.")
+    return pending

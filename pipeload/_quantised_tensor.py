@@ -1,0 +1,101 @@
+"""Quantises or copies one stored tensor, in pieces of rows: the bytes that a shard is made of."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from pipeload._arena import DTYPES
+from pipeload._int4_order import BLOCK_ROWS, pack
+from pipeload._packed_linear import Int4Linear, Int8Linear
+from pipeload._rounding import to_int4, to_int8
+from pipeload._shards import Step, Tensor
+from pipeload.errors import CheckpointError, ReadError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from pipeload._checkpoint import TensorEntry
+
+PIECE_BYTES = 16 << 20
+"""The most that is copied at once."""
+
+
+class Recipe(NamedTuple):
+    """How one weight is quantised."""
+
+    bits: int
+    group: int
+    zero_points: str
+    order: str
+    items: int
+    """At once."""
+
+
+def copied(entry: TensorEntry) -> Step:
+    """A tensor as it is."""
+    tensor = Tensor(entry.name, entry.dtype, entry.shape, entry.nbytes)
+    return Step((tensor,), partial(_read_pieces, entry, PIECE_BYTES))
+
+
+def quantised(entry: TensorEntry, recipe: Recipe) -> Step:
+    """A weight of [rows, columns] as integers, and what goes with it."""
+    rows, columns = entry.shape
+    item = DTYPES[entry.dtype].itemsize
+    stem = entry.name.removesuffix("weight")
+    if recipe.bits == 8:
+        weight = Tensor(entry.name, "I8", entry.shape, rows * columns)
+        extra = Tensor(f"{stem}{Int8Linear.statistics}", entry.dtype, (rows,), rows * item)
+    else:
+        weight = Tensor(entry.name, "U8", (rows, columns // 2), rows * columns // 2)
+        shape = (columns // recipe.group, rows, 2)
+        nbytes = shape[0] * rows * 2 * item
+        extra = Tensor(f"{stem}{Int4Linear.statistics}", entry.dtype, shape, nbytes)
+    return Step((weight, extra), partial(_quantised_pieces, entry, recipe))
+
+
+def _quantised_pieces(entry: TensorEntry, recipe: Recipe) -> Iterator[memoryview]:
+    _, columns = entry.shape
+    step = max(BLOCK_ROWS, recipe.items // columns // BLOCK_ROWS * BLOCK_ROWS)
+    dtype = DTYPES[entry.dtype]
+    extras: list[torch.Tensor] = []
+    for piece in _read_pieces(entry, step * columns * dtype.itemsize):
+        weight = torch.frombuffer(piece, dtype=dtype).view(-1, columns)
+        if not bool(weight.isfinite().all()):
+            raise CheckpointError(
+                f"tensor {entry.name!r} in {str(entry.file)!r} holds values that are not finite, "
+                "and no integer stands for those."
+            )
+        if recipe.bits == 8:
+            values, extra = to_int8(weight)
+        else:
+            values, extra = to_int4(weight, recipe.group, recipe.zero_points)
+            values = pack(values, recipe.order)
+        extras.append(extra)
+        yield _bytes(values)
+    yield _bytes(torch.cat(extras, 0 if recipe.bits == 8 else 1))
+
+
+def _bytes(tensor: torch.Tensor) -> memoryview:
+    view: memoryview = tensor.reshape(-1).view(torch.uint8).numpy().data
+    return view
+
+
+def _read_pieces(entry: TensorEntry, nbytes: int) -> Iterator[memoryview]:
+    """A tensor's bytes, at most `nbytes` at a time, in memory that the next piece overwrites."""
+    buffer = memoryview(bytearray(min(nbytes, entry.nbytes)))
+    for start in range(0, entry.nbytes, max(1, nbytes)):
+        piece = buffer[: min(nbytes, entry.nbytes - start)]
+        try:
+            with entry.file.open("rb") as file:
+                file.seek(entry.start + start)
+                got = file.readinto(piece)
+        except OSError as error:
+            raise ReadError(
+                f"tensor {entry.name!r} of {str(entry.file)!r} could not be read: {error}."
+            ) from error
+        if got != len(piece):
+            raise ReadError(f"{str(entry.file)!r} ends within tensor {entry.name!r}.")
+        yield piece
