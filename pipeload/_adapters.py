@@ -37,14 +37,20 @@ class Adapters:
         root: nn.Module,
         weights: OwnWeights,
         seats: Sequence[Seat],
+        undo: list[Callable[[], None]],
     ) -> None:
-        """Look at `root`, and from now on at whatever is added to `model`, which is inside."""
+        """Look at `root`, and from now on at whatever is added to `model`, which is inside.
+
+        What undoes it is put into `undo` before anything is done.
+        """
         self.present = False
         """Whether there may be any: what a pass reads then depends on which are active."""
         self._unchecked = True
         self._model = weakref.ref(model)
         self._own, self._seats = weights.own, seats
         self._undo: list[Callable[[], None]] = []
+        self._tree: TreeWatch | None = None
+        undo.append(self.remove)
         for module in root.modules():
             self._meet(module)
         self._tree = TreeWatch(model, self._grown)
@@ -79,7 +85,8 @@ class Adapters:
 
     def remove(self) -> None:
         """Allow everything again."""
-        self._tree.close()
+        if self._tree is not None:
+            self._tree.close()
         self._seats = ()  # they hold the memory that streaming took
         while self._undo:
             self._undo.pop()()
@@ -97,8 +104,8 @@ class Adapters:
         if _has_all(module, (_ALL_AT_ONCE,)):
             names.append(_ALL_AT_ONCE)
         for name in names:
-            object.__setattr__(module, name, partial(_refuse_merging, name))
             self._undo.append(partial(forget, weakref.ref(module), name))
+            object.__setattr__(module, name, partial(_refuse_merging, name))
 
 
 def _has_all(module: nn.Module, names: Collection[str]) -> bool:

@@ -204,13 +204,12 @@ class Assembly:
             prepared.activate()
         modules = _transformers.pretrained_modules(model)
         weights = self._own_weights()
-        adapters = Adapters(model, root or model, weights, self._seats)
+        undo = self._undo
+        adapters = Adapters(model, root or model, weights, self._seats, undo)
         self._streamer.attach(modules, adapters)
         sites = [site.module for site in self._parts.sites]
-        undo = self._undo
-        undo.append(adapters.remove)
         _guards.install(model, modules, sites, weights, undo)
-        undo += allow_copies(model, weights)
+        allow_copies(model, weights, undo)
         _transformers.disable_auto_compile(model)
         for name in (_transformers.AUTO_COMPILE, "pipeload"):
             undo.append(partial(_guards.forget, weakref.ref(model), name))

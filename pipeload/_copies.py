@@ -20,19 +20,17 @@ if TYPE_CHECKING:
 _NAME = "__deepcopy__"
 
 
-def allow_copies(model: nn.Module, weights: OwnWeights) -> list[Callable[[], None]]:
+def allow_copies(model: nn.Module, weights: OwnWeights, undo: list[Callable[[], None]]) -> None:
     """Have modules that own streamed weights, and hold no others, be copied with these weights.
 
-    Adapters train copies of a head or an embedding, which begin as the original. Returns what
-    undoes it.
+    Adapters train copies of a head or an embedding, which begin as the original. What undoes it is
+    put into `undo`.
     """
-    undo: list[Callable[[], None]] = []
     for module in model.modules():
         if weights.hidden_of(module) and next(module.children(), None) is None:
             reference = weakref.ref(module)
-            object.__setattr__(module, _NAME, partial(_copy, reference, weights))
             undo.append(partial(forget, reference, _NAME))
-    return undo
+            object.__setattr__(module, _NAME, partial(_copy, reference, weights))
 
 
 def _copy(

@@ -28,6 +28,9 @@ HARMLESS = frozenset(
     }
 )
 
+_WITHOUT = frozenset({torch.Tensor, torch.dtype, torch.Size, int, float, bool, str, type(None)})
+"""Types of arguments that are no parameters and hold none."""
+
 
 class EvictedWeightWatch(TorchFunctionMode):
     """While active in a thread, every torch function that gets an evicted weight is refused.
@@ -53,13 +56,17 @@ class EvictedWeightWatch(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        kwargs = kwargs or {}
         if self.active and func not in HARMLESS:
-            for parameter in parameters_in((*args, *kwargs.values())):
-                name = self._names.get(id(parameter))
-                if name is not None and is_placeholder(parameter):
-                    self._refuse(getattr(func, "__name__", str(func)), name)
-        return func(*args, **kwargs)
+            for value in args if not kwargs else (*args, *kwargs.values()):
+                if type(value) not in _WITHOUT:  # most: with adapters, every pass comes by here
+                    self._look(func, value)
+        return func(*args, **kwargs) if kwargs else func(*args)
+
+    def _look(self, func: Callable[..., Any], value: object) -> None:
+        for parameter in parameters_in((value,)):
+            name = self._names.get(id(parameter))
+            if name is not None and is_placeholder(parameter):
+                self._refuse(getattr(func, "__name__", str(func)), name)
 
     def begin(self) -> None:
         """Put it on this thread's stack of modes."""
