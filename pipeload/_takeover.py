@@ -31,6 +31,9 @@ _thread = threading.local()
 _scoped: ContextVar[Intercept | None] = ContextVar("pipeload_intercept", default=None)
 _everywhere: Intercept | None = None
 _everywhere_lock = threading.Lock()
+_one_at_a_time = threading.RLock()
+"""While a model is built, the library replaces functions of its own for all threads, and two that
+load at once can leave such a replacement behind (`tie_weights` that does nothing, for one)."""
 
 
 @contextlib.contextmanager
@@ -112,10 +115,11 @@ def plainly(load: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 def _from_pretrained(cls: type[PreTrainedModel], *args: Any, **kwargs: Any) -> Any:
     load = partial(_FROM_PRETRAINED.original.__func__, cls)
     intercept = current_intercept()
-    if intercept is None:
-        return load(*args, **kwargs)
-    with intercept_loading(plainly):
-        return intercept(load, *args, **kwargs)
+    with _one_at_a_time:
+        if intercept is None:
+            return load(*args, **kwargs)
+        with intercept_loading(plainly):
+            return intercept(load, *args, **kwargs)
 
 
 def _load(

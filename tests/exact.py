@@ -30,6 +30,7 @@ ROOMY = 4_000_000_000
 def steady_floor(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every plan of the test assumes that this process holds `FLOOR_BYTES`."""
     monkeypatch.setattr("pipeload._build.rss_bytes", lambda: FLOOR_BYTES)
+    monkeypatch.setattr("pipeload._restore.rss_bytes", lambda: FLOOR_BYTES)
     monkeypatch.setattr("pipeload._build.lower_floor", lambda: 0)
     monkeypatch.setattr(Accountant, "other_bytes", lambda _self: FLOOR_BYTES)
     # Each model is alone: one that is about to be let go has no part in the limit.
