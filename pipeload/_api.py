@@ -9,8 +9,7 @@ import transformers
 
 from pipeload._accountant import ACCOUNTANT
 from pipeload._handle import Handle
-from pipeload._loading import Loading, check_source, plan_pending
-from pipeload._pass_needs import PassNeeds
+from pipeload._loading import Loading, check_source, needs_of, plan_pending
 from pipeload._request import make_request
 from pipeload._takeover import (
     current_intercept,
@@ -264,8 +263,7 @@ def plan(
     pending = peek(lambda: auto.from_pretrained(pretrained, *args, **passed_on))
     if pending is None:
         raise _nothing_loaded(pretrained, auto_class)
-    needs = PassNeeds(pending.model, pending.model.config, products=pending.products_bytes())
-    return plan_pending(pending, needs, request).plan
+    return plan_pending(pending, needs_of(pending), request).plan
 
 
 def smallest_limit(

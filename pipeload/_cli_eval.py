@@ -16,7 +16,7 @@ from pipeload._cli_output import log, silence_libraries
 from pipeload._cli_run import DTYPES, check_model, explained, load_tokenizer
 from pipeload._eval_progress import all_passes
 from pipeload._eval_text import Encoded, encode, read_text
-from pipeload._pass_needs import PassNeeds
+from pipeload._loading import needs_of
 from pipeload._perplexity import measure, tokens_to_hint
 from pipeload._sizes import format_size
 from pipeload._takeover import peek
@@ -26,6 +26,8 @@ from pipeload.errors import CheckpointError, MemoryLimitError, OptionError
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
+
+    from pipeload._pass_needs import PassNeeds
 
 WINDOW = 1024
 """Tokens seen at once where nobody says; fewer where the model knows fewer positions."""
@@ -130,7 +132,7 @@ def _prepare(model: str, text: str, request: Request) -> _Subject:
         getattr(pending.model.config.get_text_config(), "max_position_embeddings", None),
         encoded,
         batch=request.batch or (1 if pending.couples_rows() else None),
-        needs=PassNeeds(pending.model, pending.model.config, products=pending.products_bytes()),
+        needs=needs_of(pending),
         forward=type(pending.model).forward,
     )
 

@@ -62,16 +62,12 @@ class Loading:
 
         def stream(pending: PendingLoad) -> Any:
             self.loaded = True
-            needs = PassNeeds(
-                pending.model, pending.model.config, products=pending.products_bytes()
-            )
             try:
-                build = plan_beside_others(partial(plan_pending, pending, needs, self.request))
+                assembly, report = assemble(pending, self.request)
             except NothingToStreamError as error:
                 return self._load_plainly(pending, error)
-            pressure = self.request.pressure
-            built.append(Assembly(pending, build, needs, self.request.hint, pressure=pressure))
-            return pending.load_rest(build.parts.taken)
+            built.append(assembly)
+            return report
 
         with _takeover.take_over_loading(stream):
             result = load(pretrained_model_name_or_path, *args, **passed_on)
@@ -108,14 +104,30 @@ def check_source(
         UnsupportedModelError: weights are to be quantised.
     """
     if pretrained is None:
-        kwargs = {"state_dict": {}, **kwargs}
+        raise _loading_args.no_checkpoint()
     passed_on = _loading_args.adapt(kwargs)
-    assert pretrained is not None  # noqa: S101 - refused with the state dict
     folder = Path(pretrained) / (kwargs.get("subfolder") or "")
     adapter = Path(pretrained) / ((kwargs.get("adapter_kwargs") or {}).get("subfolder") or "")
     if folder.is_dir():
         check_folder(folder, variant=kwargs.get("variant"), adapter=adapter)
     return passed_on
+
+
+def needs_of(pending: PendingLoad) -> PassNeeds:
+    """What passes of a model that is about to be loaded take."""
+    model = pending.model
+    return PassNeeds(model, model.config, products=pending.products_bytes())
+
+
+def assemble(pending: PendingLoad, request: Request) -> tuple[Assembly, Any]:
+    """Plan a model that is on the meta device, and have its weights read, or left to the library.
+
+    Returns it, hooks to come, and the library's loading report.
+    """
+    needs = needs_of(pending)
+    build = plan_beside_others(partial(plan_pending, pending, needs, request))
+    assembly = Assembly(pending, build, needs, request.hint, pressure=request.pressure)
+    return assembly, pending.load_rest(build.parts.taken)
 
 
 def plan_beside_others(make: Callable[[], Build]) -> Build:

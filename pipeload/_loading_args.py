@@ -63,10 +63,15 @@ def check_devices(name: str, device_map: Any) -> None:
         )
 
 
-def _refuse_state_dict(name: str, _value: object) -> None:
-    raise OptionError(
-        f"{name}= cannot be streamed: its weights are in memory already. Pass a checkpoint."
+def no_checkpoint() -> OptionError:
+    """The error for weights that are no files."""
+    return OptionError(
+        "state_dict= cannot be streamed: its weights are in memory already. Pass a checkpoint."
     )
+
+
+def _refuse_state_dict(_name: str, _value: object) -> None:
+    raise no_checkpoint()
 
 
 def _refuse_gguf(name: str, _value: object) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 from typing import Any, ClassVar
 
 import torch
@@ -20,7 +21,7 @@ of 64; mapped files and slices may not. Bits do not depend on it.
 _INPUT_ALIGNMENT = 64
 
 
-class PackedLinear(nn.Linear):
+class PackedLinear(nn.Linear, abc.ABC):
     """What both have in common. A Linear, so that whoever looks for those finds it."""
 
     bits: ClassVar[int]
@@ -51,17 +52,17 @@ class PackedLinear(nn.Linear):
         made = made.view(*input.shape[:-1], self.out_features)
         return made if self.bias is None else made + self.bias
 
+    @abc.abstractmethod
     def product(self, rows: torch.Tensor) -> torch.Tensor:
         """[n, out] of contiguous and aligned [n, in], without the bias."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def dequantised(self) -> torch.Tensor:
         """The weight as fp32 of [out, in]."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def settle(self) -> None:
         """Make a weight that was just loaded one that the kernel here can read."""
-        raise NotImplementedError
 
     def extra_repr(self) -> str:
         """For `print(model)`."""

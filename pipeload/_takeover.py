@@ -19,10 +19,10 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from pipeload._checkpoint import open_checkpoint
-from pipeload._loading_args import check_devices
+from pipeload._loading_args import check_devices, no_checkpoint
 from pipeload._patch import Patch
 from pipeload._transformers import PendingLoad, quantised_by
-from pipeload.errors import CheckpointError, OptionError, UnsupportedModelError
+from pipeload.errors import CheckpointError, UnsupportedModelError
 
 _Loader = Callable[..., tuple[Any, Any]]
 Intercept = Callable[..., Any]
@@ -135,9 +135,7 @@ def _load(
         return load(model, state_dict, checkpoint_files, load_config, expected_keys)
     _thread.pending = None  # one shot: models that this one loads inside are plain
     if state_dict is not None or not checkpoint_files:
-        raise OptionError(
-            "state_dict= cannot be streamed: its weights are in memory already. Pass a checkpoint."
-        )
+        raise no_checkpoint()
     _refuse_quantised(load_config)
     check_devices("device_map", load_config.device_map or {})
     _refuse_pickled(checkpoint_files)

@@ -7,9 +7,7 @@ weights are, whether they are the checkpoint's, whether the limit holds.
 from __future__ import annotations
 
 import copy
-import itertools
 import logging
-from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,47 +17,31 @@ from torch import nn
 
 from pipeload import _takeover, _transformers
 from pipeload._accountant import ACCOUNTANT
-from pipeload._arena import DTYPE_CODES
 from pipeload._assembly import Assembly
-from pipeload._compare import differing
 from pipeload._handle import Handle
-from pipeload._layout import Weight
-from pipeload._loading import advise_openmp, check_source, plan_beside_others, plan_model
+from pipeload._live import Live, check_values, match, tied_names
+from pipeload._loading import (
+    advise_openmp,
+    assemble,
+    check_source,
+    plan_beside_others,
+    plan_model,
+)
 from pipeload._mappings import let_go, mappings_are_told, mappings_of
 from pipeload._pass_needs import PassNeeds
-from pipeload._sites import ADAPTED
-from pipeload._spill import Spill
 from pipeload.errors import CheckpointError, OptionError, UnsupportedModelError
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
-    from pipeload._checkpoint import TensorEntry
-    from pipeload._placement import Convert
     from pipeload._request import Request
+    from pipeload._spill import Spill
 
 _log = logging.getLogger("pipeload")
-
-
-@dataclass(frozen=True, slots=True)
-class _Live:
-    """A model in memory, and where its weights can be read."""
-
-    model: Any
-    weights: dict[str, Weight]
-    """By their names in the model."""
-    others: dict[str, TensorEntry]
-    """Weights that the checkpoint has in another shape, and what it has."""
-    files: tuple[Path, ...]
-    convert: Convert
-
-    def converter(self) -> Convert:
-        """Makes weights that are not in the files as they are."""
-        return self.convert
-
-    def prepared(self, _name: str) -> None:
-        """Nothing: a quantised model is not wrapped."""
+_TENSORS = ("_parameters", "_buffers")
+"""Where a module has its own."""
+_MARK = "_is_hf_initialized"
 
 
 def wrap(
@@ -79,8 +61,8 @@ def wrap(
     if meta:
         _fill(inner, meta, pending, request)
         return
-    live = _match(inner, pending)
-    live, spill = _check_values(live, pending, spill_dir)
+    live = match(inner, pending)
+    live, spill = check_values(live, pending, spill_dir)
     try:
         _stream(live, pending, request, spill, model)
     except BaseException:
@@ -140,106 +122,8 @@ def _open(
     return _takeover.peek(lambda: type(model).from_pretrained(source, config=config, **options))
 
 
-def _match(model: Any, pending: _transformers.PendingLoad | None) -> _Live:
-    """What of the model the checkpoint says it holds."""
-    if pending is None:
-        return _Live(model, {}, {}, (), _no_conversion)
-    stored = pending.weights()
-    names = {_plain(name): name for name, _ in model.named_parameters()}
-    live: dict[str, Weight] = {}
-    for plain, weight in stored.items():
-        name = names.get(plain)
-        if name is not None:
-            live[name] = _as_it_is(weight, name, model.get_parameter(name))
-    convert = pending.converter()
-
-    def convert_named(conversion: Any, sources: Mapping[str, torch.Tensor]) -> Any:
-        made = convert(conversion, sources)
-        return {names.get(plain, plain): value for plain, value in made.items()}
-
-    others = {names[n]: pending.source_of(n) for n in pending.misshapen() if n in names}
-    return _Live(model, live, others, pending.files, convert_named)
-
-
-def _plain(name: str) -> str:
-    for adapted in ADAPTED:
-        name = name.replace(f".{adapted}.", ".")
-    return name
-
-
-def _as_it_is(weight: Weight, name: str, parameter: nn.Parameter) -> Weight:
-    """The model may have been given another dtype since."""
-    return replace(
-        weight,
-        name=name,
-        dtype=DTYPE_CODES[parameter.dtype],
-        shape=tuple(parameter.shape),
-        nbytes=parameter.numel() * parameter.element_size(),
-    )
-
-
-def _no_conversion(*_: object) -> Any:
-    raise AssertionError("nothing is converted without a checkpoint")
-
-
-def _check_values(
-    live: _Live,
-    pending: _transformers.PendingLoad | None,
-    spill_dir: str | os.PathLike[str] | None,
-) -> tuple[_Live, Spill | None]:
-    """Weights that are not the checkpoint's: refused, or written where they can be read."""
-    parameters = dict(live.model.named_parameters())
-    found = differing(live.weights, parameters, live.convert, live.files)
-    if spill_dir is None:
-        first = next(itertools.chain(live.others, found), None)
-        _refuse_first(live, pending, first)
-        return live, None
-    names = set(found)
-    groups = {live.weights[name].group for name in names} - {None}
-    # A conversion makes all its weights or none.
-    names |= {name for name, weight in live.weights.items() if weight.group in groups}
-    own = _own_names(live.model, pending)
-    names |= {name for name in parameters if name not in live.weights and name in own}
-    if not names:
-        return live, None
-    spill = Spill(Path(spill_dir), {name: parameters[name] for name in sorted(names)})
-    spilled = {
-        name: _as_it_is(Weight(name, "", (), 0, (spill.entries[name],)), name, parameters[name])
-        for name in names
-    }
-    kept = {name: weight for name, weight in live.weights.items() if name not in names}
-    return replace(live, weights=kept | spilled, files=(*live.files, spill.path)), spill
-
-
-def _refuse_first(live: _Live, pending: _transformers.PendingLoad | None, name: str | None) -> None:
-    kind = type(live.model).__name__
-    way_out = (
-        "Pass spill_dir=FOLDER to have such weights written there and streamed from there, or "
-        "checkpoint= if they are another checkpoint's."
-    )
-    if pending is None:
-        raise CheckpointError(
-            f"this {kind} was not loaded from a checkpoint, so there is nothing to stream it from. "
-            + way_out
-        )
-    if name is not None:
-        source = live.others.get(name) or live.weights[name].sources[0]
-        raise CheckpointError(
-            f"weight {name!r} of this {kind} is not what its checkpoint holds (tensor "
-            f"{source.name!r} of {str(source.file)!r}): it was changed since. {way_out}"
-        )
-
-
-def _own_names(model: Any, pending: _transformers.PendingLoad | None) -> set[str]:
-    """Names of the parameters that are the model's, not an adapter's."""
-    if pending is None:
-        return {name for name, _ in model.named_parameters() if "lora_" not in name}
-    plain = {name for name, _ in pending.model.named_parameters()}
-    return {name for name, _ in model.named_parameters() if _plain(name) in plain}
-
-
 def _stream(
-    live: _Live,
+    live: Live,
     pending: _transformers.PendingLoad | None,
     request: Request,
     spill: Spill | None,
@@ -252,7 +136,7 @@ def _stream(
         plan_model,
         model,
         live.weights,
-        _tied(model),
+        tied_names(model),
         _on_meta(model),
         live.files,
         needs=needs,
@@ -275,15 +159,6 @@ def _stream(
         raise
     del before
     let_go(live.files)  # now that nothing shows them
-
-
-def _tied(model: Any) -> dict[str, str]:
-    """Names of parameters that really share another one's memory, and that one's."""
-    names = {_plain(name): name for name, _ in model.named_parameters(remove_duplicate=False)}
-    pairs = (getattr(model, "all_tied_weights_keys", None) or {}).items()
-    found = ((names.get(alias, alias), names.get(source, source)) for alias, source in pairs)
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    return {a: s for a, s in found if a in parameters and parameters[a] is parameters.get(s)}
 
 
 def _on_meta(model: nn.Module) -> nn.Module | None:
@@ -332,21 +207,34 @@ def _fill(
             f"{len(meta)} of {len(everything)} weights are on the meta device ({meta[0]!r} first). "
             "Pass a model with all of them there, or none."
         )
-    pending = pending.into(model)
-    needs = PassNeeds(model, model.config, products=pending.products_bytes())
-    tied = getattr(model, "all_tied_weights_keys", None) or {}
-    plan = partial(
-        plan_model,
-        model,
-        pending.weights(),
-        tied,
-        model,
-        pending.files,
-        needs=needs,
-        request=request,
-    )
-    build = plan_beside_others(plan)
-    assembly = Assembly(pending, build, needs, request.hint, pressure=request.pressure)
-    pending.finish(pending.load_rest(build.parts.taken))
-    model.eval()
-    assembly.finish(model)
+    put_back = _tensors_of(model)
+    assembly: Assembly | None = None
+    try:
+        pending = pending.into(model)
+        assembly, report = assemble(pending, request)
+        pending.finish(report)
+        model.eval()
+        assembly.finish(model)
+    except BaseException:  # an interrupt as well: the model is what it was
+        if assembly is not None:
+            assembly.give_up()
+        put_back()
+        raise
+
+
+def _tensors_of(model: nn.Module) -> Callable[[], None]:
+    """Remember parameters, buffers, and what is marked as initialised; the result puts it back."""
+    names = (*_TENSORS, _MARK)
+    before = [
+        (vars(module), {name: copy.copy(vars(module).get(name)) for name in names})
+        for module in model.modules()
+    ]
+
+    def put_back() -> None:
+        for own, remembered in before:
+            for kind in _TENSORS:
+                own[kind].update(remembered[kind])
+            if not remembered[_MARK]:  # else the library would not initialise it again
+                own.pop(_MARK, None)
+
+    return put_back

@@ -13,6 +13,7 @@ from transformers import AutoModel, AutoModelForCausalLM, LlamaForCausalLM, PreT
 
 import pipeload
 from pipeload import _api
+from pipeload._takeover import intercept_loading
 from pipeload.errors import MemoryLimitError, OptionError
 from tests.models import load_plain
 from tests.streaming import FLOOR_BYTES, logits, smallest_limit, steady_floor
@@ -135,6 +136,33 @@ def test_threads_have_contexts_of_their_own(folder: Path, limit: int) -> None:
             thread.join()
     assert not is_streamed(models["alone"])
     assert is_streamed(models["copied"])
+
+
+def test_one_at_a_time() -> None:
+    """While a model is built the library patches itself for all threads: two would mix that up."""
+    inside, most = 0, 0
+
+    def answer(_load: Any, _pretrained: str) -> None:
+        nonlocal inside, most
+        inside += 1
+        most = max(most, inside)
+        waiting.wait(0.05)
+        inside -= 1
+
+    waiting = threading.Event()
+    with intercept_loading(answer):
+        threads = [
+            threading.Thread(
+                target=contextvars.copy_context().run,
+                args=(LlamaForCausalLM.from_pretrained, "any"),
+            )
+            for _ in range(4)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert most == 1
 
 
 def test_everywhere(folder: Path, limit: int) -> None:

@@ -246,6 +246,27 @@ def test_on_meta(folder: Path) -> None:
     assert generated(model) == generated(expected)
 
 
+@pytest.mark.parametrize("where", ["_assembly.Streamer", "_guards.hide", "_assembly.Handle"])
+def test_an_interrupt_while_meta_is_filled(
+    where: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All is on the meta device again, and can be filled after all."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(anonymous(folder))
+
+    def interrupt(*_args: object, **_kwargs: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(f"pipeload.{where}", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        pipeload.wrap(model, tight(folder), checkpoint=folder)
+    monkeypatch.undo()
+    assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+    with steady_floor(modules=True):
+        pipeload.wrap(model, tight(folder), checkpoint=folder)
+        assert torch.equal(logits(model), logits(plain(folder)))
+
+
 def test_inside_inference_mode(folder: Path) -> None:
     """Parameters stay what they were: no inference tensors."""
     model = plain(folder)
