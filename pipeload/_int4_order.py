@@ -74,6 +74,17 @@ def unpack(packed: torch.Tensor, name: str) -> torch.Tensor:
     return values
 
 
+def unpack_transposed(packed: torch.Tensor, name: str) -> torch.Tensor:
+    """The same as uint8 of [columns, rows], which takes less time: so they lie in a tile."""
+    rows, columns = packed.shape[0], 2 * packed.shape[1]
+    values = torch.empty((columns, rows), dtype=torch.uint8)
+    for start, stop, count in _blocks(rows):
+        stored = packed[start:stop].view(-1, count * columns // 2)
+        block = values[:, start:stop].view(columns, -1, count).transpose(0, 1)
+        _unpack_into(stored, block, ORDERS[name])
+    return values
+
+
 def reorder(stored: torch.Tensor, out: torch.Tensor, source: str, target: str) -> None:
     """Fill `out` with the rows of `stored`, from the order `source` into the order `target`.
 
@@ -132,12 +143,17 @@ def _unpack_blocks(stored: torch.Tensor, rows: int, order: Order) -> torch.Tenso
     """Values as [blocks, columns, rows] of bytes as [blocks, rows * columns / 2]."""
     columns = 2 * stored.shape[1] // rows
     block = torch.empty((stored.shape[0], columns, rows), dtype=torch.uint8)
+    _unpack_into(stored, block, order)
+    return block
+
+
+def _unpack_into(stored: torch.Tensor, block: torch.Tensor, order: Order) -> None:
+    columns, rows = block.shape[1:]
     for start, low, high in _tiles(rows, order):
         count = min(order.tile, rows - start)
         tile = _tile(stored, start, count, columns)
-        block[..., low] = tile & 0xF
-        block[..., high] = tile >> 4
-    return block
+        torch.bitwise_and(tile, 0xF, out=block[..., low])
+        torch.bitwise_right_shift(tile, 4, out=block[..., high])
 
 
 def _pack_blocks(block: torch.Tensor, out: torch.Tensor, order: Order) -> None:

@@ -116,7 +116,7 @@ def check_source(
 def needs_of(pending: PendingLoad) -> PassNeeds:
     """What passes of a model that is about to be loaded take."""
     model = pending.model
-    return PassNeeds(model, model.config, products=pending.products_bytes())
+    return PassNeeds(model, model.config, products=pending.products())
 
 
 def assemble(pending: PendingLoad, request: Request) -> tuple[Assembly, Any]:

@@ -1,4 +1,7 @@
-"""Linears with int8 and int4 weights, computed by the kernels of torch's core on the CPU."""
+"""Linears with int8 and int4 weights, computed on the CPU.
+
+Few rows of input by the kernels of torch's core, many as `_wide_product` says.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,10 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from pipeload._int4_order import ROW_STEP, kernel_order, reorder, unpack
+from pipeload import _wide_product
+from pipeload._int4_order import ROW_STEP, kernel_order, reorder, unpack, unpack_transposed
 from pipeload._rounding import GROUPS, from_int4
+from pipeload._wide_product import Block, Sizes
 from pipeload.errors import UnsupportedModelError
 
 _COLUMN_STEP = 16  # the int8 kernel leaves out, or reads beyond, what is no whole vector
@@ -52,9 +57,25 @@ class PackedLinear(nn.Linear, abc.ABC):
         made = made.view(*input.shape[:-1], self.out_features)
         return made if self.bias is None else made + self.bias
 
-    @abc.abstractmethod
     def product(self, rows: torch.Tensor) -> torch.Tensor:
         """[n, out] of contiguous and aligned [n, in], without the bias."""
+        if len(rows) <= _wide_product.most_by_kernel(self.bits, rows.dtype):
+            return self.by_kernel(rows)
+        return _wide_product.multiply(rows, self.out_features, self.block)
+
+    @property
+    def sizes(self) -> Sizes:
+        """What its products' needs depend on."""
+        dtype = self.get_parameter(self.statistics).dtype
+        return Sizes(self.out_features, self.in_features, self.bits, dtype)
+
+    @abc.abstractmethod
+    def by_kernel(self, rows: torch.Tensor) -> torch.Tensor:
+        """[n, out] of contiguous and aligned [n, in], without the bias."""
+
+    @abc.abstractmethod
+    def block(self, start: int, stop: int, dtype: torch.dtype) -> Block:
+        """Rows of the weight as floats; `start` is a multiple of 64."""
 
     @abc.abstractmethod
     def dequantised(self) -> torch.Tensor:
@@ -106,10 +127,14 @@ class Int8Linear(PackedLinear):
         """Whether the kernel computes such a weight rightly."""
         return out_features > 0 and in_features > 0 and in_features % _COLUMN_STEP == 0
 
-    def product(self, rows: torch.Tensor) -> torch.Tensor:
+    def by_kernel(self, rows: torch.Tensor) -> torch.Tensor:
         """[n, out] of [n, in], without the bias."""
         multiply = torch._weight_int8pack_mm  # noqa: SLF001 - has no other name
         return multiply(rows, self.weight, self.scale)
+
+    def block(self, start: int, stop: int, dtype: torch.dtype) -> Block:
+        """Integers as they are, which bf16 has as well, and scales for the products."""
+        return Block(self.weight[start:stop].to(dtype).t(), self.scale[start:stop].to(dtype))
 
     def dequantised(self) -> torch.Tensor:
         """The weight as fp32 of [out, in]."""
@@ -167,11 +192,20 @@ class Int4Linear(PackedLinear):
             and in_features % group_size == 0
         )
 
-    def product(self, rows: torch.Tensor) -> torch.Tensor:
+    def by_kernel(self, rows: torch.Tensor) -> torch.Tensor:
         """[n, out] of [n, in], without the bias."""
         multiply: Any = torch.ops.aten._weight_int4pack_mm_for_cpu  # noqa: SLF001 - the same
         made: torch.Tensor = multiply(rows, self.weight, self.group_size, self.scales_and_zeros)
         return made
+
+    def block(self, start: int, stop: int, dtype: torch.dtype) -> Block:
+        """Dequantised in fp32, then rounded once."""
+        scale, zero = self.scales_and_zeros[:, start:stop, None].float().unbind(-1)
+        scale, zero = scale.transpose(1, 2), zero.transpose(1, 2)
+        values = unpack_transposed(self.weight[start:stop], self.order).float()
+        grouped = values.view(-1, self.group_size, stop - start)
+        grouped.mul_(scale).add_(zero - 8 * scale)
+        return Block(values.to(dtype), None)
 
     def settle(self) -> None:
         """Put a weight that was made on another kind of processor into this one's order."""

@@ -51,8 +51,10 @@ _MOST = 1 << 40  # no prompt and no batch is larger
 class PassNeeds:
     """Memory needs of one model's passes. Holds numbers only, not the model."""
 
-    def __init__(self, model: nn.Module, config: Any, *, products: int = 0) -> None:
-        """`products`: bytes that a product of a quantised weight takes beside its tensors."""
+    def __init__(
+        self, model: nn.Module, config: Any, *, products: Callable[[int], int] | None = None
+    ) -> None:
+        """`products(rows)`: bytes that a product of a quantised weight takes beside its tensors."""
         self._widths = read_widths(model, config)
         self._products = products
         self._reader = CacheReader(self._widths.layers, self._widths.item)
@@ -184,7 +186,9 @@ class PassNeeds:
         )
         # A mask of two values as it lives throughout: bool, or the scores' own type.
         held = mask * (item if w.attention == "eager" else 1)
-        held += self._recorded(layers, shape, extras) + self._products
+        held += self._recorded(layers, shape, extras)
+        if self._products is not None:
+            held += self._products(positions)
         if w.experts and item < _FP32 and positions > 1:
             held += min(2 * w.experts, 2 * positions, _MOST_KERNELS) * _EXPERT_KERNEL
         return max(

@@ -33,10 +33,11 @@ from pipeload._layout import Conversion, Weight
 from pipeload._packed_linear import INT8_ALIGNMENT, Int4Linear, Int8Linear, PackedLinear
 from pipeload._patch import Patch
 from pipeload._repack import AS_IT_IS
+from pipeload._wide_product import temporary_bytes
 from pipeload.errors import CheckpointError, UnsupportedModelError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
     import torch
@@ -194,12 +195,20 @@ class PendingLoad:
         """Whether sequences of one batch change each other's results, beyond the last bits."""
         return any(packed.couples_rows for packed in self.packed.values())
 
-    def products_bytes(self) -> int:
-        """The most that computing with a quantised weight takes beside its tensors."""
-        item = max(
-            (p.element_size() for p in self.model.parameters() if p.is_floating_point()), default=4
-        )
-        return max((packed.temporary_bytes(item) for packed in self.packed.values()), default=0)
+    def products(self) -> Callable[[int], int]:
+        """The most bytes that computing with a quantised weight takes beside its tensors.
+
+        A function of the rows of input that holds numbers alone.
+        """
+        floats = (p.element_size() for p in self.model.parameters() if p.is_floating_point())
+        item = max(floats, default=4)
+        least = max((packed.temporary_bytes(item) for packed in self.packed.values()), default=0)
+        ours = {m.sizes for m in self.model.modules() if isinstance(m, PackedLinear)}
+
+        def needed(rows: int) -> int:
+            return max([least, *(temporary_bytes(rows, sizes) for sizes in ours)])
+
+        return needed
 
     def prepared(self, name: str) -> Prepared | None:
         """What shows a quantised weight; None for any other."""

@@ -31,6 +31,7 @@ FLOORS = (
         "_open_file",
         "_pages",
         "_tabled",
+        "_wide_product",
     },
     {
         "_bench_reader",

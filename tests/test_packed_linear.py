@@ -6,16 +6,23 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipeload._int4_order import ORDERS, kernel_order, pack, reorder, unpack
+from pipeload._int4_order import ORDERS, kernel_order, pack, reorder, unpack, unpack_transposed
 from pipeload._packed_linear import Int4Linear, Int8Linear, PackedLinear
 from pipeload._repack import repack_as, repack_rows
 from pipeload._rounding import GROUPS, ZERO_POINTS, from_int4, to_int4, to_int8
+from pipeload._wide_product import product_dtype, temporary_bytes
 from pipeload.errors import UnsupportedModelError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 ROOT = Path(__file__).resolve().parent.parent
 ROWS, COLUMNS = 208, 384  # three whole tiles of 64 rows and a last one of 16
@@ -121,6 +128,7 @@ def test_orders_are_exchangeable(source: str, rows: int) -> None:
     values = torch.randint(0, 16, (rows, 64), dtype=torch.uint8)
     packed = pack(values, source)
     assert torch.equal(unpack(packed, source), values)
+    assert torch.equal(unpack_transposed(packed, source), values.T)
     for target in ORDERS:
         made = torch.empty_like(packed)
         reorder(packed, made, source, target)
@@ -189,6 +197,87 @@ def test_products(bits: int, dtype: torch.dtype, bias: bool) -> None:
         assert torch.equal(packed(strided), packed(strided.contiguous()))
 
 
+MANY = 300
+"""Rows of input that no kernel for integers is taken for."""
+
+
+@pytest.fixture(params=["here", "no bf16"])
+def processor(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What multiplies floats is as it is here, and as where bf16 is slow."""
+    product_dtype.cache_clear()
+    if request.param == "no bf16":
+        monkeypatch.setattr("torch.cpu.get_capabilities", dict)
+    yield
+    product_dtype.cache_clear()
+
+
+@pytest.mark.usefixtures("processor")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bits", [8, 4])
+def test_products_of_many_rows(bits: int, dtype: torch.dtype) -> None:
+    """As near to the exact ones as those of few; in blocks that end within a tile, too."""
+    for rows in (ROWS, 256, 2 * 256 + ROWS):
+        linear = nn.Linear(COLUMNS, rows, dtype=dtype)
+        packed: PackedLinear = int8_linear(linear) if bits == 8 else int4_linear(linear, 32)
+        x = random(MANY, COLUMNS, dtype=dtype)
+        with torch.no_grad():
+            got = packed(x)
+            wanted = x.double() @ packed.dequantised().double().T + linear.bias.double()
+        assert (got.dtype, got.shape) == (dtype, wanted.shape)
+        assert relative(got, wanted) < 4 * torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_sums_beyond_fp16(bits: int) -> None:
+    """Integers are larger than the weights they stand for: their sums must not overflow."""
+    linear = nn.Linear(COLUMNS, 64, bias=False, dtype=torch.float16)
+    linear.weight.data.fill_(0.125)
+    linear.weight.data[:, ::2] = 0.25
+    packed: PackedLinear = int8_linear(linear) if bits == 8 else int4_linear(linear, 64)
+    x = torch.full((MANY, COLUMNS), 32.0, dtype=torch.float16)
+    with torch.no_grad():
+        assert relative(packed(x), linear(x)) < 0.01
+
+
+class Held(TorchDispatchMode):
+    """The most bytes that tensors made meanwhile have taken at once."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.most = 0
+        self._seen: list[tuple[StorageWeakRef, int]] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        given = {t.untyped_storage().data_ptr() for t in args if isinstance(t, torch.Tensor)}
+        made = func(*args, **(kwargs or {}))
+        if isinstance(made, torch.Tensor):
+            storage = made.untyped_storage()
+            if storage.data_ptr() not in given:
+                self._seen.append((StorageWeakRef(storage), storage.nbytes()))
+        self._seen = [(ref, nbytes) for ref, nbytes in self._seen if not ref.expired()]
+        self.most = max(self.most, sum(nbytes for _, nbytes in self._seen))
+        return made
+
+
+@pytest.mark.usefixtures("processor")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bits", [8, 4])
+def test_memory_of_many_rows(bits: int, dtype: torch.dtype) -> None:
+    """What is counted is enough, and far less than the weight as floats."""
+    linear = nn.Linear(COLUMNS, 16 * 256, bias=False, dtype=dtype)
+    packed: PackedLinear = int8_linear(linear) if bits == 8 else int4_linear(linear, 64)
+    x = random(MANY, COLUMNS, dtype=dtype)
+    with torch.no_grad(), Held() as held:
+        made = packed(x)
+    counted = temporary_bytes(MANY, packed.sizes)
+    taken = held.most - made.nbytes
+    assert 0 < taken <= counted < linear.weight.numel() * 4
+    assert counted < 3 * taken
+    assert temporary_bytes(1, packed.sizes) == 0
+
+
 @pytest.mark.parametrize("columns", [16, 48, 80, 176])
 def test_every_width_that_fits_int8(columns: int) -> None:
     """The kernel is wrong for others without any error; those do not fit."""
@@ -234,7 +323,7 @@ def test_addresses_do_not_matter(bits: int, dtype: torch.dtype) -> None:
     linear = nn.Linear(COLUMNS, ROWS, dtype=dtype)
     packed: PackedLinear = int8_linear(linear) if bits == 8 else int4_linear(linear, 64)
     weight = packed.weight.data
-    for count in (1, 19):
+    for count in (1, 19, MANY):
         x = random(count, COLUMNS, dtype=dtype)
         wanted = packed(x)
         for offset in (4, 8, 16, 32):
