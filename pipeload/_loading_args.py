@@ -98,9 +98,11 @@ def _check_safetensors(name: str, value: object) -> None:
 
 def _check_bits(name: str, value: object) -> None:
     if value:
+        form = "nf4" if name == "load_in_4bit" else "int8"
         raise UnsupportedModelError(
             f"{name}={value!r} quantises weights while they are loaded, which needs all of them in "
-            "memory. Leave it out, or load a checkpoint that is quantised already."
+            f"memory. Leave it out and load what `pipeload quantize SRC DST --method {form}` makes "
+            "of the checkpoint: it needs little memory."
         )
 
 

@@ -2,39 +2,40 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from pipeload._sizes import format_size
 
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
-class Config(Protocol):
+
+class Form(Protocol):
     """What is said of it."""
 
-    bits: int
-    group_size: int | None
-    method: str
+    name: str
+    loaded_by: str
+    description: str
     order: str | None
-    modules_to_not_convert: list[str]
 
 
-def write(*, source: str, name: str, config: Config, before: int, after: int) -> str:
+def write(
+    *, source: str, name: str, form: Form, kept_paths: Sequence[str], before: int, after: int
+) -> str:
     """The text.
 
     Args:
         source: folder or hub id of the float checkpoint.
         name: of the quantised one.
-        config: how it was quantised.
+        form: how it was quantised.
+        kept_paths: of Linears that are floats.
         before: bytes of the float tensors.
         after: bytes of the quantised checkpoint.
     """
-    if config.bits == 8:
-        how = "int8, symmetric, one scale for each row, rounded to nearest"
-    else:
-        zeros = "zero points optimised without data (half-quadratic)"
-        rounded = "rounded to nearest" if config.method == "rtn" else zeros
-        how = f"int4, asymmetric, groups of {config.group_size}, {rounded}"
-    kept = ", ".join(f"`{path}`" for path in config.modules_to_not_convert[:8]) or "none"
-    order = f"\n| Order of int4 rows | {config.order} |" if config.order else ""
+    kept = ", ".join(f"`{path}`" for path in kept_paths[:8]) or "none"
+    order = f"\n| Order of int4 rows | {form.order} |" if form.order else ""
+    ours = form.loaded_by == "pipeload"
+    first = "registers the format" if ours else "pip install 'pipeload[bitsandbytes]'"
     # Hub ids only: a card should not name folders of somebody's machine.
     base = f"base_model: {source}\n" if _is_hub_id(source) else ""
     shown = source if _is_hub_id(source) else source.replace("\\", "/").rstrip("/").split("/")[-1]
@@ -42,7 +43,7 @@ def write(*, source: str, name: str, config: Config, before: int, after: int) ->
 library_name: transformers
 {base}tags:
 - pipeload
-- int{config.bits}
+- {form.name}
 ---
 
 # {name}
@@ -51,14 +52,14 @@ A quantised copy of `{shown}`, made by `pipeload quantize`.
 
 | | |
 |---|---|
-| Method | {how} |
+| Method | {form.description} |
 | Weights | {format_size(after)}, before {format_size(before)} ({after / before:.0%}) |
 | Linears kept as floats | {kept} |{order}
 
 Embeddings and the output head are kept as floats. No data was used.
 
 ```python
-import pipeload  # registers the format
+import pipeload  # {first}
 
 model = pipeload.from_pretrained("{name}", memory_limit="2GB")
 # or, all of it in memory:

@@ -1,4 +1,4 @@
-"""Makes an int8 or int4 checkpoint of a float one, tensor by tensor."""
+"""Makes a quantised checkpoint of a float one, tensor by tensor."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ import torch
 import transformers
 
 from pipeload import _model_card
-from pipeload._int4_order import BLOCK_ROWS, kernel_order
+from pipeload._four_bits import KINDS
+from pipeload._int4_order import BLOCK_ROWS
 from pipeload._loading import check_source
 from pipeload._memory import parse_limit, rss_bytes
-from pipeload._quantised_tensor import PIECE_BYTES, Recipe, copied, quantised
-from pipeload._quantizer import METHOD, PipeloadConfig
+from pipeload._quantise_forms import Form, FourBitForm, IntegerForm
+from pipeload._quantised_tensor import PIECE_BYTES, copied
 from pipeload._rounding import GROUPS, ZERO_POINTS
 from pipeload._shards import Output, Step, divide, shard_name
 from pipeload._sizes import format_size, parse_size
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
 Progress = Callable[[int, int], None]
 """Called with the bytes that are done and those of all, again and again."""
 
-METHODS = ("int8", "int4")
+METHODS = ("int8", "int4", "nf4", "fp4")
 _FLOATS = {"F32", "F16", "BF16"}
 _MOST_ITEMS = 4 << 20  # quantised at once
 _BYTES_PER_ITEM = 40  # what quantising holds, fp32 temporaries and all
@@ -57,6 +58,7 @@ def quantize(
     method: str = "int8",
     group_size: int = 64,
     zero_points: str = "rtn",
+    double_quant: bool = False,
     memory_limit: int | str | None = None,
     max_shard_size: int | str = "2GB",
     progress: Progress | None = None,
@@ -70,9 +72,11 @@ def quantize(
     Args:
         pretrained: a folder or a hub id.
         target: the folder to make; it must not be there.
-        method: "int8", one scale a row, or "int4", a scale and a zero point a group.
+        method: "int8", one scale a row; "int4", a scale and a zero point a group; "nf4" or "fp4",
+            what bitsandbytes makes with `load_in_4bit`, which is needed for it.
         group_size: of int4: 32, 64 or 128 neighbours in a row.
         zero_points: of int4: "rtn" (round to nearest), or "hqq", which takes longer and is closer.
+        double_quant: of nf4 and fp4: the scales are quantised, too.
         memory_limit: what the process may hold, as for `from_pretrained`; None takes what is quick.
         max_shard_size: of a file, "2GB" or bytes.
         progress: called with bytes done and bytes in all.
@@ -91,26 +95,16 @@ def quantize(
     _check("method", method, METHODS)
     _check("group_size", group_size, GROUPS)
     _check("zero_points", zero_points, ZERO_POINTS)
-    int4 = method == "int4"
-    config = PipeloadConfig(
-        bits=4 if int4 else 8,
-        group_size=group_size if int4 else None,
-        method=zero_points if int4 else "rtn",
-        order=kernel_order() if int4 else None,
-    )
+    form = _form(method, group_size, zero_points, double_quant=double_quant)
     shard_bytes = parse_size(max_shard_size, name="max_shard_size")
     pending = _open(pretrained, kwargs)
-    chosen, config.modules_to_not_convert = _choose(pending, config)
-    recipe = Recipe(
-        bits=config.bits,
-        group=config.group_size or 0,
-        zero_points=config.method,
-        order=config.order or "",
-        items=_items(memory_limit, chosen),
-    )
+    chosen, kept = _choose(pending, form)
+    config = form.config(pending.model, kept)
+    items = _items(memory_limit, chosen)
     entries = sorted(pending.checkpoint.entries.values(), key=lambda e: (str(e.file), e.start))
     steps = [
-        quantised(entry, recipe) if entry.name in chosen else copied(entry) for entry in entries
+        form.step(entry, chosen[entry.name], items) if entry.name in chosen else copied(entry)
+        for entry in entries
     ]
     source = Path(pretrained)
     output = Output(
@@ -118,13 +112,24 @@ def quantize(
         {
             "source": str(source.absolute() if source.is_dir() else pretrained),
             "files": [[f.name, f.stat().st_size, f.stat().st_mtime_ns] for f in pending.files],
-            "quantization_config": config.to_dict(),
+            "quantization_config": config,
             "shard_bytes": shard_bytes,
         },
     )
     _write(output, divide(steps, shard_bytes), progress)
-    _write_rest(output, pending, config, str(pretrained))
-    _check_result(output.folder)
+    _write_rest(output, pending, config)
+    before = pending.checkpoint.total_bytes
+    after = sum(file.stat().st_size for file in output.folder.glob("*.safetensors"))
+    card = _model_card.write(
+        source=str(pretrained),
+        name=output.target.name,
+        form=form,
+        kept_paths=kept,
+        before=before,
+        after=after,
+    )
+    output.write_text("README.md", card)
+    _check_result(output.folder, form, len(chosen))
     output.finish()
     return Path(target)
 
@@ -132,6 +137,14 @@ def quantize(
 def _check(name: str, value: object, allowed: Sequence[object]) -> None:
     if value not in allowed:
         raise OptionError(f"{name}={value!r} is none of {', '.join(map(repr, allowed))}.")
+
+
+def _form(method: str, group_size: int, zero_points: str, *, double_quant: bool) -> Form:
+    if method in KINDS:
+        return FourBitForm(method, double=double_quant)
+    if double_quant:
+        raise OptionError(f"double_quant is of nf4 and fp4, and method={method!r}. Leave it out.")
+    return IntegerForm(4 if method == "int4" else 8, group=group_size, zero_points=zero_points)
 
 
 def _open(pretrained: str | os.PathLike[str], kwargs: dict[str, Any]) -> PendingLoad:
@@ -148,7 +161,7 @@ def _open(pretrained: str | os.PathLike[str], kwargs: dict[str, Any]) -> Pending
     return pending
 
 
-def _choose(pending: PendingLoad, config: PipeloadConfig) -> tuple[dict[str, nn.Linear], list[str]]:
+def _choose(pending: PendingLoad, form: Form) -> tuple[dict[str, nn.Linear], list[str]]:
     """Linears to be quantised, by the names of their stored weights, and paths of those not."""
     model = pending.model
     head = model.get_output_embeddings()
@@ -158,7 +171,7 @@ def _choose(pending: PendingLoad, config: PipeloadConfig) -> tuple[dict[str, nn.
     for name, (path, module) in stored.items():
         float_weight = pending.checkpoint.entries[name].dtype in _FLOATS
         mine = module is not head and f"{path}.weight" not in tied and name.endswith("weight")
-        if mine and float_weight and config.fits(module):
+        if mine and float_weight and form.fits(module):
             chosen[name] = module
     taken = {id(module) for module in chosen.values()}
     linears = [(p, m) for p, m in model.named_modules() if type(m) is torch.nn.Linear]
@@ -166,14 +179,9 @@ def _choose(pending: PendingLoad, config: PipeloadConfig) -> tuple[dict[str, nn.
     if not chosen:
         shapes = sorted({tuple(m.weight.shape) for _, m in linears if m is not head})
         why = f"its Linears are {shapes[:4]}" if shapes else "it has no Linears"
-        wants = (
-            "columns that are a multiple of 16"
-            if config.bits == 8
-            else f"rows that are a multiple of 16, and columns of {config.group_size}"
-        )
         raise UnsupportedModelError(
-            f"{type(model).__name__} has nothing that int{config.bits} could be made of: {why}, "
-            f"and the kernels take Linears with {wants}."
+            f"{type(model).__name__} has nothing that {form.name} could be made of: {why}, "
+            f"and it takes Linears with {form.wants}."
         )
     return chosen, kept
 
@@ -217,7 +225,7 @@ def _write(output: Output, shards: list[list[Step]], progress: Progress | None) 
         output.write_text(_WEIGHTS_INDEX, text)
 
 
-def _write_rest(output: Output, pending: PendingLoad, config: PipeloadConfig, source: str) -> None:
+def _write_rest(output: Output, pending: PendingLoad, config: dict[str, Any]) -> None:
     folder = pending.files[0].parent
     for file in sorted(folder.iterdir()):
         wanted = file.suffix in _COPIED or file.name.startswith(_COPIED_NAMES)
@@ -225,35 +233,28 @@ def _write_rest(output: Output, pending: PendingLoad, config: PipeloadConfig, so
         if wanted and file.is_file() and file.stat().st_size <= _COPIED_BYTES:
             output.copy(file)
     written: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    written["quantization_config"] = config.to_dict()
+    written["quantization_config"] = config
     output.write_text("config.json", json.dumps(written, indent=2) + "\n")
-    before = pending.checkpoint.total_bytes
-    after = sum(file.stat().st_size for file in output.folder.glob("*.safetensors"))
-    card = _model_card.write(
-        source=source, name=output.target.name, config=config, before=before, after=after
-    )
-    output.write_text("README.md", card)
 
 
-def _check_result(folder: Path) -> None:
+def _check_result(folder: Path, form: Form, count: int) -> None:
     """Whether the library finds every quantised weight by the name that it was given.
 
     Raises:
         UnsupportedModelError: it does not.
     """
-    pending = _open_result(folder)
-    try:
-        pending.weights()
-    except CheckpointError as error:
-        raise UnsupportedModelError(
-            f"the library does not find again what was made of {type(pending.model).__name__}: "
-            f"{error}"
-        ) from error
-
-
-def _open_result(folder: Path) -> PendingLoad:
     auto: Any = transformers.AutoModelForCausalLM
     pending = peek(lambda: auto.from_pretrained(folder, dtype="auto", local_files_only=True))
-    if pending is None or pending.quantised_by != METHOD:
+    if pending is None or pending.quantised_by != form.loaded_by:
         raise UnsupportedModelError(f"the library does not take {str(folder)!r} for quantised.")
-    return pending
+    name = type(pending.model).__name__
+    try:
+        found = sum(weight.guarded for weight in pending.weights().values())
+    except CheckpointError as error:
+        raise UnsupportedModelError(
+            f"the library does not find again what was made of {name}: {error}"
+        ) from error
+    if found != count:
+        raise UnsupportedModelError(
+            f"of {count} weights of {name} that were quantised, the library finds {found}."
+        )

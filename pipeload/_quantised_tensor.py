@@ -10,7 +10,6 @@ import torch
 from pipeload._arena import DTYPES
 from pipeload._int4_order import BLOCK_ROWS, pack
 from pipeload._packed_linear import Int4Linear, Int8Linear
-from pipeload._rounding import to_int4, to_int8
 from pipeload._shards import Step, Tensor
 from pipeload.errors import CheckpointError, ReadError
 
@@ -18,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from pipeload._checkpoint import TensorEntry
+    from pipeload._rounding import Rounding
 
 PIECE_BYTES = 16 << 20
 """The most that is copied at once."""
@@ -26,9 +26,9 @@ PIECE_BYTES = 16 << 20
 class Recipe(NamedTuple):
     """How one weight is quantised."""
 
+    rounding: Rounding
     bits: int
     group: int
-    zero_points: str
     order: str
     items: int
     """At once."""
@@ -57,10 +57,26 @@ def quantised(entry: TensorEntry, recipe: Recipe) -> Step:
 
 
 def _quantised_pieces(entry: TensorEntry, recipe: Recipe) -> Iterator[memoryview]:
-    _, columns = entry.shape
-    step = max(BLOCK_ROWS, recipe.items // columns // BLOCK_ROWS * BLOCK_ROWS)
-    dtype = DTYPES[entry.dtype]
     extras: list[torch.Tensor] = []
+    for weight in read_weight(entry, recipe.items):
+        values, extra = recipe.rounding(weight)
+        extras.append(extra)
+        yield bytes_of(values if recipe.bits == 8 else pack(values, recipe.order))
+    yield bytes_of(torch.cat(extras, 0 if recipe.bits == 8 else 1))
+
+
+def read_weight(entry: TensorEntry, items: int) -> Iterator[torch.Tensor]:
+    """A weight's rows, about so many items at once, in memory that the next ones overwrite.
+
+    Multiples of 64 rows, and then the rest.
+
+    Raises:
+        CheckpointError: a value is not finite.
+        ReadError: the file cannot be read.
+    """
+    _, columns = entry.shape
+    step = max(BLOCK_ROWS, items // columns // BLOCK_ROWS * BLOCK_ROWS)
+    dtype = DTYPES[entry.dtype]
     for piece in _read_pieces(entry, step * columns * dtype.itemsize):
         weight = torch.frombuffer(piece, dtype=dtype).view(-1, columns)
         if not bool(weight.isfinite().all()):
@@ -68,17 +84,11 @@ def _quantised_pieces(entry: TensorEntry, recipe: Recipe) -> Iterator[memoryview
                 f"tensor {entry.name!r} in {str(entry.file)!r} holds values that are not finite, "
                 "and no integer stands for those."
             )
-        if recipe.bits == 8:
-            values, extra = to_int8(weight)
-        else:
-            values, extra = to_int4(weight, recipe.group, recipe.zero_points)
-            values = pack(values, recipe.order)
-        extras.append(extra)
-        yield _bytes(values)
-    yield _bytes(torch.cat(extras, 0 if recipe.bits == 8 else 1))
+        yield weight
 
 
-def _bytes(tensor: torch.Tensor) -> memoryview:
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """What a tensor holds, in order."""
     view: memoryview = tensor.reshape(-1).view(torch.uint8).numpy().data
     return view
 

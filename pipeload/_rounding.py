@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple, TypeAlias
 
 import torch
 
@@ -32,6 +33,10 @@ class Int4(NamedTuple):
     """uint8 of [rows, columns], 0 to 15."""
     scales_and_zeros: torch.Tensor
     """[columns / group, rows, 2]."""
+
+
+Rounding: TypeAlias = Callable[[torch.Tensor], Int8 | Int4]
+"""Makes whole rows of a weight, [rows, columns], into codes, scales and zero points."""
 
 
 def to_int8(weight: torch.Tensor) -> Int8:

@@ -157,8 +157,9 @@ def _refuse_quantised(load_config: Any) -> None:
     if not quantizer.pre_quantized:
         raise UnsupportedModelError(
             f"quantization_config= for {name!r} quantises weights while they are loaded, which "
-            "needs all of them in memory. Leave it out, or load a checkpoint that is quantised "
-            "already: `pipeload quantize SRC DST --method int8` makes one."
+            "needs all of them in memory. Leave it out and load what `pipeload quantize SRC DST "
+            f"--method {_nearest_method(quantizer.quantization_config)}` makes of the checkpoint: "
+            "it needs little memory."
         )
     if name not in _STREAMED_METHODS:
         raise UnsupportedModelError(
@@ -166,6 +167,14 @@ def _refuse_quantised(load_config: Any) -> None:
             "model's float checkpoint (bf16, fp16 or fp32), one quantised by bitsandbytes, or one "
             "that `pipeload quantize` has made of the float one."
         )
+
+
+def _nearest_method(config: Any) -> str:
+    """What `pipeload quantize` calls it, as far as it makes the same."""
+    if not getattr(config, "load_in_4bit", False):
+        return "int8"
+    double = " --double-quant" if config.bnb_4bit_use_double_quant else ""
+    return f"{config.bnb_4bit_quant_type}{double}"
 
 
 def _refuse_pickled(files: Sequence[str]) -> None:

@@ -25,6 +25,9 @@ from transformers.core_model_loading import (
     dot_natural_key,
     rename_source_key,
 )
+from transformers.pytorch_utils import Conv1D
+from transformers.quantizers.base import HfQuantizer
+from transformers.quantizers.quantizers_utils import should_convert_module
 from transformers.utils import logging as library_logging
 
 from pipeload._arena import DTYPE_CODES, DTYPES
@@ -352,6 +355,17 @@ def quantised_by(quantizer: Any) -> str | None:
         return None
     method = quantizer.quantization_config.quant_method
     return str(getattr(method, "value", method))
+
+
+def left_by_the_library(model: PreTrainedModel) -> set[str]:
+    """Paths of Linears that its quantisation leaves as floats where nobody says which."""
+    fp32 = [*(model._keep_in_fp32_modules or ())]
+    keys = HfQuantizer.get_modules_to_not_convert(model, None, fp32)
+    return {
+        path
+        for path, module in model.named_modules()
+        if isinstance(module, (nn.Linear, Conv1D)) and not should_convert_module(path, keys)
+    }
 
 
 def _bar(items: Any, *args: Any, **kwargs: Any) -> Any:

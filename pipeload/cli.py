@@ -58,6 +58,8 @@ class Method(str, enum.Enum):
 
     INT8 = "int8"
     INT4 = "int4"
+    NF4 = "nf4"
+    FP4 = "fp4"
 
 
 class ZeroPoints(str, enum.Enum):
@@ -324,7 +326,11 @@ def quantize(
     target: Annotated[Path, typer.Argument(metavar="DST", help="The folder to make.")],
     *,
     method: Annotated[
-        Method, typer.Option(help="int8: close to the original; int4: half the size again.")
+        Method,
+        typer.Option(
+            help="int8: close to the original; int4: half the size again; nf4, fp4: what "
+            "bitsandbytes makes."
+        ),
     ] = Method.INT8,
     group_size: Annotated[
         int, typer.Option(help="Of int4: 32, 64 or 128 weights share a scale and a zero.")
@@ -332,13 +338,16 @@ def quantize(
     zero_points: Annotated[
         ZeroPoints, typer.Option(help='Of int4: "hqq" takes longer and is closer than "rtn".')
     ] = ZeroPoints.RTN,
+    double_quant: Annotated[
+        bool, typer.Option("--double-quant", help="Of nf4 and fp4: scales are quantised, too.")
+    ] = False,
     memory_limit: MemoryLimit = "auto",
     max_shard_size: Annotated[str, typer.Option(help="The most that one file takes.")] = "2GB",
     json: Json = False,
     quiet: Quiet = False,
     debug: Debug = False,
 ) -> None:
-    """Make an int8 or int4 copy of a checkpoint; run again after a kill, it goes on."""
+    """Make a quantised copy of a checkpoint; run again after a kill, it goes on."""
     with reported(debug=debug, quiet=quiet or json):
         from pipeload import _cli_quantise
 
@@ -348,6 +357,7 @@ def quantize(
             method=method.value,
             group_size=group_size,
             zero_points=zero_points.value,
+            double_quant=double_quant,
             memory_limit=memory_limit,
             max_shard_size=max_shard_size,
             json=json,

@@ -82,8 +82,8 @@ FLOORS = (
         "_streamer",
         "_takeover",
     },
-    {"_assembly"},
-    {"_loading"},
+    {"_assembly", "_four_bits"},
+    {"_loading", "_quantise_forms"},
     {"_quantise", "_wrap"},
     {"_api"},
     {"_everywhere", "_notebook"},
@@ -136,6 +136,7 @@ WITHOUT_TORCH = {
 THE_LIBRARYS_FILES = {
     "_api",
     "_quantise",
+    "_quantise_forms",
     "_quantizer",
     "_takeover",
     "_transformers",

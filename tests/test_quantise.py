@@ -182,7 +182,7 @@ def test_made_on_another_processor(
     options = FORMS["int4 by 32"]
     own = pipeload.quantize(llama, tmp_path / "own", **options)
     with monkeypatch.context() as elsewhere:
-        elsewhere.setattr("pipeload._quantise.kernel_order", lambda: OTHER_ORDER)
+        elsewhere.setattr("pipeload._quantise_forms.kernel_order", lambda: OTHER_ORDER)
         other = pipeload.quantize(llama, tmp_path / "other", **options)
     name = "model.layers.1.mlp.up_proj.weight"
     stored = [load_file(folder / "model.safetensors")[name] for folder in (own, other)]
