@@ -107,30 +107,26 @@ def quantize(
         for entry in entries
     ]
     source = Path(pretrained)
-    output = Output(
-        Path(target).absolute(),
-        {
-            "source": str(source.absolute() if source.is_dir() else pretrained),
-            "files": [[f.name, f.stat().st_size, f.stat().st_mtime_ns] for f in pending.files],
-            "quantization_config": config,
-            "shard_bytes": shard_bytes,
-        },
-    )
-    _write(output, divide(steps, shard_bytes), progress)
-    _write_rest(output, pending, config)
-    before = pending.checkpoint.total_bytes
-    after = sum(file.stat().st_size for file in output.folder.glob("*.safetensors"))
-    card = _model_card.write(
-        source=str(pretrained),
-        name=output.target.name,
-        form=form,
-        kept_paths=kept,
-        before=before,
-        after=after,
-    )
-    output.write_text("README.md", card)
-    _check_result(output.folder, form, len(chosen))
-    output.finish()
+    request = {
+        "source": str(source.absolute() if source.is_dir() else pretrained),
+        "files": [[f.name, f.stat().st_size, f.stat().st_mtime_ns] for f in pending.files],
+        "quantization_config": config,
+        "shard_bytes": shard_bytes,
+    }
+    with Output(Path(target).absolute(), request) as output:
+        _write(output, divide(steps, shard_bytes), progress)
+        _write_rest(output, pending, config)
+        card = _model_card.write(
+            source=str(pretrained),
+            name=output.target.name,
+            form=form,
+            kept_paths=kept,
+            before=pending.checkpoint.total_bytes,
+            after=sum(file.stat().st_size for file in output.folder.glob("*.safetensors")),
+        )
+        output.write_text("README.md", card)
+        _check_result(output.folder, form, len(chosen))
+        output.finish()
     return Path(target)
 
 

@@ -14,12 +14,15 @@ import os
 import shutil
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from pipeload._folder_lock import LOCK, FolderLock
 from pipeload._sizes import format_size
 from pipeload.errors import OptionError, PipeloadError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
+
+    from typing_extensions import Self
 
 MANIFEST = "pipeload-quantise.json"
 _ALIGN = 64
@@ -64,7 +67,7 @@ def divide(steps: Sequence[Step], shard_bytes: int) -> list[list[Step]]:
 
 
 class Output:
-    """The folder that is being made."""
+    """The folder that is being made, by one process at a time. A context manager."""
 
     def __init__(self, target: Path, request: Mapping[str, Any]) -> None:
         """Begin, or go on with what the same request has left behind.
@@ -74,23 +77,53 @@ class Output:
             request: what is asked for; JSON.
 
         Raises:
-            OptionError: the target is there already, or the folder cannot be made.
+            OptionError: the target is there already, the folder cannot be made, or another process
+                is at it.
         """
         if os.path.lexists(target):
             raise OptionError(f"{str(target)!r} is there already. Name another folder.")
         self.target = target
         self.folder = target.with_name(f".{target.name}.partial")
         with _writing(self.folder):
-            found = _read(self.folder / MANIFEST)
-            if self.folder.exists() and found is None and any(self.folder.iterdir()):
+            if self._others() and _read(self.folder / MANIFEST) is None:
                 raise OptionError(
                     f"{str(self.folder)!r}, where {target.name!r} is to be made, holds something "
                     "else. Move it away."
                 )
-            if found != request:
-                shutil.rmtree(self.folder, ignore_errors=True)
-                self.folder.mkdir(parents=True)
-                self.write_text(MANIFEST, json.dumps(request, indent=1))
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._lock = self._take_lock()
+        try:
+            with _writing(self.folder):
+                if _read(self.folder / MANIFEST) != request:
+                    for path in self._others():
+                        path.unlink()
+                    self.write_text(MANIFEST, json.dumps(request, indent=1))
+        except BaseException:
+            self._lock.release(self.folder)
+            raise
+
+    def __enter__(self) -> Self:
+        """Locked already."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Let the next one go on with it, or begin another."""
+        self._lock.release(self.folder)
+
+    def _others(self) -> list[Path]:
+        """What is in the folder beside the lock."""
+        if not self.folder.exists():
+            return []
+        return [path for path in self.folder.iterdir() if path.name != LOCK]
+
+    def _take_lock(self) -> FolderLock:
+        try:
+            return FolderLock(self.folder)
+        except BlockingIOError as error:
+            raise OptionError(
+                f"another process is making {str(self.target)!r} right now. Wait until it has "
+                "finished, or name another folder."
+            ) from error
 
     def write_shards(
         self, shards: Sequence[Sequence[Step]], done: Callable[[int], None]
@@ -151,6 +184,8 @@ class Output:
                 )
             (self.folder / MANIFEST).unlink()
             self.folder.rename(self.target)
+            # Until here nobody else could have had the folder under its old name.
+            self._lock.release(self.target)
 
     def _write_shard(self, path: Path, shard: Sequence[Step], done: Callable[[int], None]) -> None:
         part = path.with_suffix(".part")

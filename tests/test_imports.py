@@ -18,6 +18,7 @@ FLOORS = (
     {
         "errors",
         "_first_pass",
+        "_folder_lock",
         "_layout",
         "_on_import",
         "_passlog",
@@ -113,6 +114,7 @@ WITHOUT_TORCH = {
     "_checkpoint_folder",
     "_checkpoint_json",
     "_floor",
+    "_folder_lock",
     "_home",
     "_layout",
     "_loading_args",

@@ -374,6 +374,51 @@ def test_another_request_starts_anew(
         assert (made / file.name).read_bytes() == file.read_bytes()
 
 
+HELD = """
+import sys, time
+from pathlib import Path
+import pipeload
+source, target = map(Path, sys.argv[1:])
+def progress(done, total):
+    print(flush=True)
+    sys.stdin.read()
+pipeload.quantize(source, target, progress=progress)
+"""
+
+
+def test_two_at_once(llama: Path, tmp_path: Path) -> None:
+    """The second is refused and changes nothing; the first finishes; nothing is left locked."""
+    target = tmp_path / "made"
+    first = subprocess.Popen(
+        [sys.executable, "-c", HELD, str(llama), str(target)],
+        env=os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'hooks'}"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    with first:
+        assert first.stdout is not None
+        assert first.stdout.readline() == b"\n"  # it is within a shard
+        for options in ({}, FORMS["int4 by 32"]):  # the same, and another
+            with pytest.raises(OptionError, match="another process is making"):
+                pipeload.quantize(llama, target, **options)
+        first.communicate()
+    assert first.returncode == 0
+    fresh = pipeload.quantize(llama, tmp_path / "fresh")
+    assert {f.name for f in target.iterdir()} == {f.name for f in fresh.iterdir()}
+    assert (target / "model.safetensors").read_bytes() == (fresh / "model.safetensors").read_bytes()
+    assert {path.name for path in tmp_path.iterdir()} == {"made", "fresh"}
+
+
+def test_a_failure_lets_go(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where its error, and with it all that it had, is still held."""
+    disk = Full(monkeypatch)
+    with pytest.raises(OptionError, match="disk is full") as held:
+        pipeload.quantize(llama, tmp_path / "made", max_shard_size="300KB")
+    disk.full = False
+    assert held.value.__traceback__ is not None
+    assert pipeload.quantize(llama, tmp_path / "made", max_shard_size="300KB").exists()
+
+
 def test_folders_that_are_somebody_elses(llama: Path, tmp_path: Path) -> None:
     """Neither the target nor the place beside it is written over."""
     (tmp_path / "made").mkdir()
