@@ -64,9 +64,7 @@ _HOMES = {
 
 
 def _register_quantizer() -> None:
-    from pipeload import _quantizer
-
-    _quantizer.register()
+    import pipeload._quantizer  # noqa: F401 - registers
 
 
 def __getattr__(name: str) -> object:

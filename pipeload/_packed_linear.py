@@ -6,7 +6,7 @@ Few rows of input by the kernels of torch's core, many as `_wide_product` says.
 from __future__ import annotations
 
 import abc
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
@@ -16,6 +16,9 @@ from pipeload._int4_order import ROW_STEP, kernel_order, reorder, unpack, unpack
 from pipeload._rounding import GROUPS, from_int4
 from pipeload._wide_product import Block, Sizes
 from pipeload.errors import UnsupportedModelError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 _COLUMN_STEP = 16  # the int8 kernel leaves out, or reads beyond, what is no whole vector
 INT8_ALIGNMENT = 16
@@ -97,6 +100,34 @@ class PackedLinear(nn.Linear, abc.ABC):
                 f"int{self.bits} weight is on disk. Call the model itself, or load it without "
                 "pipeload."
             )
+
+
+class PartedLinear(nn.Linear):
+    """A large one: ranges of its rows are modules of their own, which come and go one by one.
+
+    A Linear, so that whoever looks for those finds it.
+    """
+
+    def __init__(self, parts: Sequence[PackedLinear], *, bias: bool, dtype: torch.dtype) -> None:
+        """`parts`, without biases, in the order of their rows. `dtype`: of the bias."""
+        nn.Module.__init__(self)
+        self.in_features = parts[0].in_features
+        self.out_features = sum(part.out_features for part in parts)
+        self.parts = nn.ModuleList(parts)
+        if bias:
+            self.bias = nn.Parameter(torch.empty(self.out_features, dtype=dtype))
+        else:
+            self.register_parameter("bias", None)
+
+    @property
+    def weight(self) -> nn.Parameter:  # type: ignore[override]
+        """The first part's: for those who ask where, or of which dtype, a Linear is."""
+        return self.parts[0].weight  # type: ignore[return-value]
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """`input`: [..., in]; returns [..., out]."""
+        made = torch.cat([part(input) for part in self.parts], -1)
+        return made if self.bias is None else made + self.bias
 
 
 class Int8Linear(PackedLinear):

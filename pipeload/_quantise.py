@@ -125,7 +125,7 @@ def quantize(
             after=sum(file.stat().st_size for file in output.folder.glob("*.safetensors")),
         )
         output.write_text("README.md", card)
-        _check_result(output.folder, form, len(chosen))
+        _check_result(output.folder, form, sum(map(form.parts, chosen.values())))
         output.finish()
     return Path(target)
 

@@ -30,6 +30,11 @@ if TYPE_CHECKING:
     from pipeload._shards import Step
 
 
+PART_BYTES = 16 << 20
+"""The most that an integer weight takes in one piece: two pieces have to fit beside each other when
+it is streamed. More than what one thread at a time is busy with, less than a laptop would miss."""
+
+
 class Form(Protocol):
     """What a checkpoint is to become."""
 
@@ -50,6 +55,9 @@ class Form(Protocol):
     def step(self, entry: TensorEntry, module: nn.Linear, items: int) -> Step:
         """A weight's tensors, made of so many items at once."""
 
+    def parts(self, module: nn.Linear) -> int:
+        """In how many its weight is stored."""
+
     def config(self, model: Any, kept: Sequence[str]) -> dict[str, Any]:
         """`quantization_config` of config.json; `kept`: paths of Linears that are left."""
 
@@ -69,6 +77,7 @@ class IntegerForm:
             group_size=group if int4 else None,
             method=zero_points if int4 else "rtn",
             order=self.order,
+            part_bytes=PART_BYTES,
         )
         if int4:
             self.wants = f"rows that are a multiple of 16, and columns of {group}"
@@ -89,7 +98,12 @@ class IntegerForm:
         rounding: Rounding = to_int8
         if c.bits == 4:
             rounding = partial(to_int4, group=c.group_size or 0, zero_points=c.method)
-        return quantised(entry, Recipe(rounding, c.bits, c.group_size or 0, c.order or "", items))
+        recipe = Recipe(rounding, c.bits, c.group_size or 0, c.order or "", items)
+        return quantised(entry, recipe, c.parts(*entry.shape))
+
+    def parts(self, module: nn.Linear) -> int:
+        """More than one for large weights."""
+        return len(self._config.parts(module.out_features, module.in_features))
 
     def config(self, model: Any, kept: Sequence[str]) -> dict[str, Any]:
         """Names everything that is kept."""
@@ -123,6 +137,10 @@ class FourBitForm:
         """In the dtype that the library would load the weight in."""
         recipe = _four_bits.Recipe(self.name, self._double, module.weight.dtype, items)
         return _four_bits.quantised(entry, recipe)
+
+    def parts(self, module: nn.Linear) -> int:
+        """One."""
+        return 1
 
     def config(self, model: Any, kept: Sequence[str]) -> dict[str, Any]:
         """Names what is kept only where the library would not keep the same by itself."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -14,10 +15,11 @@ from pipeload._shards import Step, Tensor
 from pipeload.errors import CheckpointError, ReadError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from pipeload._checkpoint import TensorEntry
     from pipeload._rounding import Rounding
+    from pipeload._row_check import RowRange
 
 PIECE_BYTES = 16 << 20
 """The most that is copied at once."""
@@ -40,29 +42,45 @@ def copied(entry: TensorEntry) -> Step:
     return Step((tensor,), partial(_read_pieces, entry, PIECE_BYTES))
 
 
-def quantised(entry: TensorEntry, recipe: Recipe) -> Step:
-    """A weight of [rows, columns] as integers, and what goes with it."""
+def quantised(entry: TensorEntry, recipe: Recipe, parts: Sequence[RowRange]) -> Step:
+    """A weight of [rows, columns] as integers, and what goes with it; one after the other part."""
+    stem = entry.name.removesuffix("weight")
+    stems = [stem] if len(parts) == 1 else [f"{stem}parts.{i}." for i in range(len(parts))]
+    rows = [_rows(entry, *part) for part in parts]
+    tensors = [
+        made for part, stem in zip(rows, stems, strict=True) for made in _made(part, stem, recipe)
+    ]
+    return Step(tuple(tensors), partial(_quantised_pieces, rows, recipe))
+
+
+def _rows(entry: TensorEntry, start: int, stop: int) -> TensorEntry:
+    """Some rows of a stored weight."""
+    rows, columns = entry.shape
+    size = entry.nbytes // rows
+    first, last = entry.start + start * size, entry.start + stop * size
+    return replace(entry, shape=(stop - start, columns), start=first, stop=last)
+
+
+def _made(entry: TensorEntry, stem: str, recipe: Recipe) -> tuple[Tensor, Tensor]:
     rows, columns = entry.shape
     item = DTYPES[entry.dtype].itemsize
-    stem = entry.name.removesuffix("weight")
     if recipe.bits == 8:
-        weight = Tensor(entry.name, "I8", entry.shape, rows * columns)
-        extra = Tensor(f"{stem}{Int8Linear.statistics}", entry.dtype, (rows,), rows * item)
-    else:
-        weight = Tensor(entry.name, "U8", (rows, columns // 2), rows * columns // 2)
-        shape = (columns // recipe.group, rows, 2)
-        nbytes = shape[0] * rows * 2 * item
-        extra = Tensor(f"{stem}{Int4Linear.statistics}", entry.dtype, shape, nbytes)
-    return Step((weight, extra), partial(_quantised_pieces, entry, recipe))
+        weight = Tensor(f"{stem}weight", "I8", entry.shape, rows * columns)
+        return weight, Tensor(f"{stem}{Int8Linear.statistics}", entry.dtype, (rows,), rows * item)
+    weight = Tensor(f"{stem}weight", "U8", (rows, columns // 2), rows * columns // 2)
+    shape = (columns // recipe.group, rows, 2)
+    nbytes = shape[0] * rows * 2 * item
+    return weight, Tensor(f"{stem}{Int4Linear.statistics}", entry.dtype, shape, nbytes)
 
 
-def _quantised_pieces(entry: TensorEntry, recipe: Recipe) -> Iterator[memoryview]:
-    extras: list[torch.Tensor] = []
-    for weight in read_weight(entry, recipe.items):
-        values, extra = recipe.rounding(weight)
-        extras.append(extra)
-        yield bytes_of(values if recipe.bits == 8 else pack(values, recipe.order))
-    yield bytes_of(torch.cat(extras, 0 if recipe.bits == 8 else 1))
+def _quantised_pieces(parts: Sequence[TensorEntry], recipe: Recipe) -> Iterator[memoryview]:
+    for part in parts:
+        extras: list[torch.Tensor] = []
+        for weight in read_weight(part, recipe.items):
+            values, extra = recipe.rounding(weight)
+            extras.append(extra)
+            yield bytes_of(values if recipe.bits == 8 else pack(values, recipe.order))
+        yield bytes_of(torch.cat(extras, 0 if recipe.bits == 8 else 1))
 
 
 def read_weight(entry: TensorEntry, items: int) -> Iterator[torch.Tensor]:

@@ -16,9 +16,10 @@ from transformers.quantizers.auto import (
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from pipeload._int4_order import ORDERS, kernel_order
-from pipeload._packed_linear import Int4Linear, Int8Linear, PackedLinear
+from pipeload._int4_order import BLOCK_ROWS, ORDERS, kernel_order
+from pipeload._packed_linear import Int4Linear, Int8Linear, PackedLinear, PartedLinear
 from pipeload._rounding import GROUPS, ZERO_POINTS
+from pipeload._row_check import RowRange, row_ranges
 from pipeload.errors import OptionError
 
 if TYPE_CHECKING:
@@ -35,9 +36,11 @@ class PipeloadConfig(QuantizationConfigMixin):
     def __init__(
         self,
         bits: int = 8,
+        *,
         group_size: int | None = None,
         method: str = "rtn",
         order: str | None = None,
+        part_bytes: int | None = None,
         modules_to_not_convert: Sequence[str] = (),
         **_: Any,
     ) -> None:
@@ -48,6 +51,7 @@ class PipeloadConfig(QuantizationConfigMixin):
             group_size: of int4, 32, 64 or 128.
             method: how integers were made; says nothing to whoever loads them.
             order: that int4 weights are stored in: see `_int4_order`.
+            part_bytes: the most that a weight, or one of the parts it is stored in, takes.
             modules_to_not_convert: paths of Linears, or of what holds them, that are floats.
             **_: what later versions may add.
 
@@ -56,6 +60,7 @@ class PipeloadConfig(QuantizationConfigMixin):
         """
         self.quant_method: Any = METHOD  # the library has an enum of its own there
         self.bits, self.group_size, self.method, self.order = bits, group_size, method, order
+        self.part_bytes = part_bytes
         self.modules_to_not_convert = list(modules_to_not_convert)
         allowed: dict[str, tuple[object, ...]] = {"bits": (8, 4), "method": ZERO_POINTS}
         if bits == 4:
@@ -66,6 +71,10 @@ class PipeloadConfig(QuantizationConfigMixin):
                     f"quantization_config has {name}={getattr(self, name)!r}, which this version "
                     f"of pipeload does not know: wanted one of {', '.join(map(str, values))}."
                 )
+        if part_bytes is not None and not (isinstance(part_bytes, int) and part_bytes > 0):
+            raise OptionError(
+                f"quantization_config has part_bytes={part_bytes!r}, wanted a number of bytes."
+            )
 
     def keeps(self, path: str) -> bool:
         """Whether the Linear at `path` is left as it is."""
@@ -78,19 +87,32 @@ class PipeloadConfig(QuantizationConfigMixin):
         group = self.group_size or 0
         return Int4Linear.fits(module.out_features, module.in_features, group)
 
-    def make(self, module: nn.Linear, path: str) -> PackedLinear:
+    def parts(self, rows: int, columns: int) -> list[RowRange]:
+        """Rows of the parts that a weight of that shape is stored in: mostly one."""
+        row_bytes = columns * self.bits // 8
+        if self.part_bytes is None or rows * row_bytes <= self.part_bytes:
+            return [RowRange(0, rows)]
+        most = self.part_bytes // row_bytes // BLOCK_ROWS * BLOCK_ROWS
+        return row_ranges(rows, max(2 * BLOCK_ROWS, most))
+
+    def make(self, module: nn.Linear, path: str) -> PackedLinear | PartedLinear:
         """What takes the place of `module`, on the meta device as well."""
-        sizes = module.in_features, module.out_features
         bias, dtype = module.bias is not None, module.weight.dtype
-        made: PackedLinear
+        columns = module.in_features
+        parts = self.parts(module.out_features, columns)
+        if len(parts) == 1:
+            return self._packed(columns, module.out_features, bias=bias, dtype=dtype, path=path)
+        made = [
+            self._packed(columns, stop - start, bias=False, dtype=dtype, path=f"{path}.parts.{i}")
+            for i, (start, stop) in enumerate(parts)
+        ]
+        return PartedLinear(made, bias=bias, dtype=dtype)
+
+    def _packed(self, *sizes: int, **options: Any) -> PackedLinear:
         if self.bits == 8:
-            made = Int8Linear(*sizes, bias=bias, dtype=dtype, path=path)
-        else:
-            group, order = self.group_size or 0, self.order or ""
-            made = Int4Linear(
-                *sizes, bias=bias, group_size=group, order=order, dtype=dtype, path=path
-            )
-        return made
+            return Int8Linear(*sizes, **options)
+        group, order = self.group_size or 0, self.order or ""
+        return Int4Linear(*sizes, group_size=group, order=order, **options)
 
 
 class PipeloadQuantizer(HfQuantizer):
@@ -144,8 +166,8 @@ class PipeloadQuantizer(HfQuantizer):
         return True
 
 
-def register() -> None:
-    """Make the library know all this. May be called again."""
-    if METHOD not in AUTO_QUANTIZER_MAPPING:
-        register_quantization_config(METHOD)(PipeloadConfig)
-        register_quantizer(METHOD)(PipeloadQuantizer)
+# Here, not in a function for whoever imports this: the import of the library above may have asked
+# for this very module, which it then got half made.
+if METHOD not in AUTO_QUANTIZER_MAPPING:
+    register_quantization_config(METHOD)(PipeloadConfig)
+    register_quantizer(METHOD)(PipeloadQuantizer)
