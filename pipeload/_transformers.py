@@ -192,7 +192,12 @@ class PendingLoad:
     def weight_count(self) -> int:
         """Numbers that the model has: shared ones once, quantised ones as if they were not."""
         tied = getattr(self.model, "all_tied_weights_keys", None) or {}
-        return sum(p.numel() for name, p in self.model.named_parameters() if name not in tied)
+        counts = {n: p.numel() for n, p in self.model.named_parameters() if n not in tied}
+        for path, module in self.model.named_modules():
+            if isinstance(module, PackedLinear):
+                counts[f"{path}.weight"] = module.out_features * module.in_features
+                del counts[f"{path}.{module.statistics}"]
+        return sum(counts.values())
 
     def couples_rows(self) -> bool:
         """Whether sequences of one batch change each other's results, beyond the last bits."""

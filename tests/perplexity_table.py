@@ -8,8 +8,8 @@ comes with every Python, `pydoc_data.topics`: its wording differs a little betwe
 token is scored once, in windows of 1024.
 
 The weights of that SmolLM2 come from a 4-bit file (groups of 32), so 4 bits may lose less of them
-than of others. Hence `--errors`: an encoder that never was in 4 bits, a folder that `AutoModel` loads,
-of which the last hidden states are compared with those of its floats. Its Linears are rounded from
+than of others. Hence `--errors`: an encoder that never was in 4 bits, a folder that `AutoModel`
+loads. Its last hidden states are compared with those of its floats. Its Linears are rounded from
 bf16 as a checkpoint of it would be, and multiplied as fp32: the errors are those of rounding.
 
 Status 1 if int8 is more than 0.5 % from bf16.

@@ -224,6 +224,18 @@ def test_a_small_limit_changes_nothing(smollm2_bf16: Path) -> None:
     assert chosen["perplexity"] == pytest.approx(small["perplexity"], rel=1e-3)
 
 
+@pytest.mark.parametrize(("method", "at_least"), [("int8", 1.0), ("int4", 0.5)])
+def test_quantised_by_pipeload(method: str, at_least: float, tmp_path: Path, text: Path) -> None:
+    """Packed weights count as many as they stand for, and what goes with them not at all."""
+    sizes = {"hidden_size": 256, "intermediate_size": 384, "num_attention_heads": 4}
+    config = tiny_config("llama", num_key_value_heads=2, **sizes)
+    floats = save_random(config, tmp_path / "float", "bf16", seed=6)
+    save_tokenizer(floats)
+    made = pipeload.quantize(floats, tmp_path / "made", method=method)
+    assert measured(floats, "--text", text)["weights"] == measured(made, "--text", text)["weights"]
+    assert at_least < measured(made, "--text", text)["bytes_per_weight"] < 1.3 * at_least + 0.1
+
+
 def test_quantised(tmp_path: Path) -> None:
     """Bytes per weight are those of the files; LLM.int8 runs window by window unless told."""
     pytest.importorskip("bitsandbytes")
