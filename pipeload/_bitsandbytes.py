@@ -23,6 +23,7 @@ from pipeload._arena import DTYPES
 from pipeload._checkpoint_json import show
 from pipeload._compare import read_whole
 from pipeload._layout import Weight
+from pipeload._nf4 import QuickProduct, install, quick_product
 from pipeload._repack import BITSANDBYTES, TILE_ROWS, repack
 from pipeload.errors import CheckpointError, UnsupportedModelError
 from pipeload_hooks import Companion, placeholder
@@ -41,8 +42,8 @@ _MAX_BLOB_BYTES = 4096
 _ROWS_FORMAT = 0  # int8 weights row by row, the only order the library still knows
 
 
-def _nothing() -> None:
-    pass
+def _nothing() -> Callable[[], None]:
+    return lambda: None
 
 
 class Prepared(NamedTuple):
@@ -50,8 +51,11 @@ class Prepared(NamedTuple):
 
     parameter: nn.Parameter
     companions: list[Companion]
-    activate: Callable[[], None]
-    """To be called when the library has finished the model: its state dict would undo it."""
+    activate: Callable[[], Callable[[], None]]
+    """To be called when the library has finished the model: its state dict would undo it.
+
+    Returns what is to be called at removal.
+    """
 
 
 class PackedWeight:
@@ -71,8 +75,12 @@ class PackedWeight:
         self.name, self._module, self._parts = name, module, parts
         self._rows, self._columns = module.out_features, module.in_features
         self._bits4 = is_4bit(module)
+        self._quick: QuickProduct | None = None
         if self._bits4:
             self._check_4bit()
+            if not module.support_avx512bf16_for_cpu:  # else it may yet convert the weight
+                kind, blocksize = self._state["quant_type"], self._state["blocksize"]
+                self._quick = quick_product(module, kind, blocksize)
         else:
             self._check_8bit()
 
@@ -121,7 +129,8 @@ class PackedWeight:
             data=empty, quantized_stats=others, device="cpu", module=self._module
         )
         state = parameter.quant_state
-        absmax, activate = state.absmax, _nothing
+        absmax = state.absmax
+        activate: Callable[[], Callable[[], None]] = self._speed_up
         if self._repacked:
             _check_repacking(state.nested, state.blocksize)
             absmax = _repacked_absmax(state)
@@ -129,6 +138,9 @@ class PackedWeight:
             parameter.data = placeholder(self.weight.shape, torch.uint8, _CPU)
         state.absmax = None
         return Prepared(parameter, [Companion(state, "absmax", absmax)], activate)
+
+    def _speed_up(self) -> Callable[[], None]:
+        return _nothing() if self._quick is None else install(self._module, self._quick)
 
     def _prepare_8bit(self, empty: torch.Tensor, scale: torch.Tensor) -> Prepared:
         from bitsandbytes.nn.modules import Int8Params
@@ -265,8 +277,11 @@ def _repacked_absmax(state: Any) -> torch.Tensor:
     return absmax.reshape(rows, columns // state.blocksize).T.to(torch.bfloat16).contiguous()
 
 
-def _mark_repacked(state: Any, stored: torch.Tensor) -> None:
-    """What else the library changes in a quantisation state when it repacks its weight."""
+def _mark_repacked(state: Any, stored: torch.Tensor) -> Callable[[], None]:
+    """What else the library changes in a quantisation state when it repacks its weight.
+
+    Nothing takes it back: the weight stays repacked.
+    """
     if stored.dtype != torch.uint8:
         state.original_storage_type = stored.dtype
     state.original_dtype, state.original_nested = state.dtype, state.nested
@@ -276,6 +291,7 @@ def _mark_repacked(state: Any, stored: torch.Tensor) -> None:
         del state.state2
     state.dtype = torch.bfloat16
     state.packing_format_for_cpu = True
+    return _nothing()
 
 
 @functools.cache
