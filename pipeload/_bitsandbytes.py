@@ -73,7 +73,8 @@ class PackedWeight:
             CheckpointError: one is missing, malformed or of another weight.
         """
         self.name, self._module, self._parts = name, module, parts
-        self._rows, self._columns = module.out_features, module.in_features
+        self._rows: int = module.out_features
+        self._columns: int = module.in_features
         self._bits4 = is_4bit(module)
         self._quick: QuickProduct | None = None
         if self._bits4:
@@ -111,10 +112,20 @@ class PackedWeight:
     def temporary_bytes(self, item: int) -> int:
         """What a product takes beside its tensors; `item`: bytes of an element of its input."""
         items = self._rows * self._columns
-        if self._bits4:  # one kernel does it all, or the weight is first unpacked
-            return 0 if self._repacked else items * item
+        if self._bits4:
+            return 0 if self._repacked else self._unpacking_bytes(item)
         # Without an int8 product, both sides are taken in fp32.
         return 0 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 4 * items
+
+    def _unpacking_bytes(self, item: int) -> int:
+        """The weight in the dtype that is computed in, and its factors while they are expanded."""
+        items = self._rows * self._columns
+        dtype: torch.dtype | None = self._module.compute_dtype
+        factors: int = -(-items // self._state["blocksize"])
+        nested = _NESTED[0] in self._parts
+        kept = 0 if self._quick is None else self._quick.kept_bytes
+        item = item if dtype is None else dtype.itemsize
+        return items * item + (8 * factors if nested else 0) + kept
 
     def prepare(self) -> Prepared:
         """Read the statistics, and build what the module computes with."""

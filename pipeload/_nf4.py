@@ -13,23 +13,23 @@ parts of bitsandbytes, seen in 0.50.2.
 from __future__ import annotations
 
 import functools
-import threading
 import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn import functional
 
-from pipeload._nf4_kernel import BLOCK_STEP, DTYPES, Fill, make_fill
+from pipeload._nf4_kernel import BLOCK_STEP, DTYPES, Fill, Scratch, make_fill
 from pipeload._row_check import ROW_STEP, RowRange, can_cut_rows, row_ranges
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-_RANGE_BYTES = 1 << 20  # of dequantised values: about what stays in a core's cache
+_RANGE_BYTES = 2 << 20  # of dequantised values: what stays in the processor's cache
 _FEW_INPUTS = 16  # rows of input that are multiplied range by range
 _NESTED_BLOCK = 256  # the only one that the library multiplies with
 _CHECK_ROWS = 96
+_SCRATCH = Scratch()
 
 
 class QuickProduct:
@@ -44,6 +44,9 @@ class QuickProduct:
         size = rows_at_once(columns * self._dtype.itemsize)
         exact = can_cut_rows(self._dtype, columns, rows, size, bias=module.bias is not None)
         self._ranges = row_ranges(rows, size) if exact else [RowRange(0, rows)]
+        most = max(stop - start for start, stop in self._ranges)
+        self.kept_bytes = most * columns * self._dtype.itemsize
+        """What each thread keeps for a range, from the first product on."""
 
     def __call__(self, module: Any, given: torch.Tensor) -> torch.Tensor | None:
         """[..., rows] of [..., columns]; None if this is for the library to compute."""
@@ -88,8 +91,7 @@ class QuickProduct:
     ) -> torch.Tensor:
         rows, columns = self._shape
         out = torch.empty((*given.shape[:-1], rows), dtype=self._dtype)
-        most = max(stop - start for start, stop in self._ranges)
-        weight = _SCRATCH.take(most * columns * self._dtype.itemsize).view(self._dtype)
+        weight = _SCRATCH.take(self.kept_bytes).view(self._dtype)
         blocks = columns // self._blocksize
         for start, stop in self._ranges:
             part = weight[: (stop - start) * columns].view(stop - start, columns)
@@ -99,23 +101,6 @@ class QuickProduct:
             # Not computed into the slice: only so is it the very call that a whole one is.
             out[..., start:stop] = functional.linear(given, part, part_bias)
         return out
-
-
-class _Scratch(threading.local):
-    """Memory for a range, which each thread keeps: fresh pages take longer than their filling."""
-
-    def __init__(self) -> None:
-        self._bytes = torch.empty(0, dtype=torch.uint8)
-
-    def take(self, nbytes: int) -> torch.Tensor:
-        """uint8 [nbytes], until the next call."""
-        if self._bytes.numel() < nbytes:
-            with torch.inference_mode(False):  # else it could not be written to outside of it
-                self._bytes = torch.empty(nbytes, dtype=torch.uint8)
-        return self._bytes[:nbytes]
-
-
-_SCRATCH = _Scratch()
 
 
 def rows_at_once(row_bytes: int) -> int:

@@ -12,6 +12,7 @@ import os
 import shutil
 import subprocess
 import tempfile
+import threading
 from pathlib import Path
 from typing import Protocol
 
@@ -27,6 +28,25 @@ _OPTIONS = ("-O3", "-fPIC", "-fopenmp")
 _COMPILE_SECONDS = 60
 _CHUNK = 1 << 18  # values whose indices and products stay in a processor's cache
 _FEW_THREADS = 4  # with more of them the library's own is as fast as one thread with tables
+
+
+class Scratch(threading.local):
+    """Memory that each thread keeps: fresh pages take longer than their filling."""
+
+    def __init__(self) -> None:
+        """Empty at first."""
+        self._bytes = torch.empty(0, dtype=torch.uint8)
+
+    def take(self, nbytes: int) -> torch.Tensor:
+        """uint8 [nbytes], until the next call."""
+        if self._bytes.numel() < nbytes:
+            with torch.inference_mode(False):  # else it could not be written to outside of it
+                self._bytes = torch.empty(nbytes, dtype=torch.uint8)
+        return self._bytes[:nbytes]
+
+
+_NUMBERS, _PRODUCTS = Scratch(), Scratch()
+_FLOAT = torch.float32
 
 
 class Fill(Protocol):
@@ -78,8 +98,8 @@ def torch_fill(codes: torch.Tensor, blocksize: int) -> Fill:
     def fill(packed: torch.Tensor, absmax: torch.Tensor, out: torch.Tensor) -> None:
         flat, total = out.view(-1), out.numel()
         size = min(chunk, total)
-        numbers = torch.empty(size // 2, dtype=torch.int32)
-        products = flat[:0] if out.dtype == torch.float32 else torch.empty(size)
+        numbers = _NUMBERS.take(2 * size).view(torch.int32)
+        products = flat[:0] if out.dtype == torch.float32 else _PRODUCTS.take(4 * size).view(_FLOAT)
         for start in range(0, total, chunk):
             stop = min(total, start + chunk)
             made = flat[start:stop]

@@ -168,6 +168,20 @@ def test_the_real_model(form: str, smollm2_bf16: Path, tmp_path: Path) -> None:
     assert_streamed(model)
 
 
+def test_unpacked_bytes_count_in_the_dtype_that_is_computed_in(
+    quantised: Callable[[str, str], Path], processor: str
+) -> None:
+    """A bf16 model that computes in fp32 unpacks to fp32, which the limit must have room for."""
+    model = load_smallest(quantised("llama", "nf4"))
+    largest = max(linears(model), key=lambda m: m.weight.numel() * is_4bit(m))
+    assert largest.compute_dtype == torch.float32
+    assert next(model.parameters()).dtype == torch.bfloat16
+    counted = model.pipeload._streamer.governor._needs._products
+    if processor == AVX2:  # all of it for a prompt, and what is kept for ranges: here as much
+        wanted = 4 if make_fill(torch.ones(16), 64) is None else 8
+        assert counted >= wanted * largest.in_features * largest.out_features
+
+
 def test_packed_bytes_are_what_is_read(quantised: Callable[[str, str], Path]) -> None:
     """A pass reads half a byte per weight, not two."""
     folder = quantised("llama", "nf4 double")
