@@ -43,8 +43,8 @@ class QuickProduct:
         self._threads = torch.get_num_threads()
         size = rows_at_once(columns * self._dtype.itemsize)
         exact = can_cut_rows(self._dtype, columns, rows, size, bias=module.bias is not None)
-        self._ranges = row_ranges(rows, size) if exact else [RowRange(0, rows)]
-        most = max(stop - start for start, stop in self._ranges)
+        self._ranges: list[RowRange] = row_ranges(rows, size) if exact else []
+        most = max((stop - start for start, stop in self._ranges), default=0)
         self.kept_bytes = most * columns * self._dtype.itemsize
         """What each thread keeps for a range, from the first product on."""
 
@@ -56,7 +56,8 @@ class QuickProduct:
         rows, absmax = given.to(self._dtype), _expanded(state)
         packed = module.weight.data.as_subclass(torch.Tensor).view(torch.uint8).view(-1)
         inputs = given.numel() // self._shape[1]
-        if inputs <= _FEW_INPUTS and torch.get_num_threads() == self._threads:
+        few = inputs <= _FEW_INPUTS and torch.get_num_threads() == self._threads
+        if self._ranges and few:
             made = self._by_ranges(rows, packed, absmax, bias)
         else:
             weight = torch.empty(self._shape, dtype=self._dtype)
@@ -169,7 +170,8 @@ def _expanded(state: Any) -> torch.Tensor:
     if state.nested:
         inner = state.state2
         make: Any = torch.ops.bitsandbytes.dequantize_blockwise.default
-        absmax = make(absmax, inner.absmax, inner.code, _NESTED_BLOCK, torch.float32) + state.offset
+        absmax = make(absmax, inner.absmax, inner.code, _NESTED_BLOCK, torch.float32)
+        absmax += state.offset
     return absmax.float().contiguous()
 
 

@@ -203,6 +203,17 @@ def test_ranges_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sizes == [448]
 
 
+def test_rows_that_cannot_be_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The weight is whole then, and nothing of its size is kept."""
+    monkeypatch.setattr(_nf4, "can_cut_rows", lambda *_, **__: False)
+    module, given = linear(), torch.randn(1, 256)
+    product = product_of(module)
+    assert product.kept_bytes == 0
+    made = product(module, given)
+    assert made is not None
+    assert torch.equal(made, module(given))
+
+
 def test_what_is_left_to_the_library() -> None:
     """Whatever is more than inference, and weights that are not there."""
     module, given = linear(), torch.randn(3, 256)
