@@ -11,7 +11,7 @@ MODELS := .ci/models.txt
 # While it waits, OpenMP would spin and take the cores from the threads that read.
 export OMP_WAIT_POLICY := passive
 
-.PHONY: demo test lint bench dev clean
+.PHONY: demo test coverage lint bench dev clean
 
 demo: $(VENV)/demo.stamp
 	$(BIN)/pipeload demo
@@ -19,6 +19,11 @@ demo: $(VENV)/demo.stamp
 # One file after the other in each process: files share models that take time to make.
 test: dev
 	$(BIN)/python -m pytest --numprocesses auto --dist loadfile $(PYTEST_OPTIONS)
+
+# Apart from the tests, which tracing makes half as slow again.
+coverage: PYTEST_OPTIONS += --cov --cov-report=
+coverage: test
+	$(BIN)/coverage report
 
 lint: dev
 	$(BIN)/ruff format --check .

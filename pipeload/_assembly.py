@@ -201,7 +201,7 @@ class Assembly:
         `root` is a module around it that the user has put there.
         """
         for prepared in self._prepared.values():
-            prepared.activate()
+            self._undo.append(prepared.activate())
         modules = _transformers.pretrained_modules(model)
         weights = self._own_weights()
         undo = self._undo

@@ -20,9 +20,13 @@ from transformers.generation.streamers import BaseStreamer
 
 import pipeload
 from pipeload._memory import peak_rss_bytes
+from pipeload_hooks import find_blocks
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from pipeload._handle import Handle
+    from pipeload._plan import UnitPlan
     from pipeload._stats import Stats
 
 
@@ -53,7 +57,6 @@ def describe(model: Any) -> dict[str, Any]:
     head = model.get_output_embeddings()
     tied = head is not None and head.weight is table
     total = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
-    units = [unit.resident_bytes + unit.streamed.nbytes for unit in plan.units]
     return {
         "memory_limit": plan.memory_limit,
         "floor": plan.floor_bytes,
@@ -63,12 +66,18 @@ def describe(model: Any) -> dict[str, Any]:
         "readers": plan.readers,
         "io_mode": plan.io_mode,
         "bytes_per_pass": plan.bytes_per_pass,
-        "smallest_unit": min(units),
+        "smallest_unit": min(_least_buffer(plan.units, block.name) for block in find_blocks(model)),
         # A pass reads rows of the embedding, not the table; a tied head reads all of it.
         "needed_per_pass": total - (0 if tied else table.numel() * table.element_size()),
         "smallest_limit": plan.smallest_limit,
         "files": sorted({str(e.file) for unit in plan.units for e in _extents(unit)}),
     }
+
+
+def _least_buffer(units: Sequence[UnitPlan], block: str) -> int:
+    """Bytes of a block's largest unit, all of it streamed: a block, or a module, or a few rows."""
+    mine = [unit for unit in units if f"{unit.name}.".startswith(f"{block}.")]
+    return max((unit.resident_bytes + unit.streamed.nbytes for unit in mine), default=0)
 
 
 def _extents(unit: Any) -> list[Any]:

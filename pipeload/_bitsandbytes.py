@@ -23,6 +23,7 @@ from pipeload._arena import DTYPES
 from pipeload._checkpoint_json import show
 from pipeload._compare import read_whole
 from pipeload._layout import Weight
+from pipeload._nf4 import QuickProduct, install, quick_product
 from pipeload._repack import BITSANDBYTES, TILE_ROWS, repack
 from pipeload.errors import CheckpointError, UnsupportedModelError
 from pipeload_hooks import Companion, placeholder
@@ -41,8 +42,8 @@ _MAX_BLOB_BYTES = 4096
 _ROWS_FORMAT = 0  # int8 weights row by row, the only order the library still knows
 
 
-def _nothing() -> None:
-    pass
+def _nothing() -> Callable[[], None]:
+    return lambda: None
 
 
 class Prepared(NamedTuple):
@@ -50,8 +51,11 @@ class Prepared(NamedTuple):
 
     parameter: nn.Parameter
     companions: list[Companion]
-    activate: Callable[[], None]
-    """To be called when the library has finished the model: its state dict would undo it."""
+    activate: Callable[[], Callable[[], None]]
+    """To be called when the library has finished the model: its state dict would undo it.
+
+    Returns what is to be called at removal.
+    """
 
 
 class PackedWeight:
@@ -69,10 +73,15 @@ class PackedWeight:
             CheckpointError: one is missing, malformed or of another weight.
         """
         self.name, self._module, self._parts = name, module, parts
-        self._rows, self._columns = module.out_features, module.in_features
+        self._rows: int = module.out_features
+        self._columns: int = module.in_features
         self._bits4 = is_4bit(module)
+        self._quick: QuickProduct | None = None
         if self._bits4:
             self._check_4bit()
+            if not module.support_avx512bf16_for_cpu:  # else it may yet convert the weight
+                kind, blocksize = self._state["quant_type"], self._state["blocksize"]
+                self._quick = quick_product(module, kind, blocksize)
         else:
             self._check_8bit()
 
@@ -103,10 +112,20 @@ class PackedWeight:
     def temporary_bytes(self, item: int) -> int:
         """What a product takes beside its tensors; `item`: bytes of an element of its input."""
         items = self._rows * self._columns
-        if self._bits4:  # one kernel does it all, or the weight is first unpacked
-            return 0 if self._repacked else items * item
+        if self._bits4:
+            return 0 if self._repacked else self._unpacking_bytes(item)
         # Without an int8 product, both sides are taken in fp32.
         return 0 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 4 * items
+
+    def _unpacking_bytes(self, item: int) -> int:
+        """The weight in the dtype that is computed in, and its factors while they are expanded."""
+        items = self._rows * self._columns
+        dtype: torch.dtype | None = self._module.compute_dtype
+        factors: int = -(-items // self._state["blocksize"])
+        nested = _NESTED[0] in self._parts
+        kept = 0 if self._quick is None else self._quick.kept_bytes
+        item = item if dtype is None else dtype.itemsize
+        return items * item + (8 * factors if nested else 0) + kept
 
     def prepare(self) -> Prepared:
         """Read the statistics, and build what the module computes with."""
@@ -121,7 +140,8 @@ class PackedWeight:
             data=empty, quantized_stats=others, device="cpu", module=self._module
         )
         state = parameter.quant_state
-        absmax, activate = state.absmax, _nothing
+        absmax = state.absmax
+        activate: Callable[[], Callable[[], None]] = self._speed_up
         if self._repacked:
             _check_repacking(state.nested, state.blocksize)
             absmax = _repacked_absmax(state)
@@ -129,6 +149,9 @@ class PackedWeight:
             parameter.data = placeholder(self.weight.shape, torch.uint8, _CPU)
         state.absmax = None
         return Prepared(parameter, [Companion(state, "absmax", absmax)], activate)
+
+    def _speed_up(self) -> Callable[[], None]:
+        return _nothing() if self._quick is None else install(self._module, self._quick)
 
     def _prepare_8bit(self, empty: torch.Tensor, scale: torch.Tensor) -> Prepared:
         from bitsandbytes.nn.modules import Int8Params
@@ -265,8 +288,11 @@ def _repacked_absmax(state: Any) -> torch.Tensor:
     return absmax.reshape(rows, columns // state.blocksize).T.to(torch.bfloat16).contiguous()
 
 
-def _mark_repacked(state: Any, stored: torch.Tensor) -> None:
-    """What else the library changes in a quantisation state when it repacks its weight."""
+def _mark_repacked(state: Any, stored: torch.Tensor) -> Callable[[], None]:
+    """What else the library changes in a quantisation state when it repacks its weight.
+
+    Nothing takes it back: the weight stays repacked.
+    """
     if stored.dtype != torch.uint8:
         state.original_storage_type = stored.dtype
     state.original_dtype, state.original_nested = state.dtype, state.nested
@@ -276,6 +302,7 @@ def _mark_repacked(state: Any, stored: torch.Tensor) -> None:
         del state.state2
     state.dtype = torch.bfloat16
     state.packing_format_for_cpu = True
+    return _nothing()
 
 
 @functools.cache

@@ -169,6 +169,9 @@ class Divider:
         tables = [table for table in self._tables if table.weight.name not in touched.outside]
         head, weight = self._head, self._head_weight
         if head is not None and weight is not None and weight.name not in touched.outside:
+            # No range of the head is to be the reason for the size of the buffers.
+            largest = max(sum(w.nbytes for w in spec.weights) for spec in cutter.specs)
+            cutter.chunk_bytes = min(grain.chunk_bytes, max(largest, CHUNKS[-1]))
             cutter.rows(*head, weight)
         sites, specs = cutter.sites, cutter.specs
         parts = Parts(sites, specs, tables, [], 0)
@@ -242,7 +245,8 @@ class _Cutter:
     def __init__(self, chunk_bytes: int) -> None:
         self.sites: list[Site] = []
         self.specs: list[UnitSpec] = []
-        self._chunk_bytes = chunk_bytes
+        self.chunk_bytes = chunk_bytes
+        """The most that a range of rows takes."""
 
     def whole(self, path: str, module: nn.Module, weights: Sequence[Weight]) -> None:
         """A site with one unit."""
@@ -267,7 +271,7 @@ class _Cutter:
 
     def rows(self, path: str, module: nn.Linear, weight: Weight) -> None:
         """A site whose units are ranges of rows of about the same size, where that is exact."""
-        rows = _rows_in(weight, self._chunk_bytes)
+        rows = _rows_in(weight, self.chunk_bytes)
         first = len(self.specs)
         bias = module.bias is not None
         if weight.shape[0] <= rows or not rows_are_exact(weight, bias=bias):

@@ -1,10 +1,11 @@
 """`pipeload bench`: how close streaming comes to what the machine allows.
 
 A pass cannot take less than T* = max((M - R*) / B, C). M: bytes a pass must read. R*: bytes the
-limit allows to be held. B: the disk's rate, by a reader of the benchmark's own. C: the pass with
-all weights resident. rho = T*/T is the share of the possible that is reached. B, C and T are
-measured beside each other in every round, since an absolute figure says nothing on a shared
-machine; medians are shown.
+limit allows to be held beside two buffers, each as large as one unit of the plan's grain: a block,
+or, where two of these do not fit, its largest module or range of rows. B: the disk's rate, by a
+reader of the benchmark's own. C: the pass with all weights resident. rho = T*/T is the share of
+the possible that is reached. B, C and T are measured beside each other in every round, since an
+absolute figure says nothing on a shared machine; medians are shown.
 """
 
 from __future__ import annotations

@@ -224,7 +224,8 @@ def test_a_file_that_cannot_be_opened(folder: Path, monkeypatch: pytest.MonkeyPa
         load_streamed(folder)
     monkeypatch.undo()
     # By target, not by number: descriptors of other tests' models close when garbage is collected.
-    targets = {os.readlink(link) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()}
+    links = [link for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
+    targets = {str(link.readlink()) for link in links}
     assert not [target for target in targets if target.startswith(str(folder.resolve()))]
 
 

@@ -15,6 +15,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 
 import pipeload
+from pipeload import _nf4
+from pipeload._bitsandbytes import is_4bit
+from pipeload._nf4_kernel import make_fill
 from pipeload._repack import repack, repack_rows
 from pipeload.errors import CheckpointError, UnsupportedModelError, UnsupportedOperationError
 from tests.exact import (
@@ -28,9 +31,10 @@ from tests.exact import (
     step_logits,
 )
 from tests.models import save_random
+from tests.plain_loops import use_plain_loops
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 __all__ = ["steady_floor"]  # a fixture: every test here runs with it
 
@@ -105,12 +109,17 @@ def quiet() -> None:
     logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
 
 
-@pytest.fixture(params=["this processor", "no bf16 dot product"])
-def processor(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """As it is here, and as where bitsandbytes does not repack weights."""
-    if request.param != "this processor":
-        monkeypatch.setattr("bitsandbytes.nn.modules.has_avx512bf16", lambda: False)
-    return str(request.param)
+AVX2 = "AVX2 alone"
+
+
+@pytest.fixture(params=["this processor", AVX2])
+def processor(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """As it is here, and as where bitsandbytes has no kernel for 4-bit weights."""
+    _nf4._checked_fill.cache_clear()
+    if request.param == AVX2:
+        use_plain_loops(monkeypatch.setattr)
+    yield str(request.param)
+    _nf4._checked_fill.cache_clear()
 
 
 def all_outputs(model: Any) -> list[torch.Tensor]:
@@ -133,8 +142,11 @@ def test_equal_to_plain(
         assert_same(all_outputs(model), expected, f"{form} on {processor} at {limit}")
         if limit == limits(folder, 3)[0]:
             assert_streamed(model)
+        if processor == AVX2 and make_fill(torch.ones(16), 64) is not None:
+            assert all("forward" in vars(m) for m in linears(model) if is_4bit(m))
     model.pipeload.remove()
     assert_same(all_outputs(model), expected, "after remove()")
+    assert not any("forward" in vars(m) for m in linears(model))
 
 
 def plain(folder: Path) -> Any:
@@ -154,6 +166,20 @@ def test_the_real_model(form: str, smollm2_bf16: Path, tmp_path: Path) -> None:
     model = load_smallest(tmp_path)
     assert_same(all_outputs(model), expected)
     assert_streamed(model)
+
+
+def test_unpacked_bytes_count_in_the_dtype_that_is_computed_in(
+    quantised: Callable[[str, str], Path], processor: str
+) -> None:
+    """A bf16 model that computes in fp32 unpacks to fp32, which the limit must have room for."""
+    model = load_smallest(quantised("llama", "nf4"))
+    largest = max(linears(model), key=lambda m: m.weight.numel() * is_4bit(m))
+    assert largest.compute_dtype == torch.float32
+    assert next(model.parameters()).dtype == torch.bfloat16
+    counted = model.pipeload._streamer.governor._needs._products
+    if processor == AVX2:  # all of it for a prompt, and what is kept for ranges: here as much
+        wanted = 4 if make_fill(torch.ones(16), 64) is None else 8
+        assert counted >= wanted * largest.in_features * largest.out_features
 
 
 def test_packed_bytes_are_what_is_read(quantised: Callable[[str, str], Path]) -> None:

@@ -20,6 +20,7 @@ FLOORS = (
         "_first_pass",
         "_folder_lock",
         "_layout",
+        "_nf4_kernel",
         "_on_import",
         "_passlog",
         "_patch",
@@ -71,7 +72,7 @@ FLOORS = (
         "_adapters",
         "_copies",
     },
-    {"_checkpoint", "_compare", "_dispatcher", "_handle", "_pass_needs", "_residency"},
+    {"_checkpoint", "_compare", "_dispatcher", "_nf4", "_handle", "_pass_needs", "_residency"},
     {"_prefetcher", "_bitsandbytes", "_reserve", "_sites", "_spill"},
     {"_build", "_hooking", "_model_card", "_quantizer", "_refusals", "_shards", "_transformers"},
     {

@@ -53,11 +53,11 @@ def llama_1b(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def test_a_child_capped_at_the_limit_lives_and_stays_flat(
     limit: int, llama_1b: Path, cgroup: Callable[[int], AbstractContextManager[MemoryCgroup]]
 ) -> None:
-    """Twenty generations under a cap equal to the limit: no kill, VmHWM below, memory flat."""
+    """A dozen generations under a cap equal to the limit: no kill, VmHWM below, memory flat."""
     drop_caches()  # pages that another group has read would be charged to that group
     with cgroup(limit) as group:
         fail_file = "" if group.is_v2 else str(group.path / "memory.failcnt")
-        child = group.run([sys.executable, "-c", _CHILD, llama_1b, str(limit), "20", fail_file])
+        child = group.run([sys.executable, "-c", _CHILD, llama_1b, str(limit), "12", fail_file])
         assert child.returncode == 0, child.stderr
         assert group.oom_kills() == 0
     result = json.loads(child.stdout.splitlines()[-1])
@@ -66,7 +66,7 @@ def test_a_child_capped_at_the_limit_lives_and_stays_flat(
     assert len(result["texts"]) == 1
     assert result["misses"] == 0
     # Flat: the last generations take nothing that the first did not.
-    assert max(result["resident"][10:]) - result["resident"][2] < 8_000_000
+    assert max(result["resident"][6:]) - result["resident"][2] < 8_000_000
     # The kernel may still swap stale cache pages for fresh ones: hundreds of failed charges, the
     # number is its own. Fighting for memory in use would be a million.
-    assert result["fails"][-1] - result["fails"][5] < 20_000
+    assert result["fails"][-1] - result["fails"][3] < 20_000
