@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig
 
 import pipeload
-from pipeload._packed_linear import PackedLinear, PartedLinear
+from pipeload._packed_linear import PartedLinear
 from pipeload._quantizer import PipeloadConfig
 from pipeload.errors import OptionError
 from tests.exact import assert_same, limits, load, load_smallest, prompt, steady_floor, step_logits
@@ -95,6 +95,8 @@ def test_made_on_another_processor(
     assert_same(outputs(load_smallest(other)), expected, "streamed")
 
 
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+@pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated:FutureWarning")
 def test_an_adapter_on_top(source: Path, tmp_path: Path) -> None:
     """LoRA finds it as it finds any Linear."""
     peft = pytest.importorskip("peft")
@@ -112,12 +114,10 @@ def test_an_adapter_on_top(source: Path, tmp_path: Path) -> None:
 
 
 def test_sizes_are_checked() -> None:
-    """A checkpoint says how large its parts are."""
+    """A checkpoint says how large its parts are; never less than the kernels need."""
     assert len(PipeloadConfig(8).parts(1 << 14, 1 << 14)) == 1
-    parts = PipeloadConfig(4, group_size=32, order="pairs-16", part_bytes=1).parts(200, 64)
-    assert [tuple(part) for part in parts] == [(0, 200)] or parts[-1].stop == 200
+    parts = PipeloadConfig(4, group_size=32, order="pairs-16", part_bytes=1).parts(432, 64)
+    assert [tuple(part) for part in parts] == [(0, 128), (128, 256), (256, 320), (320, 432)]
     for wrong in (0, -1, "16MB"):
         with pytest.raises(OptionError, match="part_bytes"):
             PipeloadConfig(8, part_bytes=wrong)  # type: ignore[arg-type]
-    assert issubclass(PartedLinear, torch.nn.Linear)
-    assert not issubclass(PartedLinear, PackedLinear)
