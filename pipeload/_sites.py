@@ -310,6 +310,8 @@ def _is_large_float(weight: Weight) -> bool:
 def _transient_bytes(group: Sequence[Weight]) -> int:
     """Experts are stacked, then concatenated: two copies, and a third when they are cast first."""
     made = sum(weight.nbytes for weight in group)
+    if group[0].unpacking_bytes:
+        return group[0].unpacking_bytes
     cast = any(source.dtype != group[0].dtype for source in group[0].sources)
     return made * (3 if cast else 2)
 

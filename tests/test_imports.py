@@ -42,6 +42,7 @@ FLOORS = (
         "_on_disk",
         "_own_weights",
         "_twins",
+        "_formats",
         "_loading_args",
     },
     {
@@ -71,6 +72,7 @@ FLOORS = (
     },
     {"_checkpoint", "_compare", "_dispatcher", "_handle", "_pass_needs", "_residency"},
     {"_prefetcher", "_bitsandbytes", "_reserve", "_sites", "_spill"},
+    {"_recipes"},
     {"_build", "_hooking", "_model_card", "_quantizer", "_refusals", "_shards", "_transformers"},
     {
         "_governor",
@@ -112,6 +114,7 @@ WITHOUT_TORCH = {
     "_checkpoint_folder",
     "_checkpoint_json",
     "_floor",
+    "_formats",
     "_home",
     "_layout",
     "_loading_args",
@@ -136,6 +139,7 @@ THE_LIBRARYS_FILES = {
     "_api",
     "_quantise",
     "_quantizer",
+    "_recipes",
     "_takeover",
     "_transformers",
     # On top of everything, where a user's script would be:
