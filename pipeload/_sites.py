@@ -270,7 +270,8 @@ class _Cutter:
         rows = _rows_in(weight, self._chunk_bytes)
         first = len(self.specs)
         bias = module.bias is not None
-        if weight.shape[0] <= rows or not rows_are_exact(weight, bias=bias):
+        made = weight.group is not None  # by the library, as a whole
+        if made or weight.shape[0] <= rows or not rows_are_exact(weight, bias=bias):
             self.whole(path, module, [weight])
             return
         for start, stop in row_ranges(weight.shape[0], rows):

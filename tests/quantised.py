@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from pathlib import Path
 
+    from transformers import PreTrainedConfig
+
     Change = Callable[[str, torch.Tensor], Mapping[str, torch.Tensor]]
 
 _BLOCK = 16
@@ -46,10 +48,10 @@ def rewrite(folder: Path, quantisation: Mapping[str, Any], change: Change | None
     return folder
 
 
-def fp8(folder: Path) -> Path:
+def fp8(folder: Path, config: str | PreTrainedConfig = "llama") -> Path:
     """A LLaMA in FP8 with a scale for each block of 16 by 16."""
     quantisation = {"quant_method": "fp8", "weight_block_size": [_BLOCK, _BLOCK]}
-    return rewrite(save_random("llama", folder, "bf16", seed=3), quantisation, _to_fp8)
+    return rewrite(save_random(config, folder, "bf16", seed=3), quantisation, _to_fp8)
 
 
 def fp8_experts(folder: Path) -> Path:
