@@ -52,8 +52,16 @@ def _needs_gpu(package: str) -> Refused:
     return Refused(f"transformers runs it on a GPU alone, with the package {package}")
 
 
+def _repacks(package: str) -> Refused:
+    return Refused(f"the package {package} packs its weights anew once all of them are loaded")
+
+
 def _own_tensors(package: str) -> Refused:
-    return Refused(f"the package {package} puts its weights together in memory, all of them")
+    return Refused(f"the package {package} keeps its weights in tensors of a kind of its own")
+
+
+def _own_modules(package: str) -> Refused:
+    return Refused(f"the package {package} computes it in modules of its own, untried so far")
 
 
 _AS_STORED: Final = "read as it is stored; same kernels as plain"
@@ -70,22 +78,22 @@ FORMATS: Final[Mapping[str, Streamed | Refused]] = {
         _AS_FLOATS, "CompressedTensorsConfig", packed_on_cpu=True, unpacking=6
     ),
     "bitnet": Streamed(_AS_FLOATS, unpacking=3, only=("linear_class", "autobitlinear")),
-    "aqlm": _own_tensors("aqlm"),
-    "auto-round": _own_tensors("auto-round"),
-    "awq": _own_tensors("gptqmodel"),
+    "aqlm": _own_modules("aqlm"),
+    "auto-round": _repacks("auto-round"),
+    "awq": _repacks("gptqmodel"),
     "eetq": _needs_gpu("kernels"),
     "fbgemm_fp8": _needs_gpu("fbgemm-gpu"),
-    "fouroversix": _own_tensors("fouroversix"),
+    "fouroversix": _own_modules("fouroversix"),
     "fp_quant": _needs_gpu("fp_quant"),
     "gemma": Refused("its Linears hold packed integers, for which there is no streaming yet"),
     "gguf": Refused("a .gguf file is unpacked in memory as a whole"),
-    "gptq": _own_tensors("gptqmodel"),
+    "gptq": _repacks("gptqmodel"),
     "higgs": _needs_gpu("flute-kernel"),
     "hqq": Refused("transformers does not load what the package hqq has saved"),
     "nvfp4": Refused("transformers does not load what is quantised so already"),
     "quanto": _own_tensors("optimum-quanto"),
-    "quark": _own_tensors("amd-quark"),
-    "sinq": _own_tensors("sinq"),
+    "quark": _own_modules("amd-quark"),
+    "sinq": _own_modules("sinq"),
     "spqr": _needs_gpu("spqr_quant"),
     "torchao": _own_tensors("torchao"),
     "vptq": _needs_gpu("vptq"),
