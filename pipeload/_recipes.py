@@ -17,6 +17,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from transformers.quantizers.base import HfQuantizer
 
 from pipeload._arena import DTYPES
 from pipeload._sites import ADAPTED
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     from pipeload._formats import Streamed
 
 _PIECE_BYTES = 4 << 20
+# Until 5.20 or so, what is stored as a float under the name that it has in the model.
+_CASTS_FIRST = not hasattr(HfQuantizer, "get_new_dtype")
 
 
 @dataclass(slots=True)
@@ -80,6 +83,8 @@ class Recipe:
         if len(self.sources) == 1 and tuple(made.shape) == tuple(entry.shape):
             # It came unquantised, beside others that are.
             self.converter = None
+            if _CASTS_FIRST and entry.name == name and made.is_floating_point():
+                self.dtype = None
             return
         if not self.merges:
             nbytes = made.numel() * made.element_size()

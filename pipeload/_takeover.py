@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import transformers
 from transformers import PreTrainedConfig, PreTrainedModel, modeling_utils
 
 from pipeload._checkpoint import open_checkpoint
@@ -152,6 +153,7 @@ def _load(
     method = quantised_by(load_config.hf_quantizer)
     if method is not None:
         check_unpacked(method, load_config.hf_quantizer.quantization_config)
+        _check_unpacks(method, load_config.weight_mapping or [])
     check_devices("device_map", load_config.device_map or {})
     _refuse_pickled(checkpoint_files)
     index = (load_config.sharded_metadata or {}).get("weight_map")
@@ -187,6 +189,16 @@ def _get_quantizer(
         quantizer.quantization_config.dequantize = True
     # Not `places`: that is where the kernels run.
     return quantizer, config, device_map
+
+
+def _check_unpacks(method: str, mapping: Sequence[Any]) -> None:
+    operations = (op for entry in mapping for op in getattr(entry, "operations", ()))
+    if is_unpacked(method) and not any(getattr(op, "hf_quantizer", None) for op in operations):
+        raise UnsupportedModelError(
+            f"checkpoints quantised by {method!r} cannot be streamed with transformers "
+            f"{transformers.__version__}, which does not unpack them while it loads. Take a newer "
+            "one."
+        )
 
 
 def _has_accelerator() -> bool:

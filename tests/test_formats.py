@@ -81,6 +81,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     def make(name: str) -> Path:
         if name == "compressed-tensors":
             pytest.importorskip("compressed_tensors")
+            pytest.importorskip("transformers", minversion="5.24")  # unpacks while it loads
         if name not in folders:
             folders[name] = MAKERS[name](tmp_path_factory.mktemp(name.replace(" ", "-")))
         return folders[name]
@@ -136,6 +137,8 @@ def test_streamed(name: str, made: Callable[[str], Path]) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_in_another_dtype(name: str, dtype: torch.dtype, made: Callable[[str], Path]) -> None:
     """What is not quantised is cast, or kept, as the library's operation does."""
+    if name == "metal" and _recipes._CASTS_FIRST:
+        pytest.skip("plain itself makes a model of two dtypes, which cannot compute")
     folder = made(name)
     model = load_streamed(folder, dtype=dtype, **options_of(name))
     reference = plain(folder, name, dtype=dtype)
