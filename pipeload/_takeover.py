@@ -23,6 +23,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, modeling_utils
 
 from pipeload._checkpoint import open_checkpoint
 from pipeload._formats import (
+    FORMATS,
     check_method,
     check_unpacked,
     is_unpacked,
@@ -152,6 +153,8 @@ def _load(
         raise no_checkpoint()
     method = quantised_by(load_config.hf_quantizer)
     if method is not None:
+        if not load_config.hf_quantizer.pre_quantized:
+            raise _quantises(method)
         check_unpacked(method, load_config.hf_quantizer.quantization_config)
         _check_unpacks(method, load_config.weight_mapping or [])
     check_devices("device_map", load_config.device_map or {})
@@ -172,7 +175,9 @@ def _get_quantizer(
     stored = getattr(config, "quantization_config", None)
     stored = stored or getattr(config.get_text_config(decoder=True), "quantization_config", None)
     if stored is None and quantization_config is not None:
-        raise _quantises(method_of(quantization_config))
+        wanted = method_of(quantization_config)
+        if wanted in FORMATS:  # what the library does not know either is for it to say
+            raise _quantises(wanted)
     method = None if stored is None else check_method(stored)
     try:
         quantizer, config, places = get(config, quantization_config, device_map, *args, **kwargs)
