@@ -58,7 +58,8 @@ def _differing_of_group(
 
     (conversion,) = lay_out(group).conversions
     stored = {entry.name: read_whole(entry) for entry, _ in conversion.sources}
-    made = convert(conversion, stored)
+    made = {w.name: torch.empty(w.shape, dtype=DTYPES[w.dtype]) for w in group}
+    convert(conversion, stored, made)
     for weight in group:
         if not _same_bits(made[weight.name], live[weight.name]):
             yield weight.name

@@ -47,6 +47,8 @@ class Weight:
     """Checkpoint tensors it is made of."""
     group: str | None = None
     """First weight made by the same conversion, None when there is only a read (and a cast)."""
+    unpacking_bytes: int = 0
+    """What its conversion takes beside stored tensors and itself; 0 for the usual, see `_sites`."""
     whole: str | None = None
     """The weight that this one is a range of rows of, None when it is a weight of its own."""
     first_row: int = 0

@@ -61,11 +61,13 @@ def match(model: Any, pending: PendingLoad | None) -> Live:
         name = names.get(plain)
         if name is not None:
             live[name] = _as_it_is(weight, name, model.get_parameter(name))
-    convert = pending.converter()
+    convert = pending.converter(hold_model=True)
 
-    def convert_named(conversion: Any, sources: Mapping[str, torch.Tensor]) -> Any:
-        made = convert(conversion, sources)
-        return {names.get(plain, plain): value for plain, value in made.items()}
+    def convert_named(
+        conversion: Any, sources: Mapping[str, torch.Tensor], into: Mapping[str, torch.Tensor]
+    ) -> None:
+        names = (weight.name for weight in conversion.weights)
+        convert(conversion, sources, {_plain(name): into[name] for name in names})
 
     others = {names[n]: pending.source_of(n) for n in pending.misshapen() if n in names}
     return Live(model, live, others, pending.files, convert_named)

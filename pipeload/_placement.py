@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 CAST_CHUNK_BYTES = 4 << 20
 
-Convert = Callable[[Conversion, Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]]
-"""Runs the library's operations: stored tensors by checkpoint key in, weights by name out."""
+Convert = Callable[[Conversion, Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]], None]
+"""Runs the library's operations on stored tensors by checkpoint key, into weights by name."""
 
 
 # The plan has memory for one at a time.
@@ -166,8 +166,7 @@ class Placement:
             for source, offset in conversion.sources
         }
         with _one_conversion:
-            for name, tensor in self._convert(conversion, stored).items():
-                self.views[name].copy_(tensor)
+            self._convert(conversion, stored, self.views)
         return 0
 
 

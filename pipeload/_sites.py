@@ -274,7 +274,8 @@ class _Cutter:
         rows = _rows_in(weight, self.chunk_bytes)
         first = len(self.specs)
         bias = module.bias is not None
-        if weight.shape[0] <= rows or not rows_are_exact(weight, bias=bias):
+        made = weight.group is not None  # by the library, as a whole
+        if made or weight.shape[0] <= rows or not rows_are_exact(weight, bias=bias):
             self.whole(path, module, [weight])
             return
         for start, stop in row_ranges(weight.shape[0], rows):
@@ -314,6 +315,8 @@ def _is_large_float(weight: Weight) -> bool:
 def _transient_bytes(group: Sequence[Weight]) -> int:
     """Experts are stacked, then concatenated: two copies, and a third when they are cast first."""
     made = sum(weight.nbytes for weight in group)
+    if group[0].unpacking_bytes:
+        return group[0].unpacking_bytes
     cast = any(source.dtype != group[0].dtype for source in group[0].sources)
     return made * (3 if cast else 2)
 

@@ -1,8 +1,9 @@
 """Private parts of transformers: where its loading is taken over, and given back.
 
 A model is built by the library's own `from_pretrained`; only the step that fills it with weights
-(`PreTrainedModel._load_pretrained_model`) is taken over, for one call in one thread. Both methods
-are replaced only while somebody wants it. Seen in 5.24.0, tried on 5.17.0 as well.
+(`PreTrainedModel._load_pretrained_model`) is taken over, for one call in one thread, and the one
+that judges quantised checkpoints is listened to. All are replaced only while somebody wants it.
+Seen in 5.24.0, tried on 5.17.0 as well.
 """
 
 from __future__ import annotations
@@ -10,19 +11,33 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from transformers import PreTrainedModel
+import torch
+import transformers
+from transformers import PreTrainedConfig, PreTrainedModel, modeling_utils
 
 from pipeload._checkpoint import open_checkpoint
+from pipeload._formats import (
+    FORMATS,
+    check_method,
+    check_unpacked,
+    is_unpacked,
+    method_of,
+    not_loadable,
+    packed_for_accelerator,
+)
 from pipeload._loading_args import check_devices, no_checkpoint
 from pipeload._patch import Patch
 from pipeload._transformers import PendingLoad, quantised_by
-from pipeload.errors import CheckpointError, UnsupportedModelError
+from pipeload.errors import CheckpointError, PipeloadError, UnsupportedModelError
+
+if TYPE_CHECKING:
+    import os
 
 _Loader = Callable[..., tuple[Any, Any]]
 Intercept = Callable[..., Any]
@@ -42,7 +57,7 @@ def take_over_loading(stream: Callable[[PendingLoad], Any]) -> Iterator[None]:
 
     `stream` must fill or replace every parameter and return the library's loading report.
     """
-    with _LOAD:
+    with _LOAD, _QUANTIZER:
         _thread.pending = stream
         try:
             yield
@@ -136,7 +151,12 @@ def _load(
     _thread.pending = None  # one shot: models that this one loads inside are plain
     if state_dict is not None or not checkpoint_files:
         raise no_checkpoint()
-    _refuse_quantised(load_config)
+    method = quantised_by(load_config.hf_quantizer)
+    if method is not None:
+        if not load_config.hf_quantizer.pre_quantized:
+            raise _quantises(method, load_config.hf_quantizer.quantization_config)
+        check_unpacked(method, load_config.hf_quantizer.quantization_config)
+        _check_unpacks(method, load_config.weight_mapping or [])
     check_devices("device_map", load_config.device_map or {})
     _refuse_pickled(checkpoint_files)
     index = (load_config.sharded_metadata or {}).get("weight_map")
@@ -144,37 +164,93 @@ def _load(
     return stream(PendingLoad(model, checkpoint, load_config)), None
 
 
+def _get_quantizer(
+    config: Any, quantization_config: Any, device_map: Any, *args: Any, **kwargs: Any
+) -> tuple[Any, Any, Any]:
+    """The library's; what cannot be streamed is refused before the model is even built."""
+    get = _QUANTIZER.original
+    if getattr(_thread, "pending", None) is None:
+        made: tuple[Any, Any, Any] = get(config, quantization_config, device_map, *args, **kwargs)
+        return made
+    stored = getattr(config, "quantization_config", None)
+    stored = stored or getattr(config.get_text_config(decoder=True), "quantization_config", None)
+    if stored is None and quantization_config is not None:
+        wanted = method_of(quantization_config)
+        if wanted in FORMATS:  # what the library does not know either is for it to say
+            raise _quantises(wanted, quantization_config)
+    method = None if stored is None else check_method(stored)
+    try:
+        quantizer, config, places = get(config, quantization_config, device_map, *args, **kwargs)
+    except PipeloadError:
+        raise
+    except Exception as error:
+        if method is None:
+            raise
+        raise not_loadable(method, error) from error
+    if method is None or not is_unpacked(method):
+        return quantizer, config, places
+    if _has_accelerator() and packed_for_accelerator(method):
+        # It is streamed to the CPU, where the library has floats, too, when there is nothing else.
+        quantizer.quantization_config.dequantize = True
+    # Not `places`: that is where the kernels run.
+    return quantizer, config, device_map
+
+
+def _check_unpacks(method: str, mapping: Sequence[Any]) -> None:
+    operations = (op for entry in mapping for op in getattr(entry, "operations", ()))
+    if is_unpacked(method) and not any(getattr(op, "hf_quantizer", None) for op in operations):
+        raise UnsupportedModelError(
+            f"checkpoints quantised by {method!r} cannot be streamed with transformers "
+            f"{transformers.__version__}, which does not unpack them while it loads. Take a newer "
+            "one."
+        )
+
+
+def _has_accelerator() -> bool:
+    return bool(torch.accelerator.is_available())
+
+
 _LOAD = Patch(PreTrainedModel, "_load_pretrained_model", staticmethod(_load))
+_QUANTIZER = Patch(modeling_utils, "get_hf_quantizer", _get_quantizer)
 _FROM_PRETRAINED = Patch(PreTrainedModel, "from_pretrained", classmethod(_from_pretrained))
-_STREAMED_METHODS = {"bitsandbytes", "pipeload"}
 
 
-def _refuse_quantised(load_config: Any) -> None:
-    quantizer = load_config.hf_quantizer
-    name = quantised_by(quantizer)
-    if name is None:
-        return
-    if not quantizer.pre_quantized:
-        raise UnsupportedModelError(
-            f"quantization_config= for {name!r} quantises weights while they are loaded, which "
-            "needs all of them in memory. Leave it out and load what `pipeload quantize SRC DST "
-            f"--method {_nearest_method(quantizer.quantization_config)}` makes of the checkpoint: "
-            "it needs little memory."
-        )
-    if name not in _STREAMED_METHODS:
-        raise UnsupportedModelError(
-            f"checkpoints quantised by {name!r} cannot be streamed by this version. Use the "
-            "model's float checkpoint (bf16, fp16 or fp32), one quantised by bitsandbytes, or one "
-            "that `pipeload quantize` has made of the float one."
-        )
+def _quantises(method: str, config: Any) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"quantization_config= for {method!r} quantises weights while they are loaded, which "
+        "needs all of them in memory. Leave it out and load what `pipeload quantize SRC DST "
+        f"--method {_nearest_method(config)}` makes of the checkpoint: it needs little memory."
+    )
+
+
+def quantisation_of(source: str | os.PathLike[str], options: Mapping[str, Any]) -> Any:
+    """How a checkpoint is quantised that a model of floats was unpacked from.
+
+    Such a model's own configuration does not tell any more. None where it is no such checkpoint.
+    """
+    try:
+        stored, _ = PreTrainedConfig.get_config_dict(source, **options)
+    except OSError:
+        return None  # for the library to complain of, if it needs one
+    inner = stored.get("text_config") or {}
+    found = stored.get("quantization_config") or inner.get("quantization_config")
+    if not isinstance(found, dict) or not is_unpacked(method_of(found)):
+        return None
+    return found | {"dequantize": True}
 
 
 def _nearest_method(config: Any) -> str:
     """What `pipeload quantize` calls it, as far as it makes the same."""
-    if not getattr(config, "load_in_4bit", False):
+
+    def setting(name: str, otherwise: Any) -> Any:
+        if isinstance(config, dict):
+            return config.get(name, otherwise)
+        return getattr(config, name, otherwise)
+
+    if not setting("load_in_4bit", otherwise=False):
         return "int8"
-    double = " --double-quant" if config.bnb_4bit_use_double_quant else ""
-    return f"{config.bnb_4bit_quant_type}{double}"
+    double = " --double-quant" if setting("bnb_4bit_use_double_quant", otherwise=False) else ""
+    return f"{setting('bnb_4bit_quant_type', 'fp4')}{double}"
 
 
 def _refuse_pickled(files: Sequence[str]) -> None:

@@ -1,6 +1,6 @@
 """Private parts of transformers: what a checkpoint holds for a model, by the library's own rules.
 
-Seen in 5.24.0, tried on 5.17.0 as well. The other file that touches private parts is `_takeover`.
+Seen in 5.24.0, tried on 5.17.0 as well. Others that touch private parts: `_recipes`, `_takeover`.
 Key names, dtypes, buffers, ties, initialisation of missing weights and the loading report stay the
 library's.
 """
@@ -10,8 +10,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from copy import deepcopy
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from safetensors import safe_open
@@ -31,13 +30,15 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 from transformers.utils import logging as library_logging
 
 from pipeload._arena import DTYPE_CODES, DTYPES
+from pipeload._formats import FORMATS, Streamed
 from pipeload._int4_order import kernel_order
 from pipeload._layout import Conversion, Weight
 from pipeload._packed_linear import INT8_ALIGNMENT, Int4Linear, Int8Linear, PackedLinear
 from pipeload._patch import Patch
+from pipeload._recipes import Recipe
 from pipeload._repack import AS_IT_IS
 from pipeload._wide_product import temporary_bytes
-from pipeload.errors import CheckpointError, UnsupportedModelError
+from pipeload.errors import CheckpointError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -48,17 +49,6 @@ if TYPE_CHECKING:
     from pipeload._bitsandbytes import PackedWeight, Prepared
     from pipeload._checkpoint import Checkpoint, TensorEntry
     from pipeload._placement import Convert
-
-
-@dataclass(slots=True)
-class _Recipe:
-    """How one or more weights are made: the library's converter, or None for a plain rename."""
-
-    converter: WeightConverter | None
-    sources: list[tuple[TensorEntry, str]] = field(default_factory=list)
-    """Stored tensors with the converter pattern that each matched."""
-    keeps_dtype: bool = False
-    """Whether the library leaves it in the dtype it is stored in."""
 
 
 class PendingLoad:
@@ -161,7 +151,7 @@ class PendingLoad:
         return found
 
     def _unusable(
-        self, name: str, parameter: nn.Parameter, recipe: _Recipe | None
+        self, name: str, parameter: nn.Parameter, recipe: Recipe | None
     ) -> CheckpointError:
         if recipe is None:
             what = f"is not in {str(self.files[0].parent)!r}"
@@ -182,9 +172,9 @@ class PendingLoad:
         for path, module in self.model.named_modules():
             if is_packed(module):
                 name = f"{path}.weight"
-                recipe = self._recipes.get(name, _Recipe(None))
+                recipe = self._recipes.get(name, Recipe(None))
                 parts = {pattern: entry for entry, pattern in recipe.sources}
-                if recipe.keeps_dtype:  # it came alone
+                if recipe.dtype is not None:  # it came alone
                     parts = {"weight": recipe.sources[0][0]}
                 found[name] = PackedWeight(name, module, parts)
         return found
@@ -262,60 +252,59 @@ class PendingLoad:
         """Have the library initialise what `load_rest` has not loaded, as it does for its own."""
         type(self.model)._finalize_model_loading(self.model, self._config, info)
 
-    def converter(self) -> Convert:
-        """The library's operations as a function; holds the model weakly."""
+    def converter(self, *, hold_model: bool = False) -> Convert:
+        """The library's operations as a function.
+
+        Those for quantised weights look at the model's modules. It is held weakly; with
+        `hold_model`, strongly: for one on the meta device that nobody else will have.
+        """
         recipes, model = self._recipes, weakref.ref(self.model)
+        held = self.model if hold_model and self.quantised_by is not None else None
 
         def convert(
-            conversion: Conversion, stored: Mapping[str, torch.Tensor]
-        ) -> Mapping[str, torch.Tensor]:
+            conversion: Conversion,
+            stored: Mapping[str, torch.Tensor],
+            into: Mapping[str, torch.Tensor],
+        ) -> None:
             first = conversion.weights[0].group or ""
-            dtype = DTYPES[conversion.weights[0].dtype]
-            operation = deepcopy(recipes[first].converter)
-            if operation is None:
-                raise UnsupportedModelError(f"no conversion is known for {first!r}")
-            for source, pattern in recipes[first].sources:
-                tensor = stored[source.name]
-                # The same order as the library's: cast what was read, then convert.
-                cast: Any = partial(tensor.to, dtype)
-                operation.add_tensor(first, source.name, pattern, cast)
-            owner = model()
-            made = operation.convert(
-                first, model=owner, config=owner.config if owner is not None else None
-            )
-            return {
-                name: value[0] if isinstance(value, list) else value for name, value in made.items()
-            }
+            owner = held if held is not None else model()
+            recipes[first].fill(first, owner, stored, into)
 
         return convert
 
-    def _match_keys(self) -> dict[str, _Recipe]:
+    def _match_keys(self) -> dict[str, Recipe]:
         renamings = [entry for entry in self._mapping if isinstance(entry, WeightRenaming)]
         converters = [entry for entry in self._mapping if isinstance(entry, WeightConverter)]
         by_pattern = {pattern: c for c in converters for pattern in c.source_patterns}
         state = self.model.state_dict()
         prefix = self.model.base_model_prefix
-        recipes: dict[str, _Recipe] = {}
+        recipes: dict[str, Recipe] = {}
         # The library's order: experts must arrive in the order of their numbers.
         for key in sorted(self.checkpoint.entries, key=dot_natural_key):
             target, pattern = rename_source_key(key, renamings, converters, prefix, state)
             if target not in state and key in state:
                 target, pattern = rename_source_key(key, [], [], prefix, state)
             if target in state:
-                recipe = recipes.setdefault(target, _Recipe(by_pattern.get(pattern or "")))
+                recipe = recipes.setdefault(target, Recipe(by_pattern.get(pattern or "")))
                 recipe.sources.append((self.checkpoint.entries[key], pattern or key))
+        method = self.quantised_by
+        stored_as = FORMATS.get(method) if method is not None else None
+        if isinstance(stored_as, Streamed) and stored_as.unpacking:
+            for name, recipe in recipes.items():
+                recipe.settle(name, self.model, stored_as)
+            return recipes
         for recipe in recipes.values():
-            if len(recipe.sources) == 1 and _collects_statistics(recipe.converter):
-                recipe.converter, recipe.keeps_dtype = None, True
+            if len(recipe.sources) == 1 and recipe.unpacks and not recipe.merges:
+                recipe.converter, recipe.dtype = None, DTYPES.get(recipe.sources[0][0].dtype)
         return recipes
 
-    def _targets(self, first: str, recipe: _Recipe) -> list[str]:
+    def _targets(self, first: str, recipe: Recipe) -> list[str]:
         if recipe.converter is None:
             return [first]
         patterns = recipe.converter.target_patterns
         return [first.replace(patterns[0], pattern) for pattern in patterns]
 
-    def _usable(self, parameter: nn.Parameter | None, recipe: _Recipe) -> bool:
+    def _usable(self, parameter: nn.Parameter | None, recipe: Recipe) -> bool:
         if parameter is None or parameter.dtype not in DTYPE_CODES:
             return False
         if any(source.dtype not in DTYPES for source, _ in recipe.sources):
@@ -324,10 +313,10 @@ class PendingLoad:
             return parameter.is_floating_point()
         return len(recipe.sources) == 1 and recipe.sources[0][0].shape == tuple(parameter.shape)
 
-    def _weight(self, name: str, parameter: nn.Parameter, first: str, recipe: _Recipe) -> Weight:
+    def _weight(self, name: str, parameter: nn.Parameter, first: str, recipe: Recipe) -> Weight:
         dtype = self._target_dtype(name if recipe.converter is None else first, parameter)
-        if recipe.keeps_dtype:
-            dtype = DTYPES[recipe.sources[0][0].dtype]
+        if recipe.dtype is not None:
+            dtype = recipe.dtype
         return Weight(
             name=name,
             dtype=DTYPE_CODES[dtype],
@@ -335,6 +324,7 @@ class PendingLoad:
             nbytes=parameter.numel() * dtype.itemsize,
             sources=tuple(source for source, _ in recipe.sources),
             group=None if recipe.converter is None else first,
+            unpacking_bytes=recipe.unpacking_bytes,
         )
 
     def _target_dtype(self, name: str, parameter: nn.Parameter) -> torch.dtype:
@@ -346,12 +336,6 @@ class PendingLoad:
                 dtype: torch.dtype = plan[groups[match.lastgroup]]
                 return dtype
         return parameter.dtype
-
-
-def _collects_statistics(converter: WeightConverter | None) -> bool:
-    """Whether a converter puts a quantised weight together; those that come alone pass it as is."""
-    operations = converter.operations if converter is not None else []
-    return bool(operations) and all(getattr(op, "hf_quantizer", None) for op in operations)
 
 
 def quantised_by(quantizer: Any) -> str | None:

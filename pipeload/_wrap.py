@@ -119,6 +119,10 @@ def _open(
     if checkpoint is None and commit and not Path(source).is_dir():
         options.setdefault("revision", commit)
     config = copy.deepcopy(model.config)
+    if getattr(config, "quantization_config", None) is None:
+        quantised = _takeover.quantisation_of(source, options)
+        if quantised is not None:
+            config.quantization_config = quantised
     return _takeover.peek(lambda: type(model).from_pretrained(source, config=config, **options))
 
 

@@ -45,6 +45,7 @@ FLOORS = (
         "_on_disk",
         "_own_weights",
         "_twins",
+        "_formats",
         "_loading_args",
     },
     {
@@ -74,6 +75,7 @@ FLOORS = (
     },
     {"_checkpoint", "_compare", "_dispatcher", "_nf4", "_handle", "_pass_needs", "_residency"},
     {"_prefetcher", "_bitsandbytes", "_reserve", "_sites", "_spill"},
+    {"_recipes"},
     {"_build", "_hooking", "_model_card", "_quantizer", "_refusals", "_shards", "_transformers"},
     {
         "_governor",
@@ -116,6 +118,7 @@ WITHOUT_TORCH = {
     "_checkpoint_json",
     "_floor",
     "_folder_lock",
+    "_formats",
     "_home",
     "_layout",
     "_loading_args",
@@ -141,6 +144,7 @@ THE_LIBRARYS_FILES = {
     "_quantise",
     "_quantise_forms",
     "_quantizer",
+    "_recipes",
     "_takeover",
     "_transformers",
     # On top of everything, where a user's script would be:
@@ -152,6 +156,7 @@ THE_LIBRARYS_FILES = {
 FILES_ON_THE_HOOKS = {
     "_adapters",
     "_assembly",
+    "_bench_worker",
     "_bitsandbytes",
     "_eval_progress",
     "_first_pass",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from typing import TYPE_CHECKING, Any
 
@@ -169,17 +168,6 @@ def test_a_model_without_blocks(tmp_path: Path) -> None:
 
 
 # -- checkpoints and arguments that cannot be streamed ---------------------------------------------
-
-
-def test_a_quantised_checkpoint(folder: Path, tmp_path: Path) -> None:
-    """The method is named, and what to use instead."""
-    copy = shutil.copytree(folder, tmp_path / "copy")
-    config = json.loads((copy / "config.json").read_text())
-    quantised = {"quant_method": "fp8", "weight_block_size": [128, 128]}
-    config["quantization_config"] = quantised
-    (copy / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UnsupportedModelError, match=r"'fp8' cannot be streamed.*float checkpoint"):
-        pipeload.from_pretrained(copy)
 
 
 def test_a_pickled_checkpoint(folder: Path, tmp_path: Path) -> None:
