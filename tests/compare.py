@@ -4,6 +4,9 @@
     python tests/compare.py MODEL_FOLDER --cap 2.2GB --with plain --tokens 3
     python tests/compare.py MODEL_FOLDER --cap 1.2GB --with accelerate --tokens 6
 
+    python tests/compare.py INT4_FOLDER --cap 3.0GB --with llama.cpp --gguf FILE --python PYTHON
+
+`--python` is an interpreter that has llama-cpp-python; `tests/make_gguf.py` makes the file.
 Contenders run in turn (A B A B ...), each in a process of its own in a control group of that size,
 with the page cache dropped before each. Needs root. accelerate gets the best of several
 `max_memory`.
@@ -55,14 +58,49 @@ steps = [b - a for a, b in zip(times[1:-1], times[2:])]
 print(json.dumps({"first": times[1] - started, "step": sum(steps) / len(steps)}))
 """
 
+# Its own files as they are, mapped: without weights in another order, which are copies.
+_LLAMA = r"""
+import json, sys, time, ctypes, llama_cpp
+kind, path, limit, tokens, extra = sys.argv[1:]
+quiet = llama_cpp.llama_log_callback(lambda *_: None)
+llama_cpp.llama_log_set(quiet, ctypes.c_void_p(0))
+started = time.perf_counter()
+llama_cpp.llama_backend_init()
+settings = llama_cpp.llama_model_default_params()
+settings.use_extra_bufts, settings.use_mmap = False, True
+model = llama_cpp.llama_model_load_from_file(path.encode(), settings)
+shape = llama_cpp.llama_context_default_params()
+shape.n_ctx, shape.n_batch, shape.n_threads, shape.n_threads_batch = 256, 64, 2, 2
+context = llama_cpp.llama_init_from_model(model, shape)
+times = []
+def run(ids):
+    array = (llama_cpp.llama_token * len(ids))(*ids)
+    assert llama_cpp.llama_decode(context, llama_cpp.llama_batch_get_one(array, len(ids))) == 0
+    llama_cpp.llama_get_logits(context)[0]
+    times.append(time.perf_counter())
+run(range(5, 21))
+for number in range(int(tokens) - 1):
+    run([number + 30])
+steps = [b - a for a, b in zip(times[:-1], times[1:])]
+print(json.dumps({"first": times[0] - started, "step": sum(steps) / len(steps)}))
+"""
 
-def measure(kind: str, folder: Path, cap: int, tokens: int, extra: str = "") -> dict[str, float]:
+
+def measure(
+    kind: str,
+    folder: Path,
+    cap: int,
+    tokens: int,
+    extra: str = "",
+    *,
+    python: str = sys.executable,
+) -> dict[str, float]:
     """One run in a group of `cap` bytes (0: no cap); {"killed": 1} when the kernel ended it."""
     drop_caches()
     command = [
-        sys.executable,
+        python,
         "-c",
-        _CHILD,
+        _LLAMA if kind == "llama.cpp" else _CHILD,
         kind,
         str(folder),
         str(cap or 1 << 50),
@@ -90,16 +128,22 @@ def best_share(folder: Path, cap: int, tokens: int, offload: str) -> str:
     return min(found)[1]
 
 
+OTHERS = ("plain", "accelerate", "llama.cpp")
+
+
 def main() -> None:
     """Print every run and the median ratio of the pairs."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", type=Path)
     parser.add_argument("--cap", default="0")
-    parser.add_argument("--with", dest="other", choices=["plain", "accelerate"], default="plain")
+    parser.add_argument("--with", dest="other", choices=OTHERS, default="plain")
+    parser.add_argument("--gguf", type=Path, help="llama.cpp's file")
+    parser.add_argument("--python", default=sys.executable, help="has llama-cpp-python")
     parser.add_argument("--tokens", type=int, default=6)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--options", default="{}", help="JSON for pipeload.from_pretrained")
     options = parser.parse_args()
+    path = options.gguf if options.other == "llama.cpp" else options.model
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     cap = 0 if options.cap == "0" else parse_size(options.cap)
     with tempfile.TemporaryDirectory(dir=options.model.parent) as offload:
@@ -109,7 +153,7 @@ def main() -> None:
         pairs: list[tuple[dict[str, Any], dict[str, Any]]] = []
         for _ in range(options.rounds):
             ours = measure("pipeload", options.model, cap, options.tokens, options.options)
-            theirs = measure(options.other, options.model, cap, options.tokens, extra)
+            theirs = measure(options.other, path, cap, options.tokens, extra, python=options.python)
             print(f"pipeload {ours}  {options.other} {theirs}", flush=True)
             pairs.append((ours, theirs))
     for figure in ("first", "step"):
