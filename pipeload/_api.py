@@ -40,6 +40,7 @@ def from_pretrained(
     io_mode: str = "auto",
     readers: int | None = None,
     pressure: str = "off",
+    read_timeout: float | str | None = "auto",
     auto_class: type[Any] | None = None,
     **kwargs: Any,
 ) -> Any:
@@ -63,6 +64,9 @@ def from_pretrained(
         pressure: with "auto", weights are given back when the process's control groups have no more
             room or it waits for memory, before the kernel has to act; "off" looks at `memory_limit`
             alone.
+        read_timeout: seconds that a single read may take before whoever waits for it gets a
+            ReadError; the model runs again once the disk answers. None or 0: wait for ever. "auto"
+            is what the environment variable PIPELOAD_READ_TIMEOUT says, else 120.
         auto_class: the class whose `from_pretrained` is called. AutoModelForCausalLM when None.
         **kwargs: passed on to the library's `from_pretrained`.
 
@@ -75,7 +79,7 @@ def from_pretrained(
         CheckpointError: a file is missing, malformed or pickled.
         UnsupportedModelError: the model cannot be streamed exactly.
         OptionError: an option means nothing.
-        ReadError: the disk failed.
+        ReadError: the disk failed, or does not answer.
     """
     request = make_request(
         memory_limit,
@@ -84,6 +88,7 @@ def from_pretrained(
         io_mode=io_mode,
         readers=readers,
         pressure=pressure,
+        read_timeout=read_timeout,
         enclosing=_enclosing_limit(),
     )
     passed_on = check_source(pretrained, kwargs)
@@ -106,6 +111,7 @@ def wrap(
     io_mode: str = "auto",
     readers: int | None = None,
     pressure: str = "off",
+    read_timeout: float | str | None = "auto",
     checkpoint: str | os.PathLike[str] | None = None,
     spill_dir: str | os.PathLike[str] | None = None,
     **kwargs: Any,
@@ -125,6 +131,7 @@ def wrap(
         io_mode: as for `from_pretrained`.
         readers: as for `from_pretrained`.
         pressure: as for `from_pretrained`.
+        read_timeout: as for `from_pretrained`.
         checkpoint: a folder or a hub id; where the model says it is from when None.
         spill_dir: a folder in which weights that are not the checkpoint's are written, to be
             streamed from there. The file goes when the handle is removed or the model is gone.
@@ -139,7 +146,7 @@ def wrap(
         MemoryLimitError: as for `from_pretrained`; nothing has changed then.
         UnsupportedModelError: it cannot be streamed exactly.
         OptionError: an option means nothing, or the model is not on the CPU, or streamed already.
-        ReadError: the disk failed.
+        ReadError: the disk failed, or does not answer.
     """
     request = make_request(
         memory_limit,
@@ -148,6 +155,7 @@ def wrap(
         io_mode=io_mode,
         readers=readers,
         pressure=pressure,
+        read_timeout=read_timeout,
         enclosing=_enclosing_limit(),
     )
     wrap_model(model, request, checkpoint, spill_dir, kwargs)
@@ -163,6 +171,7 @@ def streaming(
     io_mode: str = "auto",
     readers: int | None = None,
     pressure: str = "off",
+    read_timeout: float | str | None = "auto",
 ) -> Iterator[None]:
     """Inside, every `from_pretrained` of every model class is streamed: scripts need no change.
 
@@ -179,6 +188,7 @@ def streaming(
         io_mode: as for `from_pretrained`.
         readers: as for `from_pretrained`.
         pressure: as for `from_pretrained`.
+        read_timeout: as for `from_pretrained`.
 
     Raises:
         OptionError: an option means nothing.
@@ -190,6 +200,7 @@ def streaming(
         io_mode=io_mode,
         readers=readers,
         pressure=pressure,
+        read_timeout=read_timeout,
         enclosing=_enclosing_limit(),
     )
     with intercept_loading(Loading(request, lenient=True)):

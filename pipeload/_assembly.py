@@ -18,7 +18,7 @@ from pipeload._first_pass import FirstPass
 from pipeload._governor import Governor
 from pipeload._handle import Handle
 from pipeload._home import Home
-from pipeload._layout import Weight, lay_out
+from pipeload._layout import Weight, ceil_page, lay_out
 from pipeload._notebook_bar import NotebookBar, in_notebook
 from pipeload._own_weights import OwnWeights
 from pipeload._placement import SCRATCH_BYTES
@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from pipeload._placement import Convert, Place
     from pipeload._plan import Plan
     from pipeload._reserve import PassHint
+    from pipeload._stalls import Stalls
 
 CHUNK_BYTES = 16 << 20
 """The most one read call asks for."""
@@ -92,14 +93,14 @@ class Assembly:
         self._pressure = pressure
         self._undo: list[Callable[[], None]] = []
         paths = source.files
-        files = FileSet(paths, build.stream_mode)
+        files = FileSet(paths, build.stream_mode, build.read_timeout)
         convert = source.converter()
         wholes = [site.whole for site in parts.sites if site.whole is not None]
         mapped = list(paths) if plan.io_mode == MAPPED else None
         places = Places(files, convert, wholes, mapped)
         scratch = _scratch(plan)
         pinned = places.make(lay_out(parts.pinned))
-        read = run_jobs(pinned.read_jobs(CHUNK_BYTES), scratch)
+        read = run_jobs(pinned.read_jobs(CHUNK_BYTES), scratch, files.stalls)
         self._prepared: dict[str, Prepared] = {}
         self._filled = self._set_parameters(source, build, pinned)
         self._companions = {name: packed.companions for name, packed in self._prepared.items()}
@@ -113,7 +114,7 @@ class Assembly:
         )
         self._governor = Governor(build, needs, hint, prefetcher.counters, pressure=pressure)
         ACCOUNTANT.join(self._governor, plan.memory_limit)
-        self._read = _reader_of(places, scratch, self._governor)
+        self._read = _reader_of(places, plan.readers, files.stalls, self._governor)
         self._seats = self._make_seats()
         self._streamer = Streamer(
             seats=self._seats,
@@ -231,7 +232,7 @@ class Assembly:
 
 
 def _reader_of(
-    places: Places, scratch: Sequence[Region | None], governor: Governor
+    places: Places, readers: int, stalls: Stalls, governor: Governor
 ) -> Callable[[Weight], torch.Tensor]:
     """Reads single weights into memory that is not streamed."""
 
@@ -239,7 +240,9 @@ def _reader_of(
         layout = lay_out([weight])
         governor.shrink(governor.budget - layout.nbytes - weight.nbytes)
         place = places.make(layout)
-        run_jobs(place.read_jobs(CHUNK_BYTES), scratch)
+        # Not the readers' own: they may be reading ahead, or one that hangs may come back to it.
+        scratch = _make_scratch(readers if layout.casts else 0) or [None] * readers
+        run_jobs(place.read_jobs(CHUNK_BYTES), scratch, stalls)
         # As plain copies lie in memory, not as the file's pages do: that can change results.
         return place.views[weight.name].clone()
 
@@ -271,7 +274,9 @@ def _slots(build: Build) -> list[Region]:
 
 
 def _scratch(plan: Plan) -> list[Region | None]:
-    if not plan.scratch_bytes:
-        return [None] * plan.readers
-    arena = Arena(plan.scratch_bytes, device=_CPU, huge=True)
-    return [arena.take(SCRATCH_BYTES) for _ in range(plan.readers)]
+    return _make_scratch(plan.readers if plan.scratch_bytes else 0) or [None] * plan.readers
+
+
+def _make_scratch(readers: int) -> list[Region | None]:
+    arena = Arena(readers * ceil_page(SCRATCH_BYTES), device=_CPU, huge=True)
+    return [arena.take(SCRATCH_BYTES) for _ in range(readers)]

@@ -24,6 +24,7 @@ from pipeload._reserve import limit_for, page_table_bytes
 from pipeload._residency import Residency
 from pipeload._sites import CHUNKS, Grain, Touched
 from pipeload._sizes import format_size
+from pipeload._stalls import DEFAULT_SECONDS
 from pipeload.errors import MemoryLimitError
 
 if TYPE_CHECKING:
@@ -57,6 +58,8 @@ class Options:
     io_mode: str
     readers: int | None
     disk_rate: float | None
+    read_timeout: float | None = DEFAULT_SECONDS
+    """Seconds after which a read is taken to hang; None: never."""
     may_map: bool = True
     """Whether files may be mapped; else they are read even where everything fits."""
 
@@ -69,6 +72,7 @@ class Build(NamedTuple):
     plan: Plan
     stream_mode: str
     """How files are read; `plan.io_mode` unless everything is mapped."""
+    read_timeout: float | None
 
 
 def make_plan(
@@ -137,7 +141,7 @@ def make_plan(
         io_mode=MAPPED if fits else stream_mode,  # see [Note: mapped or copied]
         disk_rate=options.disk_rate,
     )
-    return Build(cut.parts, cut.residency, plan, stream_mode)
+    return Build(cut.parts, cut.residency, plan, stream_mode, options.read_timeout)
 
 
 class _Cut:

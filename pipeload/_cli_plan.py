@@ -94,7 +94,7 @@ def probe(files: Sequence[Path]) -> float:
         return read
 
     try:
-        return run_jobs([job(*piece) for piece in _spread(files)], scratch).rate
+        return run_jobs([job(*piece) for piece in _spread(files)], scratch, opened.stalls).rate
     finally:
         opened.close()
 

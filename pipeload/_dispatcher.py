@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 # Units being read at once: the second keeps the readers busy while the first one's last chunk ends.
 _MAX_LOADING = 2
 _MIN_CHUNK_BYTES = 1 << 20
+_JOIN_SECONDS = 5.0
 
 
 class Dispatcher:
@@ -269,7 +270,7 @@ class Dispatcher:
                 self.counters.resident_bytes -= place.nbytes
             unit.state, unit.failed = UnitState.ON_DISK, True
             if ticket is not None:
-                ticket.settle(_name_block(load.error, unit.plan.name))
+                ticket.settle(name_block(load.error, unit.plan.name))
             return
         if unit.home.unread:
             unit.home.mark_read()
@@ -325,7 +326,7 @@ class Dispatcher:
             ticket.settle(
                 UnsupportedOperationError("streaming was removed while a pass waited for weights")
             )
-        self._pool.join(5.0)
+        self._pool.join(_JOIN_SECONDS)
 
 
 def dispatch(dispatcher: Dispatcher) -> None:
@@ -340,7 +341,8 @@ def dispatch(dispatcher: Dispatcher) -> None:
         dispatcher.inbox.get_nowait()
 
 
-def _name_block(error: BaseException, block: str) -> BaseException:
+def name_block(error: BaseException, block: str) -> BaseException:
+    """The error of a unit's load, with the unit's name in it."""
     if isinstance(error, PipeloadError):
         return type(error)(f"block {block!r}: {error}") if type(error) is ReadError else error
     return ReadError(

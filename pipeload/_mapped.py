@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from pipeload._arena import Region
     from pipeload._layout import Layout
     from pipeload._reader import Work
+    from pipeload._stalls import Stalls
 
 _MADV_POPULATE_READ = 22  # Linux 5.14; not in Python's mmap module
 
@@ -34,7 +35,8 @@ _MADV_POPULATE_READ = 22  # Linux 5.14; not in Python's mmap module
 class MappedFiles:
     """Private mappings of whole checkpoint files. They cost nothing until they are touched."""
 
-    def __init__(self, files: Sequence[Path]) -> None:
+    def __init__(self, files: Sequence[Path], stalls: Stalls) -> None:
+        self._stalls = stalls
         self._maps: dict[Path, mmap.mmap] = {}
         self._descriptors: dict[Path, int] = {}
         for path in files:
@@ -65,8 +67,9 @@ class MappedFiles:
         # By ctypes: it lets other threads run meanwhile, the mmap module's madvise does not.
         advise = ctypes.CDLL(None).madvise
         length = ctypes.c_size_t(stop - first)
-        advise(ctypes.c_void_p(address), length, mmap.MADV_WILLNEED)
-        advise(ctypes.c_void_p(address), length, _MADV_POPULATE_READ)
+        with self._stalls.reading(path, first):
+            advise(ctypes.c_void_p(address), length, mmap.MADV_WILLNEED)
+            advise(ctypes.c_void_p(address), length, _MADV_POPULATE_READ)
         return stop - first
 
     def discard(self, path: Path, first: int, stop: int) -> None:

@@ -9,9 +9,9 @@ import weakref
 from functools import partial
 from typing import TYPE_CHECKING
 
-from pipeload._dispatcher import Dispatcher, dispatch
+from pipeload._dispatcher import Dispatcher, dispatch, name_block
 from pipeload._unit import Split, Ticket, Unit
-from pipeload.errors import UnsupportedOperationError
+from pipeload.errors import ReadError, UnsupportedOperationError
 
 if TYPE_CHECKING:
     import queue
@@ -72,6 +72,7 @@ class Prefetcher:
             chunk_bytes=chunk_bytes,
         )
         self._dispatcher = dispatcher
+        self._stalls = files.stalls
         self._inbox = dispatcher.inbox
         self._thread = threading.Thread()
         self._closer = weakref.finalize(self, _end, self._inbox, self._thread)
@@ -110,7 +111,7 @@ class Prefetcher:
         """Return once the unit's bytes are there; the seconds that were waited.
 
         Raises:
-            ReadError: the disk failed.
+            ReadError: the disk failed, or does not answer.
             UnsupportedModelError: more blocks run inside each other than there are buffers.
             UnsupportedOperationError: in a forked child, or after `close`.
         """
@@ -119,7 +120,12 @@ class Prefetcher:
             return 0.0
         started = time.perf_counter()
         ticket = Ticket(index)
-        self._ask(ticket, partial(self._dispatcher.wanted, ticket))
+        try:
+            self._ask(ticket, partial(self._dispatcher.wanted, ticket))
+        except ReadError as error:
+            if error is ticket.error:
+                raise
+            raise name_block(error, self.units[index].plan.name) from None  # nobody settled it
         return time.perf_counter() - started
 
     def release(self, index: int) -> None:
@@ -160,4 +166,4 @@ class Prefetcher:
         if not self._closer.alive:
             raise UnsupportedOperationError("streaming has ended for this model. Load it again.")
         self._inbox.put(message)
-        ticket.wait(self._thread.is_alive)
+        ticket.wait(self._thread.is_alive, self._stalls)

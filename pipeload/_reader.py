@@ -6,6 +6,7 @@ Three ways to read: "direct" (O_DIRECT, past the page cache), "buffered" (throug
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import queue
@@ -17,7 +18,9 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from pipeload._layout import PAGE
+from pipeload._mounts import warn_of_network
 from pipeload._open_file import OpenFile, open_file
+from pipeload._stalls import DEFAULT_SECONDS, Stalls
 from pipeload.errors import CheckpointChangedError, OptionError, ReadError
 
 if TYPE_CHECKING:
@@ -36,13 +39,22 @@ class FileSet:
     place is noticed by `check_unchanged`.
     """
 
-    def __init__(self, files: Sequence[Path], io_mode: str) -> None:
+    def __init__(
+        self, files: Sequence[Path], io_mode: str, read_timeout: float | None = DEFAULT_SECONDS
+    ) -> None:
         """Open every file.
+
+        Args:
+            files: paths.
+            io_mode: "direct", "buffered" or "uncached".
+            read_timeout: seconds after which a read is taken to hang; None: never.
 
         Raises:
             ReadError: a file cannot be opened, or refuses the mode.
         """
         self.io_mode = io_mode
+        self.stalls = Stalls(read_timeout)
+        self._remote = warn_of_network(files)
         self._forget = _forget if io_mode == "uncached" else None
         self._files: dict[Path, OpenFile] = {}
         self._closer = weakref.finalize(self, _close_all, self._files)
@@ -71,7 +83,8 @@ class FileSet:
         got = 0
         while got < wanted:
             try:
-                count = file.read(into[got : stop - first], first + got)
+                with self.stalls.reading(path, first + got):
+                    count = file.read(into[got : stop - first], first + got)
             except OSError as error:
                 raise ReadError(
                     f"reading {str(path)!r} at byte {first + got} failed: {error}"
@@ -92,15 +105,24 @@ class FileSet:
 
         Raises:
             CheckpointChangedError: one has another size or modification time.
+            ReadError: they are on a network mount, and it does not answer.
         """
+        if self._remote:
+            run_jobs([lambda _scratch: self._check_unchanged()], [None], self.stalls)
+        else:
+            self._check_unchanged()
+
+    def _check_unchanged(self) -> int:
         for path, file in self._files.items():
-            status = os.fstat(file.descriptor)
+            with self.stalls.reading(path, 0):
+                status = os.fstat(file.descriptor)
             if (status.st_size, status.st_mtime_ns) != (file.nbytes, file.modified_ns):
                 raise CheckpointChangedError(
                     f"checkpoint file {str(path)!r} was changed in place while the model was "
                     f"using it ({file.nbytes} bytes when opened, {status.st_size} now). Load the "
                     "model again."
                 )
+        return 0
 
     def reopen_name(self, path: Path) -> str:
         """A name that opens the very file that was opened, even if another took its place since.
@@ -269,11 +291,12 @@ class PinnedRead(NamedTuple):
         return self.nbytes / self.seconds if self.seconds else 0.0
 
 
-def run_jobs(jobs: Sequence[Work], scratch: Sequence[Region | None]) -> PinnedRead:
+def run_jobs(jobs: Sequence[Work], scratch: Sequence[Region | None], stalls: Stalls) -> PinnedRead:
     """Run `jobs` on one thread per entry of `scratch` and wait for all of them.
 
     Raises:
-        ReadError: a read failed; the rest are still finished first.
+        ReadError: a read failed; the rest are still finished first. Or `stalls` knows of one that
+            hangs: then nothing may use the memory again that these jobs write to.
     """
     outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
     started = time.perf_counter()
@@ -281,7 +304,7 @@ def run_jobs(jobs: Sequence[Work], scratch: Sequence[Region | None]) -> PinnedRe
     try:
         for job in jobs:
             pool.submit(None, job)
-        finished = [outcomes.get() for _ in jobs]
+        finished = [_next_outcome(outcomes, stalls) for _ in jobs]
     finally:
         pool.close()
     for outcome in finished:
@@ -289,3 +312,11 @@ def run_jobs(jobs: Sequence[Work], scratch: Sequence[Region | None]) -> PinnedRe
             raise outcome.error
     seconds = time.perf_counter() - started
     return PinnedRead(sum(outcome.nbytes for outcome in finished), len(finished), seconds)
+
+
+def _next_outcome(outcomes: queue.SimpleQueue[Outcome], stalls: Stalls) -> Outcome:
+    since = time.monotonic()
+    while True:
+        with contextlib.suppress(queue.Empty):
+            return outcomes.get(timeout=stalls.tick)
+        stalls.check(since)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass
 
@@ -10,6 +11,7 @@ from pipeload._build import Options
 from pipeload._memory import parse_limit
 from pipeload._reader import IO_MODES
 from pipeload._reserve import PassHint
+from pipeload._stalls import DEFAULT_SECONDS, VARIABLE
 from pipeload.errors import OptionError
 
 LIMIT_VARIABLE = "PIPELOAD_MEMORY_LIMIT"
@@ -36,6 +38,7 @@ def make_request(
     readers: int | None = None,
     pressure: str = "off",
     disk_rate: float | None = None,
+    read_timeout: float | str | None = "auto",
     enclosing: int | None = None,
 ) -> Request:
     """Check what was asked for.
@@ -48,6 +51,7 @@ def make_request(
         readers: as there.
         pressure: as there.
         disk_rate: bytes per second to predict with.
+        read_timeout: as for `pipeload.from_pretrained`.
         enclosing: in bytes, the limit of what this is a part of.
 
     Raises:
@@ -65,7 +69,7 @@ def make_request(
     if pressure not in _PRESSURES:
         raise OptionError(f"pressure={pressure!r} is unknown. Choose one of 'off', 'auto'.")
     limit = _resolve_limit(memory_limit, enclosing)
-    options = Options(limit, io_mode, readers, disk_rate)
+    options = Options(limit, io_mode, readers, disk_rate, _resolve_timeout(read_timeout))
     return Request(options, PassHint(tokens, batch), pressure == "auto")
 
 
@@ -84,6 +88,28 @@ def _resolve_limit(memory_limit: int | str, enclosing: int | None) -> int:
         return parse_limit(named)
     except OptionError as error:
         raise OptionError(f"the environment variable {LIMIT_VARIABLE}: {error}") from None
+
+
+def _resolve_timeout(read_timeout: float | str | None) -> float | None:
+    """Seconds, None for no limit; what "auto" means stands in the environment."""
+    if read_timeout is None:
+        return None
+    if read_timeout != "auto":
+        return _check_timeout(read_timeout, f"read_timeout={read_timeout!r}")
+    named = os.environ.get(VARIABLE, "").strip()
+    if not named:
+        return DEFAULT_SECONDS
+    return _check_timeout(named, f"the environment variable {VARIABLE}={named!r}")
+
+
+def _check_timeout(value: float | str, what: str) -> float | None:
+    try:
+        seconds = -1.0 if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError):
+        seconds = -1.0
+    if not 0 <= seconds < math.inf:
+        raise OptionError(f"{what} must be seconds, 0 or more; 0 (or None) waits for ever.")
+    return seconds or None
 
 
 def _is_whole(value: object) -> bool:

@@ -126,15 +126,15 @@ class RowTable:
         return pages
 
     def _read(self, runs: list[range]) -> int:
-        if len(runs) <= _FEW_RUNS:
-            return sum(map(self._read_run, runs))
+        # Never in the caller's own thread, which could not tell that a read hangs.
+        readers = 1 if len(runs) <= _FEW_RUNS else _READERS
         left = deque(runs)
 
         def read_some(_scratch: Region | None) -> int:
             return sum(map(self._read_run, _drain(left)))
 
         try:
-            return run_jobs([read_some] * _READERS, [None] * _READERS).nbytes
+            return run_jobs([read_some] * readers, [None] * readers, self._files.stalls).nbytes
         finally:
             left.clear()  # after an interrupt the readers must not go on
 

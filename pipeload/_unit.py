@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import enum
 import threading
+import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -24,8 +25,7 @@ if TYPE_CHECKING:
     from pipeload._home import Home
     from pipeload._placement import Place, Placement
     from pipeload._plan import UnitPlan
-
-_LIVENESS_SECONDS = 1.0
+    from pipeload._stalls import Stalls
 
 
 class UnitState(enum.Enum):
@@ -85,13 +85,16 @@ class Ticket:
         self.error = error
         self._done.release()
 
-    def wait(self, alive: Callable[[], bool]) -> None:
+    def wait(self, alive: Callable[[], bool], stalls: Stalls) -> None:
         """Return once it is settled, or raise what it was settled with.
 
         Raises:
             UnsupportedOperationError: `alive` says that nobody is there any more to settle it.
+            ReadError: the disk does not answer. It may still be settled later.
         """
-        while not self._done.acquire(timeout=_LIVENESS_SECONDS):
+        since = time.monotonic()
+        while not self._done.acquire(timeout=stalls.tick):
+            stalls.check(since)
             if not alive():
                 raise UnsupportedOperationError(
                     "the thread that dispatches reads has ended. Load the model again."

@@ -65,7 +65,8 @@ def load_streamed(folder: Path, *, spare: int = 0, modules: bool = False, **opti
     """A model with `spare` bytes over the smallest limit; everything fits with 10_000_000."""
     options = {"dtype": "auto"} | options
     with steady_floor(modules=modules):
-        limit = smallest_limit(folder, **options) + spare
+        planned = {name: value for name, value in options.items() if name != "read_timeout"}
+        limit = smallest_limit(folder, **planned) + spare
         return pipeload.from_pretrained(folder, memory_limit=limit, **options)
 
 

@@ -256,9 +256,9 @@ def test_an_interrupt_while_waiting_for_the_disk(
 def interrupt_while_waiting(model: Any, main: int, patch: pytest.MonkeyPatch) -> None:
     gate, waiting, original = ReadGate(patch), threading.Event(), Ticket.wait
 
-    def wait(ticket: Ticket, alive: Any) -> None:
+    def wait(ticket: Ticket, *args: Any) -> None:
         waiting.set()
-        original(ticket, alive)
+        original(ticket, *args)
 
     def interrupt() -> None:
         assert gate.entered.wait(WAIT_SECONDS)

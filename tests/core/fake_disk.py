@@ -18,6 +18,7 @@ from pipeload._placement import Placement
 from pipeload._plan import UnitPlan
 from pipeload._prefetcher import Prefetcher
 from pipeload._residency import Residency, UnitSpec
+from pipeload._stalls import Stalls
 from pipeload._unit import Unit
 from pipeload.errors import ReadError
 from tests.streaming import WAIT_SECONDS, finish_messages
@@ -41,6 +42,7 @@ class FakeFiles:
         """Units whose streamed part was read, in the order in which the reads began."""
         self.resident_reads: list[int] = []
         self.failing: set[int] = set()
+        self.stalls = Stalls(None)
         self.opened = threading.Event()
         self.opened.set()
         self._began = threading.Condition()

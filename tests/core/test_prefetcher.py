@@ -225,7 +225,7 @@ def test_a_forgotten_prefetcher_ends_its_threads() -> None:
 
 def test_a_dead_dispatcher_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A bug in the one thread that everything depends on is an error, not a hang."""
-    monkeypatch.setattr("pipeload._unit._LIVENESS_SECONDS", 0.01)
+    monkeypatch.setattr("pipeload._stalls._TICK_SECONDS", 0.01)
     monkeypatch.setattr(threading, "excepthook", lambda *_args: None)
     rig = Rig("SSSS")
     rig.rest()

@@ -183,13 +183,14 @@ def test_neighbours_are_read_in_one_call(stored: tuple[Stored, Disk]) -> None:
 
 
 def test_many_rows_are_read_by_several_threads(stored: tuple[Stored, Disk]) -> None:
-    """Each page once, by others than the caller, who reads a few himself."""
+    """Each page once, never by the caller, who could not give up on a read; a few by one thread."""
     made, files = stored
     threads: set[int] = set()
     files.before = lambda _first: threads.add(threading.get_ident())
     table = RowTable(made.weight, files, 1 << 30)
     check(table, made.values, [1, 2, 3000])
-    assert threads == {threading.get_ident()}
+    assert len(threads) == 1
+    assert threading.get_ident() not in threads
     threads.clear()
     both, invited = threading.Barrier(2), [1, 2]
 
@@ -263,7 +264,7 @@ def test_few_rows_stay_between_calls(stored: tuple[Stored, Disk]) -> None:
     assert check(table, made.values, [1, 900]) == 0
 
 
-@pytest.mark.parametrize("count", [20, 200], ids=["caller", "threads"])
+@pytest.mark.parametrize("count", [20, 200], ids=["thread", "threads"])
 def test_a_read_that_fails(stored: tuple[Stored, Disk], count: int) -> None:
     """It is told, nothing half-read counts as read, and later all is well again."""
     made, files = stored
@@ -297,7 +298,7 @@ def test_a_file_cut_short(tmp_path: Path) -> None:
         table.fetch(torch.tensor([4999]))
 
 
-@pytest.mark.parametrize("count", [20, 200], ids=["caller", "threads"])
+@pytest.mark.parametrize("count", [20, 200], ids=["thread", "threads"])
 def test_an_interrupt_in_a_read(
     request: pytest.FixtureRequest, stored: tuple[Stored, Disk], count: int
 ) -> None:
@@ -340,7 +341,7 @@ def test_an_interrupt_in_a_read(
     check(table, made.values, [0, 4999])
     assert table.held_bytes == made.pages([0, 4999]) * PAGE
     check(table, made.values, ids)
-    assert bool(waiting) == (count == 200)
+    assert waiting
 
 
 def test_weights_that_cannot_be_read_by_rows(tmp_path: Path) -> None:
