@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from pipeload.errors import PipeloadError
+from pipeload.errors import PipeloadError, escape
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -34,6 +34,7 @@ _SECONDS_BETWEEN_LINES = 5.0
 def reported(*, debug: bool, quiet: bool) -> Iterator[None]:
     """Run a command: its log lines go to stderr, its errors become one line and an exit status."""
     handler = logging.StreamHandler()  # takes sys.stderr as it is now
+    handler.setFormatter(_Printable())
     log.addHandler(handler)
     level, propagate = log.level, log.propagate
     log.setLevel(logging.DEBUG if debug else logging.ERROR if quiet else logging.INFO)
@@ -57,6 +58,13 @@ def reported(*, debug: bool, quiet: bool) -> Iterator[None]:
         log.removeHandler(handler)
         log.setLevel(level)
         log.propagate = propagate
+
+
+class _Printable(logging.Formatter):
+    """A log line may name what a checkpoint has named."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return escape(super().format(record))
 
 
 def replace_unprintable() -> None:

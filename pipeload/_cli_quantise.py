@@ -12,7 +12,7 @@ import typer
 
 import pipeload
 from pipeload._cli_output import log, silence_libraries
-from pipeload._cli_run import check_model, first_line
+from pipeload._cli_run import LIBRARY_ERRORS, check_model, first_line
 from pipeload._sizes import format_size
 from pipeload.errors import CheckpointError, PipeloadError
 
@@ -39,7 +39,7 @@ def run(source: str, target: Path, *, json: bool, debug: bool, **options: Any) -
         )
     except PipeloadError:
         raise
-    except (OSError, ValueError, ImportError) as error:
+    except LIBRARY_ERRORS as error:
         raise CheckpointError(f"cannot quantise {source!r}: {first_line(error)}") from error
     finally:
         shown.stop()

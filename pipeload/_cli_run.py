@@ -21,6 +21,9 @@ from pipeload.errors import CheckpointError, OptionError, PipeloadError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+# What the library raises for a folder that it cannot make a model of; the last three are what a
+# config.json gives that says something it does not know.
+LIBRARY_ERRORS = (OSError, ValueError, ImportError, AttributeError, LookupError, TypeError)
 DTYPES = {"auto": "auto", "bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
@@ -122,14 +125,18 @@ def explained(model: str) -> Iterator[None]:
         yield
     except PipeloadError:
         raise
-    except (OSError, ValueError, ImportError) as error:
+    except LIBRARY_ERRORS as error:
         raise CheckpointError(f"cannot load {model!r}: {first_line(error)}") from error
 
 
 def first_line(error: BaseException) -> str:
     """The first line of a message, or what kind of error it is."""
     lines = str(error).strip().splitlines()
-    return lines[0].rstrip(" .:") if lines else type(error).__name__
+    kind = type(error).__name__
+    if not lines:
+        return kind
+    line = lines[0].rstrip(" .:")
+    return f"{kind}: {line}" if isinstance(error, LIBRARY_ERRORS[3:]) else line
 
 
 def _encode(tokenizer: Any, request: Request) -> dict[str, torch.Tensor]:

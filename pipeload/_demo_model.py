@@ -122,7 +122,7 @@ def make_smollm2(target: Path, *, dtype: str = "bf16", max_shard_bytes: int = 50
     if _made_earlier(target, stamp):
         return target
     source = _find_gguf()
-    target.parent.mkdir(parents=True, exist_ok=True)
+    target.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
     try:
         _convert(source, partial, dtype, max_shard_bytes)

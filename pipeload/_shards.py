@@ -12,6 +12,7 @@ import errno
 import json
 import os
 import shutil
+import stat
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pipeload._folder_lock import LOCK, FolderLock
@@ -90,7 +91,9 @@ class Output:
                     f"{str(self.folder)!r}, where {target.name!r} is to be made, holds something "
                     "else. Move it away."
                 )
-            self.folder.mkdir(parents=True, exist_ok=True)
+            self.folder.parent.mkdir(parents=True, exist_ok=True)
+            self.folder.mkdir(mode=0o700, exist_ok=True)
+            _shut_others_out(self.folder)
             self._lock = self._take_lock()
         try:
             with _writing(self.folder):
@@ -183,6 +186,7 @@ class Output:
                     "command again: nothing is computed twice."
                 )
             (self.folder / MANIFEST).unlink()
+            _let_others_read(self.folder)
             self.folder.rename(self.target)
             # Until here nobody else could have had the folder under its old name.
             self._lock.release(self.target)
@@ -220,6 +224,31 @@ def shard_name(index: int, count: int) -> str:
     if count == 1:
         return "model.safetensors"
     return f"model-{index + 1:05d}-of-{count:05d}.safetensors"
+
+
+def _shut_others_out(folder: Path) -> None:
+    """Nobody else may change what is half made: a finished shard is not looked into again.
+
+    Raises:
+        OptionError: somebody else has made the folder.
+    """
+    try:
+        folder.chmod(0o700)
+    except PermissionError:  # some file systems know no rights at all
+        if folder.stat().st_uid != os.geteuid():
+            raise OptionError(f"{str(folder)!r} is another user's. Move it away.") from None
+
+
+def _let_others_read(folder: Path) -> None:
+    """The rights that a plain save gives, but never that of everybody to write."""
+    probe = folder / ".rights"
+    probe.mkdir()  # only making something tells what the process's mask is
+    usual = stat.S_IMODE(probe.stat().st_mode)
+    probe.rmdir()
+    with contextlib.suppress(PermissionError):  # as above
+        for path in folder.iterdir():
+            path.chmod(stat.S_IMODE(path.stat().st_mode) & ~stat.S_IWOTH)
+        folder.chmod(usual & ~stat.S_IWOTH)
 
 
 def _header(shard: Sequence[Step]) -> bytes:

@@ -24,8 +24,22 @@ __all__ = [
 ]
 
 
+def escape(text: str) -> str:
+    """`text` with everything that cannot be printed, but line ends, as Python writes it."""
+    if text.isprintable():
+        return text
+    return "".join(c if c == "\n" or c.isprintable() else repr(c)[1:-1] for c in text)
+
+
 class PipeloadError(Exception):
-    """Root of every error that pipeload raises on purpose."""
+    """Root of every error that pipeload raises on purpose.
+
+    Its text can be printed anywhere: what a checkpoint has put into a name, or into what another
+    library says of it, neither moves a terminal's cursor nor turns the text around.
+    """
+
+    def __str__(self) -> str:
+        return escape(super().__str__())
 
 
 class CheckpointError(PipeloadError, ValueError):
