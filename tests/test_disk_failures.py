@@ -15,7 +15,7 @@ import torch
 
 import pipeload
 from pipeload import CheckpointChangedError, ReadError
-from tests.models import load_plain
+from tests.models import load_plain, save_random
 from tests.streaming import (
     WAIT_SECONDS,
     assert_nothing_held,
@@ -235,3 +235,25 @@ def test_a_missing_shard_is_named(folder: Path) -> None:
     victim.unlink()
     with pytest.raises(pipeload.CheckpointError, match=re.escape(victim.name)):
         load_streamed(folder)
+
+
+@pytest.mark.parametrize("spare", [0, 10_000_000], ids=["streamed", "fits"])
+def test_a_folder_that_becomes_another(
+    tiny: TinyCheckpoint, tmp_path: Path, expected: tuple[torch.Tensor, list[int]], spare: int
+) -> None:
+    """A link that leads to another model meanwhile, even within a pass, changes nothing."""
+    other = save_random("llama", tmp_path / "other", "fp32", seed=8, max_shard_size="200KB")
+    (tmp_path / "link").symlink_to(tiny("llama"))
+    model = load_streamed(tmp_path / "link", spare=spare)
+
+    def swap() -> None:
+        (tmp_path / "next").symlink_to(other)
+        (tmp_path / "next").replace(tmp_path / "link")
+
+    at_layer(model, 1, swap)
+    check(model, expected)
+    assert (tmp_path / "link").resolve() == other.resolve()
+    check(model, expected)
+    model.pipeload.remove()
+    assert torch.equal(logits(model), expected[0])
+    assert not torch.equal(logits(load_plain(tmp_path / "link")), expected[0])
