@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from pipeload._placement import Convert, Place
     from pipeload._plan import Plan
     from pipeload._reserve import PassHint
+    from pipeload._sites import Parts
     from pipeload._stalls import Stalls
 
 CHUNK_BYTES = 16 << 20
@@ -93,7 +94,7 @@ class Assembly:
         self._pressure = pressure
         self._undo: list[Callable[[], None]] = []
         paths = source.files
-        files = FileSet(paths, build.stream_mode, build.read_timeout)
+        files = FileSet(paths, build.stream_mode, build.read_timeout, _stamps(_weights(parts)))
         convert = source.converter()
         wholes = [site.whole for site in parts.sites if site.whole is not None]
         mapped = list(paths) if plan.io_mode == MAPPED else None
@@ -134,8 +135,7 @@ class Assembly:
         originals = dict(model.named_parameters())
         filled: dict[str, tuple[nn.Parameter, Weight]] = {}
         parts = build.parts
-        weights = [*parts.pinned, *(t.weight for t in parts.tables), *parts.streamed.values()]
-        for name, weight in {weight.name: weight for weight in weights}.items():
+        for name, weight in {weight.name: weight for weight in _weights(parts)}.items():
             parameter, data = originals[name], pinned.views.get(name)
             prepared = source.prepared(name)
             if prepared is not None:
@@ -229,6 +229,16 @@ class Assembly:
         own = {id(parameter): weight for parameter, weight in self._filled.values()}
         hidden = {k: w for k, w in own.items() if w.name in moving or w.guarded}
         return OwnWeights(own, hidden, self._read)
+
+
+def _weights(parts: Parts) -> list[Weight]:
+    return [*parts.pinned, *(t.weight for t in parts.tables), *parts.streamed.values()]
+
+
+def _stamps(weights: list[Weight]) -> dict[Path, tuple[int, int]]:
+    """What the files were when their headers were read."""
+    entries = (entry for weight in weights for entry in weight.sources)
+    return {entry.file: entry.stamp for entry in entries if entry.stamp is not None}
 
 
 def _reader_of(

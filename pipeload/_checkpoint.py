@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import stat
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, TypeGuard
@@ -74,6 +74,8 @@ class TensorEntry:
     """Position of the first byte in the file, not in its data section."""
     stop: int
     """Position after the last byte."""
+    stamp: tuple[int, int] | None = field(default=None, compare=False)
+    """The file's size and time of change (ns) when its header was read, if it was."""
 
     @property
     def nbytes(self) -> int:
@@ -132,7 +134,7 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
         CheckpointError: The file is missing, malformed, truncated, or not safetensors.
         ReadError: The system could not read the file.
     """
-    header, file_bytes = _read_header_bytes(path)
+    header, stamp = _read_header_bytes(path)
     table = parse_json(path, header, strict=True)
     if not isinstance(table, dict):
         raise malformed(path, f"its header is {show(table)}, not a JSON object")
@@ -140,25 +142,25 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
     if metadata is not None and not is_text_map(metadata):
         raise malformed(path, f"__metadata__ must map strings to strings, got {show(metadata)}")
     data_start = _PREFIX_BYTES + len(header)
-    entries = [_make_entry(path, name, fields, data_start) for name, fields in table.items()]
-    _check_coverage(path, entries, data_start, file_bytes)
+    entries = [_make_entry(path, name, fields, data_start, stamp) for name, fields in table.items()]
+    _check_coverage(path, entries, data_start, stamp[0])
     return {entry.name: entry for entry in entries}
 
 
-def _read_header_bytes(path: Path) -> tuple[bytes, int]:
-    """Return the header's JSON and the size of the file."""
+def _read_header_bytes(path: Path) -> tuple[bytes, tuple[int, int]]:
+    """Return the header's JSON, and the size and time of change of the file."""
     with reading(path):
         if not stat.S_ISREG(path.stat().st_mode):  # opening a pipe would wait forever
             raise malformed(path, "it is not a regular file", "Check the path.")
         with path.open("rb") as file:
-            file_bytes = os.fstat(file.fileno()).st_size
+            status = os.fstat(file.fileno())
             prefix = file.read(_PREFIX_BYTES)
             length = int.from_bytes(prefix, "little")
-            _check_length(path, prefix, length, file_bytes)
+            _check_length(path, prefix, length, status.st_size)
             header = file.read(length)
     if len(header) < length:
         raise malformed(path, f"it is truncated: got {len(header)} of {length} header bytes")
-    return header, file_bytes
+    return header, (status.st_size, status.st_mtime_ns)
 
 
 def _check_length(path: Path, prefix: bytes, length: int, file_bytes: int) -> None:
@@ -175,7 +177,9 @@ def _check_length(path: Path, prefix: bytes, length: int, file_bytes: int) -> No
         raise malformed(path, f"it is truncated: got {file_bytes} bytes, {wanted}")
 
 
-def _make_entry(path: Path, name: str, fields: object, data_start: int) -> TensorEntry:
+def _make_entry(
+    path: Path, name: str, fields: object, data_start: int, stamp: tuple[int, int]
+) -> TensorEntry:
     def wrong(what: str) -> CheckpointError:
         return malformed(path, f"tensor {show(name)} {what}")
 
@@ -196,7 +200,9 @@ def _make_entry(path: Path, name: str, fields: object, data_start: int) -> Tenso
         needs = f"{bits} bits" if bits % 8 else f"{bits // 8} bytes"
         sizes = f"needs {needs} or more, its data_offsets {offsets} span {stop - start} bytes"
         raise wrong(f"with dtype {dtype} and shape {show(shape)} {sizes}")
-    return TensorEntry(name, path, dtype, tuple(shape), data_start + start, data_start + stop)
+    return TensorEntry(
+        name, path, dtype, tuple(shape), data_start + start, data_start + stop, stamp
+    )
 
 
 def _are_sizes(value: object) -> TypeGuard[list[int]]:

@@ -21,7 +21,7 @@ from pipeload._layout import ceil_page, floor_page
 from pipeload._pages import drops_at_once
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping
     from pathlib import Path
 
     from pipeload._arena import Region
@@ -35,12 +35,13 @@ _MADV_POPULATE_READ = 22  # Linux 5.14; not in Python's mmap module
 class MappedFiles:
     """Private mappings of whole checkpoint files. They cost nothing until they are touched."""
 
-    def __init__(self, files: Sequence[Path], stalls: Stalls) -> None:
+    def __init__(self, names: Mapping[Path, str], stalls: Stalls) -> None:
+        """`names` are what to open each file by: it may not have its path any more."""
         self._stalls = stalls
         self._maps: dict[Path, mmap.mmap] = {}
         self._descriptors: dict[Path, int] = {}
-        for path in files:
-            with path.open("rb") as file:
+        for path, name in names.items():
+            with open(name, "rb") as file:  # noqa: PTH123 - a link in /proc is no path
                 self._maps[path] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
 
     @staticmethod

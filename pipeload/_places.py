@@ -32,7 +32,11 @@ class Places:
     ) -> None:
         """`wholes` are weights that are cut by rows; `mapped` are the files to show, if any."""
         self._files, self._convert = files, convert
-        self._mapped = MappedFiles(mapped, files.stalls) if mapped is not None else None
+        self._mapped = (
+            MappedFiles({path: files.reopen_name(path) for path in mapped}, files.stalls)
+            if mapped is not None
+            else None
+        )
         self._wholes = {weight.name: weight for weight in wholes}
         self._arenas: dict[str, Arena] = {}
 

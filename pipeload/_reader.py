@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from pipeload._layout import PAGE
@@ -40,7 +40,11 @@ class FileSet:
     """
 
     def __init__(
-        self, files: Sequence[Path], io_mode: str, read_timeout: float | None = DEFAULT_SECONDS
+        self,
+        files: Sequence[Path],
+        io_mode: str,
+        read_timeout: float | None = DEFAULT_SECONDS,
+        stamps: Mapping[Path, tuple[int, int]] | None = None,
     ) -> None:
         """Open every file.
 
@@ -48,9 +52,11 @@ class FileSet:
             files: paths.
             io_mode: "direct", "buffered" or "uncached".
             read_timeout: seconds after which a read is taken to hang; None: never.
+            stamps: size and time of change (ns) that a file had when its header was read.
 
         Raises:
             ReadError: a file cannot be opened, or refuses the mode.
+            CheckpointChangedError: a file is not the one any more whose header was read.
         """
         self.io_mode = io_mode
         self.stalls = Stalls(read_timeout)
@@ -69,6 +75,13 @@ class FileSet:
             raise ReadError(
                 f"cannot open checkpoint file {str(path)!r} for {io_mode} reads: {error}"
             ) from error
+        for path, stamp in (stamps or {}).items():
+            if (self._files[path].nbytes, self._files[path].modified_ns) != stamp:
+                self.close()
+                raise CheckpointChangedError(
+                    f"checkpoint file {str(path)!r} was replaced or changed while the model was "
+                    "being loaded. Load the model again."
+                )
 
     def read_pages(self, path: Path, first: int, stop: int, into: memoryview) -> int:
         """Fill `into` with the bytes `first` to `stop` of a file; both lie on page borders.

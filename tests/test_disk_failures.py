@@ -14,7 +14,10 @@ import pytest
 import torch
 
 import pipeload
-from pipeload import CheckpointChangedError, ReadError
+from pipeload import CheckpointChangedError, ReadError, _assembly, _places
+from pipeload._mapped import MappedFiles
+from pipeload._reader import FileSet
+from pipeload._unit import UnitState
 from tests.models import load_plain, save_random
 from tests.streaming import (
     WAIT_SECONDS,
@@ -114,6 +117,8 @@ def test_a_failed_read_ahead_is_tried_again(
     model = load_streamed(tiny("llama"))
     finish_messages(prefetcher_of(model))
     prefetcher = prefetcher_of(model)
+    while any(unit.state is UnitState.LOADING for unit in prefetcher.units):
+        finish_messages(prefetcher)
 
     def fall_ill() -> None:
         disk.sick = True
@@ -257,3 +262,41 @@ def test_a_folder_that_becomes_another(
     model.pipeload.remove()
     assert torch.equal(logits(model), expected[0])
     assert not torch.equal(logits(load_plain(tmp_path / "link")), expected[0])
+
+
+def test_a_file_replaced_during_loading(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between its header and its weights: nothing is read where another file's header says."""
+    victim = sorted(folder.glob("*.safetensors"))[2]
+
+    def open_late(*args: Any) -> FileSet:
+        other = folder / "other"
+        other.write_bytes(victim.read_bytes())
+        other.replace(victim)
+        return FileSet(*args)
+
+    monkeypatch.setattr(_assembly, "FileSet", open_late)
+    words = rf"'{re.escape(str(victim))}' was replaced or changed while the model was being loaded"
+    for spare in (0, 10_000_000):
+        with pytest.raises(CheckpointChangedError, match=words):
+            load_streamed(folder, spare=spare)
+
+
+def test_a_file_replaced_before_it_is_mapped(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, expected: tuple[torch.Tensor, list[int]]
+) -> None:
+    """What is mapped is what was opened."""
+
+    def map_late(*args: Any) -> MappedFiles:
+        for file in folder.glob("*.safetensors"):
+            other = folder / "other"
+            content = file.read_bytes()
+            header = 8 + int.from_bytes(content[:8], "little")  # the library reads it once more
+            other.write_bytes(content[:header] + bytes(len(content) - header))
+            other.replace(file)
+        return MappedFiles(*args)
+
+    monkeypatch.setattr(_places, "MappedFiles", map_late)
+    monkeypatch.setattr(map_late, "supported", MappedFiles.supported, raising=False)
+    model = load_streamed(folder, spare=10_000_000)
+    assert model.pipeload.plan.io_mode == "mapped"
+    check(model, expected)

@@ -3,6 +3,8 @@ from __future__ import annotations
 import json
 import os
 import struct
+import tracemalloc
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -249,6 +251,28 @@ def test_a_claimed_size_is_not_allocated(tmp_path: Path) -> None:
     path = write(tmp_path / "a.safetensors", {"a": f32([2**61], 0, 2**63)}, b"1234")
     with pytest.raises(CheckpointError, match="truncated: got 109 bytes, wanted 9223372036854775"):
         read_header(path)
+
+
+numbers = st.integers(0, 2**64 - 1) | st.integers(0, 200)
+
+
+@given(numbers | st.none(), st.lists(numbers, max_size=5), st.tuples(numbers, numbers))
+def test_no_claim_takes_memory(
+    scratch: Path, length: int | None, shape: list[int], offsets: tuple[int, int]
+) -> None:
+    """Lengths, shapes and offsets may say what they like: what is taken follows the file's size."""
+    content = pack({"a": f32(shape, *offsets)}, b"1234")
+    if length is not None:
+        content = struct.pack("<Q", length) + content[8:]
+    scratch.write_bytes(content)
+    tracemalloc.start()
+    try:
+        with suppress(CheckpointError):
+            read_header(scratch)
+        taken = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert taken < 200_000
 
 
 def test_a_file_that_shrinks_while_it_is_read_is_refused(

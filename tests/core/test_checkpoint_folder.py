@@ -250,3 +250,31 @@ def test_any_index_passes_or_gives_our_own_error(scratch: Path, content: bytes) 
     (scratch / "model.safetensors.index.own.json").write_bytes(content)
     with pytest.raises(CheckpointError):  # none of these lists a shard that is there
         check_folder(scratch, variant="own")
+
+
+SHARD_NAMES = ["a.safetensors", "./a.safetensors", "sub/../a.safetensors", "../a.safetensors", "/a"]
+
+
+@given(
+    st.dictionaries(
+        st.text(max_size=4),
+        st.sampled_from(SHARD_NAMES) | st.text("./\\\\:a\0\x1b\u202e ", max_size=6),
+        min_size=1,
+        max_size=3,
+    )
+)
+def test_whatever_an_index_names_is_inside(scratch: Path, weight_map: dict[str, str]) -> None:
+    """An index passes if all its shards are files below its folder, by any way of writing them."""
+    folder = scratch / "model"
+    folder.mkdir(exist_ok=True)
+    for place in (scratch, folder):
+        (place / "a.safetensors").touch()
+    index = {"metadata": {}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    try:
+        check_folder(folder)
+    except CheckpointError:
+        return
+    for name in weight_map.values():
+        assert (folder / name).resolve().is_relative_to(folder.resolve())
+        assert (folder / name).is_file()
