@@ -11,7 +11,9 @@ from pipeload.errors import UnsupportedModelError, UnsupportedOperationError
 from pipeload_hooks import EvictedWeightWatch, inside_compiled_call
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
+
+    from torch import nn
 
     from pipeload._seats import Seat
     from pipeload._tables import TableSeat
@@ -26,6 +28,18 @@ _ADAPTED = (
     "Call handle.remove() (pipeload.handle(model).remove()), then pipeload.wrap(model) while this "
     "adapter is active: what it uses is then in memory whenever it runs."
 )
+
+
+Call = tuple[int, int, frozenset[str]]
+"""How a model is called: which module of it, and with which arguments."""
+
+
+def call_of(module: nn.Module, args: Sequence[object], kwargs: Mapping[str, object]) -> Call:
+    """The same for two calls that differ in nothing but values.
+
+    What a model reads depends on that: a picture has a tower run that text alone has not.
+    """
+    return id(module), len(args), frozenset(n for n, value in kwargs.items() if value is not None)
 
 
 def make_watch(

@@ -71,6 +71,8 @@ class Table(NamedTuple):
     weight: Weight
     modules: tuple[nn.Module, ...]
     """The embeddings that share it; a tied head is a site of its own."""
+    names: tuple[str, ...]
+    """What it is called in each of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,9 +168,15 @@ class Divider:
             else:
                 cutter.whole(block.name, block.module, streamed)
         # An adapter reads all of a head or a table beside what it gives: they are in memory then.
-        tables = [table for table in self._tables if table.weight.name not in touched.outside]
+        # One of a tower that was not tried may be used whole, as positions of a picture are.
+        whole = {
+            table.weight.name
+            for table in self._tables
+            if table.weight.name in touched.outside or touched.idle.issuperset(table.names)
+        }
+        tables = [table for table in self._tables if table.weight.name not in whole]
         head, weight = self._head, self._head_weight
-        if head is not None and weight is not None and weight.name not in touched.outside:
+        if head is not None and weight is not None and weight.name not in touched.outside | whole:
             cutter.rows(*head, weight)
         sites, specs = cutter.sites, cutter.specs
         parts = Parts(sites, specs, tables, [], 0)
@@ -182,6 +190,12 @@ class Divider:
             if name not in taken and name not in self._tied
         )
         return Parts(sites, specs, tables, pinned, others)
+
+    def unknown(self) -> Touched:
+        """What to take for touched where nothing could be tried: tables but those of token ids."""
+        inputs = {id(module) for module in _input_embeddings(self._model)}
+        others = (t for t in self._tables if not any(id(m) in inputs for m in t.modules))
+        return Touched(idle=frozenset(name for table in others for name in table.names))
 
     @property
     def largest_block(self) -> int:
@@ -201,11 +215,12 @@ class Divider:
             aliases = [name for name, source in self._tied_to.items() if source == weight.name]
             if weight.name in self._tied_to or not self._weights.keys().isdisjoint(aliases):
                 continue
-            users = [self._owner(name) for name in (weight.name, *aliases)]
             head = self._head[1] if self._head is not None else None
-            modules = tuple(user for user in users if user is not head)
+            owners = {name: self._owner(name) for name in (weight.name, *aliases)}
+            users = {name: module for name, module in owners.items() if module is not head}
+            modules = tuple(users.values())
             if modules and all(isinstance(m, nn.Embedding) and takes_ids(m) for m in modules):
-                yield Table(weight, modules)
+                yield Table(weight, modules, tuple(users))
 
     def _owner(self, parameter: str) -> nn.Module:
         return self._model.get_submodule(parameter.rpartition(".")[0])
@@ -234,6 +249,16 @@ def _output_head(model: nn.Module) -> tuple[str, nn.Linear] | None:
     if not isinstance(head, nn.Linear) or not can_split(head):
         return None
     return next(((name, head) for name, module in model.named_modules() if module is head), None)
+
+
+def _input_embeddings(model: nn.Module) -> Iterator[object]:
+    """Of every model in the tree that says which they are."""
+    for module in model.modules():
+        get = getattr(module, "get_input_embeddings", None)
+        try:
+            yield get() if get is not None else None
+        except NotImplementedError:  # the library's word for "none"
+            continue
 
 
 class _Cutter:

@@ -35,7 +35,7 @@ _WITHOUT = frozenset({torch.Tensor, torch.dtype, torch.Size, int, float, bool, s
 class EvictedWeightWatch(TorchFunctionMode):
     """While active in a thread, every torch function that gets an evicted weight is refused.
 
-    Meant for a model's first pass: what a model reads does not depend on the token.
+    Meant for the first pass of each kind: what a model reads does not depend on the token.
     """
 
     def __init__(
