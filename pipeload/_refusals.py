@@ -43,13 +43,14 @@ def call_of(module: nn.Module, args: Sequence[object], kwargs: Mapping[str, obje
 
 
 def make_watch(
-    owners: Sequence[Seat | TableSeat], *, adapted: Callable[[], bool]
+    seats: Sequence[Seat], tables: Sequence[TableSeat], *, adapted: Callable[[], bool]
 ) -> EvictedWeightWatch:
-    """Refuses whatever reads a weight of `owners` while it is evicted.
+    """Refuses whatever reads a weight of these while it is evicted, but rows of a table.
 
     `adapted` tells whether modules were added to the model, so that they may be what reads it.
     """
-    names = {id(p): name for owner in owners for name, p in owner.parameters.items()}
+    names = {id(p): name for owner in (*seats, *tables) for name, p in owner.parameters.items()}
+    rows = {id(p): table for table in tables for p in table.parameters.values()}
 
     def refuse(function: str, name: str) -> NoReturn:
         raise UnsupportedModelError(
@@ -57,7 +58,7 @@ def make_watch(
             + (_ADAPTED if adapted() else _AS_IT_IS)
         )
 
-    return EvictedWeightWatch(names, refuse)
+    return EvictedWeightWatch(names, refuse, rows)
 
 
 def refuse_compiled() -> None:

@@ -223,8 +223,11 @@ class Streamer:
         self._catch_up()
         self.log.begin(args, kwargs)
         self._call = call_of(module, args, kwargs)
-        if self._watch is not None and (self._adapted or self._call not in self._known):
-            self._watch.begin()
+        watch = self._watch
+        if watch is not None and (
+            self._adapted or watch.has_served or self._call not in self._known
+        ):
+            watch.begin()
 
     @property
     def _adapted(self) -> bool:
@@ -238,7 +241,7 @@ class Streamer:
             streamer = me()
             return streamer is not None and streamer._adapted  # noqa: SLF001 - its own
 
-        self._watch = make_watch([*self._seats, *self.tables], adapted=adapted)
+        self._watch = make_watch(self._seats, self.tables, adapted=adapted)
         # A pass that died leaves its watch on its thread's stack of modes.
         weakref.finalize(self, self._watch.end).atexit = False
 

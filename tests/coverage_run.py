@@ -2,7 +2,7 @@
 """Streams a tiny random model of every type that the installed transformers know.
 
     python tests/coverage_run.py --table tests/coverage.tsv
-    python tests/coverage_run.py --types llama,t5 --table /tmp/some.tsv
+    python tests/coverage_run.py --types llama,t5 --table /tmp/some.tsv --fast
 
 Each type runs in a process of its own, so that a crash costs one row. Rows are added as they come;
 types that the table has already are skipped. Totals go to stdout.
@@ -30,7 +30,7 @@ if __name__ == "__main__":
 
 import torch
 
-from tests.coverage_check import FAILED, NO_CLASS, PLAIN, Row, check
+from tests.coverage_check import EXACT, FAILED, HALF_WAY, NO_CLASS, PLAIN, Row, check
 from tests.coverage_classes import model_types
 
 SECONDS = 90
@@ -42,6 +42,7 @@ def main() -> int:
     arguments.add_argument("--types", default="", help="separated by commas; all when empty")
     arguments.add_argument("--table", type=Path, default=Path("tests/coverage.tsv"))
     arguments.add_argument("--seconds", type=int, default=SECONDS, help="for one type")
+    arguments.add_argument("--fast", action="store_true", help="fp32 and the smallest limit alone")
     given = arguments.parse_args()
     torch.set_num_threads(1)
     # Forked children share what the parent has imported.
@@ -51,7 +52,7 @@ def main() -> int:
     for model_type in wanted:
         if model_type not in rows:
             started = time.monotonic()
-            row = check_in_child(model_type, given.seconds)
+            row = check_in_child(model_type, given.seconds, fast=given.fast)
             with given.table.open("a") as table:
                 table.write("\t".join(row) + "\n")
             rows[model_type] = row
@@ -61,13 +62,13 @@ def main() -> int:
     return 0
 
 
-def check_in_child(model_type: str, seconds: float = SECONDS) -> Row:
+def check_in_child(model_type: str, seconds: float = SECONDS, *, fast: bool = False) -> Row:
     """`check` in a forked process, within `seconds` and a bounded address space."""
     reading, writing = os.pipe()
     pid = os.fork()
     if not pid:
         os.close(reading)
-        _child(model_type, writing)
+        _child(model_type, writing, fast=fast)
     os.close(writing)
     data, late = b"", False
     deadline = time.monotonic() + seconds
@@ -83,20 +84,22 @@ def check_in_child(model_type: str, seconds: float = SECONDS) -> Row:
         data += part
     os.close(reading)
     status = os.waitpid(pid, 0)[1]
-    stage = "plain: start"
+    stages = ["plain: start"]
     for line in data.split(b"\n\0"):
         if line[:1] == b"R":
             row: Row = pickle.loads(line[1:])  # from our own child
             return row
         if line[:1] == b"S":
-            stage = line[1:].decode()
-    why = f"took over {seconds} s" if late else f"ended with status {status}"
-    return Row(
-        model_type, "", PLAIN if stage.startswith("plain") else FAILED, "", "", f"{stage}: {why}"
-    )
+            stages.append(line[1:].decode())
+    why = f"{stages[-1]}: " + (f"took over {seconds} s" if late else f"ended with status {status}")
+    if not stages[-1].startswith("plain"):
+        return Row(model_type, "", FAILED, "", "", why)
+    if HALF_WAY in stages:
+        return Row(model_type, "", EXACT, "fp32", "", why)
+    return Row(model_type, "", PLAIN, "", "", why)
 
 
-def _child(model_type: str, writing: int) -> None:
+def _child(model_type: str, writing: int, *, fast: bool) -> None:
     try:
         null = os.open(os.devnull, os.O_RDWR)
         for stream in (1, 2) if not os.environ.get("COVERAGE_LOUD") else ():
@@ -107,7 +110,7 @@ def _child(model_type: str, writing: int) -> None:
         def say(stage: str) -> None:
             os.write(writing, b"S" + stage.encode() + b"\n\0")
 
-        row = check(model_type, say)
+        row = check(model_type, say, fast=fast)
         os.write(writing, b"R" + pickle.dumps(row) + b"\n\0")
     finally:
         os._exit(0)

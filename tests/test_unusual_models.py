@@ -15,7 +15,7 @@ from pipeload._accountant import ACCOUNTANT
 from pipeload._pass_shape import read_shape
 from tests.coverage_check import tiny_planning
 from tests.models import randomize, save_random, tiny_config
-from tests.streaming import logits
+from tests.streaming import logits, streamer_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -39,7 +39,7 @@ class TwoTowers(PreTrainedModel):
 
     def __init__(self, config: PreTrainedConfig) -> None:
         super().__init__(config)
-        self.words = nn.Embedding(64, 48)
+        self.words = nn.Embedding(80, 48)
         self.positions = nn.Embedding(40, 48)
         self.blocks: Any = nn.ModuleList(Block() for _ in range(4))
         self.tower: Any = nn.ModuleList(Block() for _ in range(4))
@@ -74,6 +74,16 @@ class Reaching(TwoTowers):
         return super().see(pixels) + weight.T[:5]
 
 
+class Picking(TwoTowers):
+    """Takes rows of its words' table past the module, as for a padding token's embedding."""
+
+    def see(self, pixels: torch.Tensor) -> torch.Tensor:
+        weight = self.words.weight
+        picked = weight[3] + weight[-1, :] + weight[torch.tensor([5, -2])].sum(0)
+        result: torch.Tensor = super().see(pixels) + picked + weight[4:6].mean(0)
+        return result
+
+
 IDS = torch.arange(3, 14)[None]
 PIXELS = torch.randn(1, 5, 48, generator=torch.Generator().manual_seed(2))
 
@@ -100,6 +110,17 @@ def test_a_table_that_is_used_whole(tmp_path: Path) -> None:
     streamed, plain = streamed_and_plain(TwoTowers, tmp_path)
     with tiny_planning():
         for given in ({}, {"pixel_values": PIXELS}, {}):
+            assert torch.equal(streamed(IDS, **given), plain(IDS, **given))
+
+
+@torch.no_grad()
+def test_rows_of_a_table(tmp_path: Path) -> None:
+    """They are read, in every pass that asks for them; the table as a whole never is."""
+    streamed, plain = streamed_and_plain(Picking, tmp_path)
+    (table,) = streamer_of(streamed).tables
+    assert list(table.parameters) == ["words.weight"]
+    with tiny_planning():
+        for given in ({}, {"pixel_values": PIXELS}, {"pixel_values": PIXELS}, {}):
             assert torch.equal(streamed(IDS, **given), plain(IDS, **given))
 
 
