@@ -101,7 +101,11 @@ def _observe(
     for cache in caches.values():
         _shorten(cache, {len(twins.groups): twins.kept for twins in shortened})
     then = observe_usage(model, continue_it)
-    return replace(first, touched_outside=first.touched_outside | then.touched_outside)
+    return replace(
+        first,
+        touched_outside=first.touched_outside | then.touched_outside,
+        touched_past_block=first.touched_past_block | then.touched_past_block,
+    )
 
 
 def _shorten(cache: object, kept: Mapping[int, int]) -> None:

@@ -51,6 +51,8 @@ class Touched(NamedTuple):
     """Used while the module that owns them does not run."""
     idle: frozenset[str] = frozenset()
     """Of modules that did not run when it was tried."""
+    past_block: frozenset[str] = frozenset()
+    """Used while not even the block around them runs: these are always there."""
 
 
 class Site(NamedTuple):
@@ -161,7 +163,12 @@ class Divider:
         """
         cutter = _Cutter(grain.chunk_bytes)
         together = touched.outside | touched.idle
-        for block, streamed in self._blocks:
+        for block, all_streamed in self._blocks:
+            streamed = [w for w in all_streamed if w.name not in touched.past_block]
+            if len(streamed) < len(all_streamed):
+                streamed = _whole_groups(streamed, self._weights)
+            if not streamed:
+                continue
             if grain.modules and together.isdisjoint(weight.name for weight in streamed):
                 mine = {weight.name: weight for weight in streamed}
                 cutter.modules(block.name, block.module, mine)
@@ -285,7 +292,12 @@ class _Cutter:
         if all(deeper for _, deeper in inside) and _separable(path, weights):
             for name, child in module.named_children():
                 self.modules(f"{path}.{name}", child, mine)
-        elif len(weights) == 1 and isinstance(module, nn.Linear) and can_split(module):
+        elif (
+            len(weights) == 1
+            and weights[0].group is None  # a conversion makes the whole matrix at once
+            and isinstance(module, nn.Linear)
+            and can_split(module)
+        ):
             self.rows(path, module, weights[0])
         else:
             self.whole(path, module, weights)

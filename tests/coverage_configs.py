@@ -112,6 +112,10 @@ _FILLED = {
     "n_group": 2,
     "topk_group": 1,
     "head_dim": 16,
+    "num_key_value_heads": 2,
+    "image_token_id": 300,
+    "image_token_index": 300,
+    "video_token_id": 301,
     "vocab_size": VOCABULARY,
     "pad_token_id": 0,
 }
@@ -276,7 +280,7 @@ class _Shrinker:
             made = [min(item, 2) for item in value]
         elif _LAYER_NUMBERS.search(name) and count:
             inside = sorted({min(item, around.layers - 1) for item in value})
-            made = inside if len(inside) > 1 or len(value) == 1 else made
+            made = inside
         elif around.width and name == "conv_dim":
             made = [32] * len(value)
         return type(value)(made)

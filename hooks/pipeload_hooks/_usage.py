@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.overrides import TorchFunctionMode
 
+from pipeload_hooks._blocks import find_blocks
 from pipeload_hooks._watch import HARMLESS, parameters_in
 
 if TYPE_CHECKING:
@@ -30,6 +31,8 @@ class Usage:
 
     Of the parameters of one that is not here, nothing was learnt.
     """
+    touched_past_block: frozenset[str] = frozenset()
+    """Those of `touched_outside` that were used while not even the block around them ran."""
 
 
 def observe_usage(model: nn.Module, run: Callable[[], object]) -> Usage:
@@ -46,7 +49,12 @@ def observe_usage(model: nn.Module, run: Callable[[], object]) -> Usage:
             if parameter is not None:
                 names.setdefault(id(parameter), []).append(f"{path}.{leaf}" if path else leaf)
                 owners.setdefault(id(parameter), set()).add(id(module))
-    observer = _Observer(owners)
+    blocks = {
+        id(parameter): id(block.module)
+        for block in find_blocks(model)
+        for parameter in block.module.parameters()
+    }
+    observer = _Observer(owners, blocks)
     handles: list[RemovableHandle] = []
     executed: list[str] = []
     try:
@@ -57,8 +65,11 @@ def observe_usage(model: nn.Module, run: Callable[[], object]) -> Usage:
     finally:
         for handle in handles:
             handle.remove()
-    outside = frozenset(name for key in observer.outside for name in names[key])
-    return Usage(outside, tuple(executed))
+    outside, past = (
+        frozenset(name for key in keys for name in names[key])
+        for keys in (observer.outside, observer.past_block)
+    )
+    return Usage(outside, tuple(executed), past)
 
 
 def _follow(
@@ -82,11 +93,13 @@ def _follow(
 class _Observer(TorchFunctionMode):
     """Notes the parameters that anything but the innermost running module uses."""
 
-    def __init__(self, owners: Mapping[int, set[int]]) -> None:
+    def __init__(self, owners: Mapping[int, set[int]], blocks: Mapping[int, int]) -> None:
         super().__init__()
         self._owners = owners
+        self._blocks = blocks
         self.running: list[nn.Module] = []
         self.outside: set[int] = set()
+        self.past_block: set[int] = set()
 
     def __torch_function__(
         self,
@@ -102,4 +115,7 @@ class _Observer(TorchFunctionMode):
                 owners = self._owners.get(id(parameter))
                 if owners is not None and innermost not in owners:
                     self.outside.add(id(parameter))
+                    block = self._blocks.get(id(parameter))
+                    if block is not None and all(id(module) != block for module in self.running):
+                        self.past_block.add(id(parameter))
         return func(*args, **kwargs)
