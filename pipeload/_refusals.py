@@ -49,7 +49,8 @@ def make_watch(
 
     `adapted` tells whether modules were added to the model, so that they may be what reads it.
     """
-    names = {id(p): name for owner in (*seats, *tables) for name, p in owner.parameters.items()}
+    owners: list[Seat | TableSeat] = [*seats, *tables]
+    names = {id(p): name for owner in owners for name, p in owner.parameters.items()}
     rows = {id(p): table for table in tables for p in table.parameters.values()}
 
     def refuse(function: str, name: str) -> NoReturn:
