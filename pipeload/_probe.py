@@ -96,11 +96,14 @@ def _observe(
         model(**{name: value[:, -1:] for name, value in inputs.items()}, **caches)
 
     first = observe_usage(model, read_prompt)
-    if not caches:
-        return first
     for cache in caches.values():
         _shorten(cache, {len(twins.groups): twins.kept for twins in shortened})
-    then = observe_usage(model, continue_it)
+    try:
+        then = observe_usage(model, continue_it)
+    except Exception:
+        if caches:
+            raise
+        return first  # one token alone is nothing that every model takes
     return replace(
         first,
         touched_outside=first.touched_outside | then.touched_outside,

@@ -30,16 +30,22 @@ _ADAPTED = (
 )
 
 
-Call = tuple[int, int, frozenset[str]]
-"""How a model is called: which module of it, and with which arguments."""
+Call = tuple[int, tuple[bool, ...], frozenset[tuple[str, bool]]]
+"""How a model is called: which module of it, and with which arguments, each one token or not."""
 
 
 def call_of(module: nn.Module, args: Sequence[object], kwargs: Mapping[str, object]) -> Call:
-    """The same for two calls that differ in nothing but values.
+    """The same for two calls that differ in nothing but values, and in how many tokens there are.
 
-    What a model reads depends on that: a picture has a tower run that text alone has not.
+    What a model reads depends on that: a picture has a tower run that text alone has not, and
+    models with a state go another way where one token continues it.
     """
-    return id(module), len(args), frozenset(n for n, value in kwargs.items() if value is not None)
+    named = ((name, _is_single(value)) for name, value in kwargs.items() if value is not None)
+    return id(module), tuple(map(_is_single, args)), frozenset(named)
+
+
+def _is_single(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() > 1 and value.shape[1] == 1
 
 
 def make_watch(

@@ -19,7 +19,7 @@ import torch
 import pipeload
 from pipeload import _build, _residency, _sites
 from pipeload._accountant import ACCOUNTANT, Accountant
-from tests.coverage_classes import class_of
+from tests.coverage_classes import classes_of
 from tests.coverage_configs import RECIPES, is_small, tiny_config
 from tests.coverage_inputs import candidates
 from tests.coverage_outputs import difference_of, tensors_of
@@ -144,14 +144,14 @@ class _Trial:
         """Compare in fp32, then in the type's second dtype where the library can."""
         self.say("plain: class")
         try:
-            self.cls = class_of(self.model_type)
+            classes = classes_of(self.model_type)
         except ModuleNotFoundError:
             raise
         except Exception as error:
             raise PlainError(f"class: {_told(error)}") from error
-        if self.cls is None:
+        if not classes:
             return
-        model, inputs = _make(self.model_type, self.cls, self.say)
+        model, inputs = self._first_that_runs(classes)
         self._save(model, folder / "fp32")
         self._compare(folder / "fp32", torch.float32, inputs)
         self._dtypes.append("fp32")
@@ -170,6 +170,15 @@ class _Trial:
             self._dtypes.append(name)
         except PlainError:
             self._dtypes.append(f"({name})")  # no kernel for it, or its numbers overflow
+
+    def _first_that_runs(self, classes: list[Any]) -> tuple[Any, list[dict[str, Any]]]:
+        reasons: list[str] = []
+        for self.cls in classes:
+            try:
+                return _make(self.model_type, self.cls, self.say)
+            except PlainError as error:
+                reasons.append(f"{self.cls.__name__}: {error}")
+        raise PlainError(" | ".join(reason[:180] for reason in reasons))
 
     def _save(self, model: Any, folder: Path) -> None:
         self.say("plain: save")

@@ -1,4 +1,4 @@
-"""Which class of a model type is tried, found in the library's own tables and modules."""
+"""Which classes of a model type are tried, found in the library's own tables and modules."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ _MAPPINGS = (
     "TEXT_TO_SPECTROGRAM",
     "MASKED_LM",
 )
+_MOST_CLASSES = 3
 
 
 def model_types() -> list[str]:
@@ -34,8 +35,8 @@ def model_types() -> list[str]:
     return sorted(CONFIG_MAPPING)
 
 
-def class_of(model_type: str) -> type[PreTrainedModel] | None:
-    """The class that is tried for a type; None where it has none to be loaded.
+def classes_of(model_type: str) -> list[type[PreTrainedModel]]:
+    """The classes that are worth trying for a type, most wanted first; none if it has none.
 
     Raises:
         ImportError: of the type's module, which is not there or needs a package that is not.
@@ -46,15 +47,16 @@ def class_of(model_type: str) -> type[PreTrainedModel] | None:
     tables.append("MODEL_MAPPING_NAMES")
     tables += [name for name in dir(modeling_auto) if name.startswith("MODEL_FOR_")]
     module = _module(model_type)
+    found: dict[type[PreTrainedModel], None] = {}
     for table in tables:
         if not table.endswith("_MAPPING_NAMES"):
             continue
         names: Any = getattr(modeling_auto, table, {}).get(model_type) or ()
         for name in (names,) if isinstance(names, str) else names:
-            found = getattr(module, name, None) or getattr(transformers, name, None)
-            if isinstance(found, type) and issubclass(found, PreTrainedModel):
-                return found
-    return _own_class(module, CONFIG_MAPPING[model_type])
+            value = getattr(module, name, None) or getattr(transformers, name, None)
+            if isinstance(value, type) and issubclass(value, PreTrainedModel):
+                found[value] = None
+    return list(found)[:_MOST_CLASSES] or _own_classes(module, CONFIG_MAPPING[model_type])
 
 
 def _module(model_type: str) -> ModuleType:
@@ -62,7 +64,7 @@ def _module(model_type: str) -> ModuleType:
     return importlib.import_module(f"{folder}.{name.replace('configuration_', 'modeling_')}")
 
 
-def _own_class(module: ModuleType, config_class: Any) -> type[PreTrainedModel] | None:
+def _own_classes(module: ModuleType, config_class: Any) -> list[type[PreTrainedModel]]:
     """The outermost class of the module that takes just this configuration."""
     found = [
         value
@@ -74,4 +76,4 @@ def _own_class(module: ModuleType, config_class: Any) -> type[PreTrainedModel] |
         and not value.__name__.endswith("PreTrainedModel")
         and value.forward is not torch.nn.Module.forward
     ]
-    return found[-1] if found else None
+    return found[-1:]

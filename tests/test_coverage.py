@@ -20,6 +20,7 @@ KINDS = {
     "gemma3_text": "windows in turn with full attention",
     "minimax_m3_vl": "a Linear made of several tensors",
     "gemma4": "rows of a table picked past its module",
+    "recurrent_gemma": "a state; another way through where one token comes",
     "rwkv": "weights changed from outside their block",
     "gpt_oss": "experts in one tensor",
     "qwen2_vl": "patches in a row, positions in three dimensions",
