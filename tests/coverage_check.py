@@ -173,11 +173,12 @@ class _Trial:
 
     def _first_that_runs(self, classes: list[Any]) -> tuple[Any, list[dict[str, Any]]]:
         reasons: list[str] = []
-        for self.cls in classes:
+        for cls in classes:
+            self.cls = cls
             try:
-                return _make(self.model_type, self.cls, self.say)
+                return _make(self.model_type, cls, self.say)
             except PlainError as error:
-                reasons.append(f"{self.cls.__name__}: {error}")
+                reasons.append(f"{cls.__name__}: {error}")
         raise PlainError(" | ".join(reason[:180] for reason in reasons))
 
     def _save(self, model: Any, folder: Path) -> None:

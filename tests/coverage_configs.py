@@ -82,6 +82,9 @@ _FIXED = {
     "n_group": 2,
     "topk_group": 1,
     "rotary_dim": 8,
+    "attention_head_dim": 32,
+    "upsample_groups": 64,
+    "attention_window": 16,
     "mamba_n_heads": 8,
     "mamba_num_heads": 8,
     "mamba_d_head": 16,
@@ -171,8 +174,9 @@ class _Around:
         return self.layers if same else min(value, LAYERS)
 
     def key_heads(self, value: int) -> int:
-        heads = _first(self.numbers, "num_attention_heads", "num_heads", "n_head", "n_heads")
-        return min(value, _HEADS if value == heads else 2)
+        counts = (n for n in self.numbers if _HEAD_COUNT.search(n) and not _KEY_HEADS.search(n))
+        alike = any(self.numbers[name] == value for name in counts)
+        return min(value, _HEADS if alike else 2)
 
     def head_size(self, value: int) -> int:
         turned = value == self.numbers.get("qk_rope_head_dim")
@@ -227,6 +231,8 @@ class _Shrinker:
                 made = self._made(name, value, around)
                 if made != value:
                     setattr(config, name, made)
+        if self._recipe == "filled" and "pad_token_id" not in numbers:
+            config.pad_token_id = 0
         if own:
             layers = enumerate(around.kept or range(LAYERS))
             config.per_layer_config = {
@@ -272,9 +278,11 @@ class _Shrinker:
         made = list(value)
         if kept and len(value) == count:
             made = [value[index] for index in kept]
+            if name == "attention_window":
+                made = [self._number(name, item, around) for item in made]
         elif any(not isinstance(item, int) or isinstance(item, bool) for item in value):
             pass
-        elif _IDS.search(name) or _IMAGE.search(name):
+        elif _IDS.search(name) or _IMAGE.search(name) or name == "attention_window":
             made = [self._number(name, item, around) for item in value]
         elif _DEPTHS.search(name):
             made = [min(item, 2) for item in value]

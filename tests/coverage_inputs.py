@@ -15,7 +15,8 @@ TOKENS = 11
 _MOST_TRIES = 24
 _MOST_FEATURES = 300
 _Inputs = dict[str, Any]
-_MAINS = ("input_ids", "pixel_values", "input_features", "input_values", "decoder_input_ids")
+_MAINS = ("input_ids", "pixel_values", "input_features", "input_values", "flattened_patches",
+          "decoder_input_ids", "bbox")  # fmt: skip
 
 
 def candidates(model: Any) -> Iterator[_Inputs]:
@@ -82,6 +83,7 @@ def _values(model: Any, name: str, names: list[str]) -> list[Any]:
         "attention_mask": lambda: [torch.ones(1, TOKENS, dtype=torch.long)],
         "inputs_embeds": lambda: [_noise(1, TOKENS, width) for width in _widths(model)],
         "hidden_states": lambda: _hidden(model, names),
+        "flattened_patches": lambda: [_flat_patches(model)],
         "past_values": lambda: [_noise(1, _number(model, 32, "context_length"))],
         "bbox": lambda: [torch.zeros(1, TOKENS, 4, dtype=torch.long)],
         "image_grid_thw": lambda: [torch.tensor([[1, 4, 4]])],
@@ -237,6 +239,13 @@ def _pictures(model: Any, names: list[str]) -> list[Any]:
     return found
 
 
+def _flat_patches(model: Any) -> torch.Tensor:
+    """Patches with their row and column in front."""
+    channels, side = _number(model, 3, "num_channels"), _number(model, 16, "patch_size")
+    places = torch.arange(1, 17).remainder(4).add(1)[None, :, None].expand(1, 16, 2)
+    return torch.cat([places, _noise(1, 16, channels * side**2)], -1)
+
+
 def _videos(model: Any) -> list[Any]:
     channels = _number(model, 3, "num_channels", "in_channels")
     size = _number(model, 64, "image_size")
@@ -245,22 +254,25 @@ def _videos(model: Any) -> list[Any]:
 
 
 def _features(model: Any) -> list[Any]:
-    bins = _number(
-        model, 80, "num_mel_bins", "feature_projection_input_dim", "input_feat_per_channel",
-        "n_mels", "input_feat_size", "mel_dim", "num_mel_channels", "input_dim",
+    names = (
+        "num_mel_bins", "feature_projection_input_dim", "input_feat_per_channel", "n_mels",
+        "input_feat_size", "mel_dim", "num_mel_channels", "input_dim", "n_mel_channels",
     )  # fmt: skip
+    sizes = [_number(model, 0, name) for name in names]
+    found: list[Any] = []
     length = 2 * _number(model, 50, "max_source_positions")
-    # Windows of audio encoders are some hundred frames long.
-    return [
-        _noise(1, bins, length),
-        _noise(1, length, bins),
-        _noise(1, bins, 200),
-        _noise(1, 200, bins),
-        _noise(1, 1, bins, 200),
-        _noise(1, 1, 1024, bins),
-        _noise(1, 1, 1001, 64),
-        _noise(bins, 200),
-    ]
+    for bins in list(dict.fromkeys(size for size in sizes if size))[:3] or [80]:
+        # Windows of audio encoders are some hundred frames long.
+        found += [
+            _noise(1, bins, length),
+            _noise(1, length, bins),
+            _noise(1, bins, 200),
+            _noise(1, 200, bins),
+            _noise(1, 1, bins, 200),
+            _noise(1, 1, 1024, bins),
+            _noise(bins, 200),
+        ]
+    return [*found, _noise(1, 1, 1001, 64)]
 
 
 def _sounds(model: Any) -> list[Any]:

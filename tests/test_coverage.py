@@ -27,6 +27,7 @@ KINDS = {
     "llava": "a picture among the tokens",
     "clipseg": "positions of a picture that are used whole",
     "whisper": "frames of sound",
+    "nemotron_asr_streaming": "decoder layers alone are counted",
     "wav2vec2": "raw sound",
     "dac": "an initialisation that overwrites without asking",
     "vit": "a picture alone",

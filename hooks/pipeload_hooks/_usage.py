@@ -5,15 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from pipeload_hooks._blocks import find_blocks
-from pipeload_hooks._watch import HARMLESS, parameters_in
+from pipeload_hooks._watch import HARMLESS, parameters_in, rows_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
-    from torch import nn
     from torch.utils.hooks import RemovableHandle
 
 
@@ -39,7 +40,8 @@ def observe_usage(model: nn.Module, run: Callable[[], object]) -> Usage:
     """Watch every module and parameter of `model` during `run()`, a forward of the whole model.
 
     A module whose forward is called past its hooks does not count as running: those who rely on
-    hooks could not serve it. Asking for a parameter's shape, dtype and the like is no use of it.
+    hooks could not serve it. Asking for a parameter's shape, dtype and the like is no use of it,
+    and picking rows of an embedding's is none of the parameter as a whole.
     Hooks are taken off again, whatever `run` raises. Not for use from several threads at once.
     """
     names: dict[int, list[str]] = {}
@@ -54,7 +56,10 @@ def observe_usage(model: nn.Module, run: Callable[[], object]) -> Usage:
         for block in find_blocks(model)
         for parameter in block.module.parameters()
     }
-    observer = _Observer(owners, blocks)
+    tables = frozenset(
+        id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)
+    )
+    observer = _Observer(owners, blocks, tables)
     handles: list[RemovableHandle] = []
     executed: list[str] = []
     try:
@@ -93,8 +98,14 @@ def _follow(
 class _Observer(TorchFunctionMode):
     """Notes the parameters that anything but the innermost running module uses."""
 
-    def __init__(self, owners: Mapping[int, set[int]], blocks: Mapping[int, int]) -> None:
+    def __init__(
+        self,
+        owners: Mapping[int, set[int]],
+        blocks: Mapping[int, int],
+        tables: frozenset[int],
+    ) -> None:
         super().__init__()
+        self._tables = tables
         self._owners = owners
         self._blocks = blocks
         self.running: list[nn.Module] = []
@@ -109,7 +120,7 @@ class _Observer(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if func not in HARMLESS:
+        if func not in HARMLESS and not self._picks(func, args):
             innermost = id(self.running[-1]) if self.running else None
             for parameter in parameters_in((*args, *kwargs.values())):
                 owners = self._owners.get(id(parameter))
@@ -119,3 +130,9 @@ class _Observer(TorchFunctionMode):
                     if block is not None and all(id(module) != block for module in self.running):
                         self.past_block.add(id(parameter))
         return func(*args, **kwargs)
+
+    def _picks(self, func: Callable[..., Any], args: tuple[Any, ...]) -> bool:
+        """Whether it takes rows of a table by their numbers."""
+        if func is not torch.Tensor.__getitem__ or id(args[0]) not in self._tables:
+            return False
+        return rows_of(*args) is not None

@@ -90,7 +90,7 @@ class EvictedWeightWatch(TorchFunctionMode):
                 self._refuse(getattr(func, "__name__", str(func)), name)
 
     def _pick(self, table: torch.Tensor, index: Any) -> Any:
-        rows = _rows_of(table, index) if is_placeholder(table) else None
+        rows = rows_of(table, index) if is_placeholder(table) else None
         if rows is None:
             self._look(torch.Tensor.__getitem__, table)
             return table[index]
@@ -121,7 +121,7 @@ class EvictedWeightWatch(TorchFunctionMode):
         self.active = False
 
 
-def _rows_of(table: torch.Tensor, index: object) -> torch.Tensor | None:
+def rows_of(table: torch.Tensor, index: object) -> torch.Tensor | None:
     """The rows that `table[index]` takes; None where it is not by number that it takes them."""
     first = index[0] if isinstance(index, tuple) and index else index
     if isinstance(first, torch.Tensor):
