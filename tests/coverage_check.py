@@ -282,7 +282,7 @@ def _make(
         if found:
             return model, found
         reasons += [f"run: {error}" for error in errors[:2]]
-        if errors in failed:
+        if errors in failed and recipe not in {"sections", "filled"}:
             break  # sizes are not what it fails for
         failed.append(errors)
     # The first reason is about the sizes that were wanted.
