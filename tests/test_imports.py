@@ -53,7 +53,6 @@ FLOORS = (
         "_row_check",
         "_seats",
         "_stats",
-        "_tables",
     },
     {"_checkpoint_folder", "_memory", "_plan", "_placement", "_mapped", "_nan_arena", "_unit"},
     {
@@ -69,7 +68,7 @@ FLOORS = (
         "_adapters",
         "_copies",
     },
-    {"_checkpoint", "_compare", "_dispatcher", "_handle", "_pass_needs", "_residency"},
+    {"_checkpoint", "_compare", "_dispatcher", "_handle", "_pass_needs", "_residency", "_tables"},
     {"_prefetcher", "_bitsandbytes", "_reserve", "_sites", "_spill"},
     {"_build", "_hooking", "_model_card", "_quantizer", "_refusals", "_shards", "_transformers"},
     {

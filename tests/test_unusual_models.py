@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 import pipeload
+from pipeload import _tables
 from pipeload._accountant import ACCOUNTANT
 from pipeload._pass_shape import read_shape
 from tests.coverage_check import tiny_planning
@@ -84,6 +86,15 @@ class Picking(TwoTowers):
         return result
 
 
+class Mixing(TwoTowers):
+    """Multiplies with its words' table, as where a word is not sure yet."""
+
+    def see(self, pixels: torch.Tensor) -> torch.Tensor:
+        weight = self.words.weight
+        result: torch.Tensor = super().see(pixels) + (pixels @ weight.T).softmax(-1) @ weight
+        return result
+
+
 IDS = torch.arange(3, 14)[None]
 PIXELS = torch.randn(1, 5, 48, generator=torch.Generator().manual_seed(2))
 
@@ -122,6 +133,24 @@ def test_rows_of_a_table(tmp_path: Path) -> None:
     with tiny_planning():
         for given in ({}, {"pixel_values": PIXELS}, {"pixel_values": PIXELS}, {}):
             assert torch.equal(streamed(IDS, **given), plain(IDS, **given))
+
+
+@torch.no_grad()
+def test_a_table_as_a_matrix(tmp_path: Path) -> None:
+    """It is read as a whole then and stays, if it fits."""
+    streamed, plain = streamed_and_plain(Mixing, tmp_path)
+    with tiny_planning():
+        assert torch.equal(streamed(IDS), plain(IDS))
+        (table,) = streamer_of(streamed).tables
+        with (
+            mock.patch.object(_tables, "rss_bytes", return_value=1 << 60),
+            pytest.raises(pipeload.MemoryLimitError, match=r"table 'words\.weight'"),
+        ):
+            streamed(IDS, pixel_values=PIXELS)
+        for given in ({"pixel_values": PIXELS}, {}, {"pixel_values": PIXELS}):
+            read = table.bytes_read
+            assert torch.equal(streamed(IDS, **given), plain(IDS, **given))
+        assert table.bytes_read == read
 
 
 @torch.no_grad()

@@ -41,11 +41,15 @@ class Rows(Protocol):
     def unbind(self) -> None:
         """Let them go."""
 
+    def keep(self) -> None:
+        """Have all rows there, and shown, from now on. Raises where they do not fit."""
+
 
 class EvictedWeightWatch(TorchFunctionMode):
     """While active in a thread, every torch function that gets an evicted weight is refused.
 
-    But for rows of a table, picked by their numbers: those are read, and a copy of them is given.
+    But for a table: rows that are picked by their numbers are read, and a copy of them is given;
+    whatever else uses it has it kept as a whole.
 
     Meant for the first pass of each kind: what a model reads does not depend on the token.
     """
@@ -66,7 +70,7 @@ class EvictedWeightWatch(TorchFunctionMode):
         self._tables = tables or {}
         self.active = True
         self.has_served = False
-        """Whether rows were picked: this watch is then needed in every pass."""
+        """Whether a table was used past its module: this watch is then needed in every pass."""
 
     def __torch_function__(
         self,
@@ -86,7 +90,12 @@ class EvictedWeightWatch(TorchFunctionMode):
     def _look(self, func: Callable[..., Any], value: object) -> None:
         for parameter in parameters_in((value,)):
             name = self._names.get(id(parameter))
-            if name is not None and is_placeholder(parameter):
+            if name is None or not is_placeholder(parameter):
+                continue
+            if (table := self._tables.get(id(parameter))) is not None:
+                self.has_served = True
+                table.keep()
+            else:
                 self._refuse(getattr(func, "__name__", str(func)), name)
 
     def _pick(self, table: torch.Tensor, index: Any) -> Any:
