@@ -22,7 +22,7 @@ from pipeload._plan import SLOTS, Plan
 from pipeload._reader import resolve_io_mode
 from pipeload._reserve import limit_for, page_table_bytes
 from pipeload._residency import Residency
-from pipeload._sites import CHUNKS, Grain, Touched
+from pipeload._sites import CHUNKS, Grain
 from pipeload._sizes import format_size
 from pipeload.errors import MemoryLimitError
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from pipeload._residency import Choice
-    from pipeload._sites import Divider, Parts
+    from pipeload._sites import Divider, Parts, Touched
 
 SMALLEST_SLACK_BYTES = 6_000_000
 """What a limit that is reported as workable has beyond what was needed when it was computed: the
@@ -97,7 +97,7 @@ def make_plan(
     """
     chunks = [size for size in CHUNKS if size <= divider.largest_block] or [CHUNKS[-1]]
     known = touched()
-    outside = known or Touched()
+    outside = known or divider.unknown()
     coarse = [_Cut(divider, Grain(modules=False, chunk_bytes=c), options, outside) for c in chunks]
     fine = [Grain(modules=True, chunk_bytes=c) for c in (chunks if known is not None else ())]
     finest = _Cut(divider, fine[-1], options, outside) if fine else coarse[-1]
