@@ -164,7 +164,7 @@ class Cut:
     """A divider that has cut already."""
 
     largest_block = 0
-    unknown = None
+    unknown = staticmethod(Touched)
 
     def __init__(self, units: list[UnitSpec], pinned: list[Weight]) -> None:
         self._parts = Parts([], units, [], pinned, 0)
