@@ -44,9 +44,6 @@ _READERS = 4
 _CASTING_READERS = 2
 TABLE_KEEP_BYTES = 4 << 20
 """How much of an embedding table stays once its rows were read."""
-# For weighing alone: no disk was measured yet, and the order of choices hardly depends on it.
-_TYPICAL_RATE = 2e9
-_UNIT_SECONDS = 2e-4
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,13 +162,7 @@ def _cheapest(cuts: Sequence[_Cut], budget: int) -> tuple[_Cut, Choice] | None:
     """The cut whose passes take least time with `budget` bytes; None if none fits."""
     found = [(cut, cut.residency.choose(budget - cut.fixed)) for cut in cuts]
     fitting = [(cut, choice) for cut, choice in found if choice is not None]
-    return min(fitting, key=lambda pair: _price(pair[0].residency, pair[1]), default=None)
-
-
-def _price(residency: Residency, choice: Choice) -> float:
-    """Seconds per pass: see [Note: the price of memory]."""
-    streamed = [unit for unit in residency.plans(choice) if unit.streamed.nbytes]
-    return sum(u.streamed_bytes for u in streamed) / _TYPICAL_RATE + _UNIT_SECONDS * len(streamed)
+    return min(fitting, key=lambda pair: pair[0].residency.seconds(pair[1]), default=None)
 
 
 def _too_small(
