@@ -136,7 +136,9 @@ def _with_float_products(model: nn.Module) -> nn.Module:
     """Put plain Linears where a copied model has quantised ones, which compute with values only."""
     for module in model.modules():
         for name, child in module.named_children():
-            if isinstance(child, nn.Linear) and not child.weight.is_floating_point():
+            if not isinstance(child, nn.Linear) or "weight" not in child._parameters:  # noqa: SLF001
+                continue  # one that is put together of others has none of its own
+            if not child.weight.is_floating_point():
                 bias = child.bias is not None
                 sizes = child.in_features, child.out_features
                 setattr(module, name, nn.Linear(*sizes, bias=bias, device="meta"))
