@@ -102,6 +102,7 @@ class Worker:
             self._process.communicate()
             self._errors.seek(0)
             last = ["", *self._errors.read().strip().splitlines()][-1]
+            self._errors.close()
             status = self._process.returncode
             raise PipeloadError(
                 f"the measured process ended with status {status}: {last}. Run it again with a "
