@@ -307,10 +307,11 @@ def bench(
     """Measure how close streaming comes to what this machine's disk and processor allow."""
     limits: list[str | int] = [_size(text, "--memory-limit") for text in memory_limit or []]
     with reported(debug=debug, quiet=json):
-        from pipeload import _cli_plan
+        from pipeload import _cli_plan, _cli_run
         from pipeload import bench as benchmark
 
         chosen = model or _cli_plan.make_demo_model()
+        _cli_run.check_model(chosen)
         benchmark.run(
             model=chosen,
             limits=limits or [_cli_plan.choose_limit(chosen, debug=debug)],

@@ -106,7 +106,7 @@ def _summary(kind: str) -> str:
     made = getattr(errors, kind)
     bases = [b.__name__ for b in made.__mro__ if b.__module__ == "builtins"]
     bases = [name for name in bases if name not in {"Exception", "BaseException", "object"}]
-    also = f" Also a `{bases[0]}`." if bases else ""
+    also = f" Also {'an' if bases[0] == 'OSError' else 'a'} `{bases[0]}`." if bases else ""
     return (made.__doc__ or "").strip().splitlines()[0] + also
 
 

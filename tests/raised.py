@@ -60,7 +60,8 @@ class Raised:
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:
         """A process of pytest-xdist has ended, and says what it saw."""
-        self.places |= {(file, line) for file, line in getattr(node, "workeroutput", {})["raised"]}
+        output = getattr(node, "workeroutput", {})  # none where it crashed
+        self.places |= {(file, line) for file, line in output.get("raised", ())}
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         """Say what this process saw, or judge what all saw."""

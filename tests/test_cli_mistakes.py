@@ -66,7 +66,7 @@ def words_of(command: str, model: object, tmp_path: Path) -> list[object]:
         "plan": ["--disk-rate", "1GB", "--json"],
         "eval": ["--text", file, "-q"],
         "quantize": [tmp_path / "target", "-q"],
-        "bench": ["--json"],
+        "bench": ["--memory-limit", "1GB", "--json"],
     }
     return [command, model, *rest[command]]
 
