@@ -39,8 +39,11 @@ def run(source: str, target: Path, *, json: bool, debug: bool, **options: Any) -
         )
     except PipeloadError:
         raise
-    except (OSError, ValueError, ImportError) as error:
-        raise CheckpointError(f"cannot quantise {source!r}: {first_line(error)}") from error
+    except Exception as error:  # a configuration can make the library raise nearly anything
+        raise CheckpointError(
+            f"cannot quantise {source!r}: {first_line(error)}. Check the checkpoint; --debug shows "
+            "where it failed."
+        ) from error
     finally:
         shown.stop()
     nbytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))

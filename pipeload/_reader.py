@@ -55,7 +55,8 @@ class FileSet:
         except OSError as error:
             self.close()
             raise ReadError(
-                f"cannot open checkpoint file {str(path)!r} for {io_mode} reads: {error}"
+                f"cannot open checkpoint file {str(path)!r} for {io_mode} reads: {error}. Check "
+                "that it is there and may be read."
             ) from error
 
     def read_pages(self, path: Path, first: int, stop: int, into: memoryview) -> int:
@@ -74,7 +75,8 @@ class FileSet:
                 count = file.read(into[got : stop - first], first + got)
             except OSError as error:
                 raise ReadError(
-                    f"reading {str(path)!r} at byte {first + got} failed: {error}"
+                    f"reading {str(path)!r} at byte {first + got} failed: {error}. Check the disk, "
+                    "then call the model again."
                 ) from error
             if count == 0:
                 raise ReadError(
