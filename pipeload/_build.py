@@ -22,7 +22,7 @@ from pipeload._plan import SLOTS, Plan
 from pipeload._reader import resolve_io_mode
 from pipeload._reserve import limit_for, page_table_bytes
 from pipeload._residency import Residency
-from pipeload._sites import CHUNKS, Grain, Touched
+from pipeload._sites import CHUNKS, Grain
 from pipeload._sizes import format_size
 from pipeload._stalls import DEFAULT_SECONDS
 from pipeload.errors import MemoryLimitError
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from pipeload._residency import Choice
-    from pipeload._sites import Divider, Parts
+    from pipeload._sites import Divider, Parts, Touched
 
 SMALLEST_SLACK_BYTES = 6_000_000
 """What a limit that is reported as workable has beyond what was needed when it was computed: the
@@ -45,9 +45,6 @@ _READERS = 4
 _CASTING_READERS = 2
 TABLE_KEEP_BYTES = 4 << 20
 """How much of an embedding table stays once its rows were read."""
-# For weighing alone: no disk was measured yet, and the order of choices hardly depends on it.
-_TYPICAL_RATE = 2e9
-_UNIT_SECONDS = 2e-4
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +98,7 @@ def make_plan(
     """
     chunks = [size for size in CHUNKS if size <= divider.largest_block] or [CHUNKS[-1]]
     known = touched()
-    outside = known or Touched()
+    outside = known or divider.unknown()
     coarse = [_Cut(divider, Grain(modules=False, chunk_bytes=c), options, outside) for c in chunks]
     fine = [Grain(modules=True, chunk_bytes=c) for c in (chunks if known is not None else ())]
     finest = _Cut(divider, fine[-1], options, outside) if fine else coarse[-1]
@@ -169,13 +166,7 @@ def _cheapest(cuts: Sequence[_Cut], budget: int) -> tuple[_Cut, Choice] | None:
     """The cut whose passes take least time with `budget` bytes; None if none fits."""
     found = [(cut, cut.residency.choose(budget - cut.fixed)) for cut in cuts]
     fitting = [(cut, choice) for cut, choice in found if choice is not None]
-    return min(fitting, key=lambda pair: _price(pair[0].residency, pair[1]), default=None)
-
-
-def _price(residency: Residency, choice: Choice) -> float:
-    """Seconds per pass: see [Note: the price of memory]."""
-    streamed = [unit for unit in residency.plans(choice) if unit.streamed.nbytes]
-    return sum(u.streamed_bytes for u in streamed) / _TYPICAL_RATE + _UNIT_SECONDS * len(streamed)
+    return min(fitting, key=lambda pair: pair[0].residency.seconds(pair[1]), default=None)
 
 
 def _too_small(

@@ -6,7 +6,7 @@ import gc
 import json as json_module
 import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import transformers
 
@@ -16,7 +16,7 @@ from pipeload._cli_output import log, silence_libraries
 from pipeload._cli_run import DTYPES, check_model, explained, load_tokenizer
 from pipeload._eval_progress import all_passes
 from pipeload._eval_text import Encoded, encode, read_text
-from pipeload._loading import needs_of
+from pipeload._loading import check_source, needs_of
 from pipeload._perplexity import measure, tokens_to_hint
 from pipeload._sizes import format_size
 from pipeload._takeover import peek
@@ -110,20 +110,19 @@ def _prepare(model: str, text: str, request: Request) -> _Subject:
             f"{str(request.text)!r} makes fewer than 2 tokens with the tokenizer of {model!r}, and "
             "the first has nothing before it, so it is not scored. Give a longer text."
         )
+    options = {"dtype": DTYPES[request.dtype], "trust_remote_code": False}
     with explained(model):
-        pending = peek(
-            lambda: transformers.AutoModelForCausalLM.from_pretrained(
-                model, dtype=DTYPES[request.dtype], trust_remote_code=False
-            )
-        )
+        passed_on = check_source(model, options)
+        auto: Any = transformers.AutoModelForCausalLM
+        pending = peek(lambda: auto.from_pretrained(model, **passed_on))
     if pending is None:
-        raise CheckpointError(f"{model!r} has no weights.")
+        raise CheckpointError(f"{model!r} has no weights. Name a folder that holds some.")
     known = getattr(pending.model.get_input_embeddings(), "num_embeddings", None)
     largest = int(encoded.ids.max())
     if known is not None and largest >= known:
         raise CheckpointError(
             f"the tokenizer of {model!r} is another model's: it makes token {largest}, and the "
-            f"model knows {known}."
+            f"model knows {known}. Put its own tokenizer beside the weights."
         )
     return _Subject(
         model,

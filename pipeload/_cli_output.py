@@ -9,15 +9,15 @@ import os
 import sys
 import time
 import warnings
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
+from typer.core import TyperGroup
 
 from pipeload.errors import PipeloadError, escape
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from typing import Any
 
     from rich.progress import Progress
 
@@ -28,6 +28,43 @@ log = logging.getLogger("pipeload")
 _INTERRUPTED = 128 + 2  # as a shell reports SIGINT
 _BROKEN_PIPE = 128 + 13
 _SECONDS_BETWEEN_LINES = 5.0
+# What was typed is wrong. The library it comes from has moved between versions of typer.
+_UsageError: type[Exception] = typer.BadParameter.__mro__[1]
+
+
+class Commands(TyperGroup):
+    """The commands; what was typed wrongly is told in one line, as every other error."""
+
+    def main(self, *args: Any, **extra: Any) -> Any:
+        """Run what was typed.
+
+        Raises:
+            SystemExit: with 2 if it was wrong, else with the command's status.
+        """
+        standalone_mode = extra.pop("standalone_mode", True)
+        try:
+            status = super().main(*args, **{**extra, "standalone_mode": False})
+        except _UsageError as error:
+            if not standalone_mode:
+                raise
+            _say_usage(error)
+            sys.exit(2)
+        except typer.Abort:
+            if not standalone_mode:
+                raise
+            sys.exit(1)
+        if standalone_mode:
+            sys.exit(status if isinstance(status, int) else 0)
+        return status
+
+
+def _say_usage(error: Any) -> None:
+    if type(error).__name__ == "NoArgsIsHelpError":  # nothing was typed
+        error.show()
+        return
+    message = " ".join(error.format_message().split()).rstrip(".") + "."
+    place = "" if error.ctx is None else f" See {error.ctx.command_path} --help."
+    typer.echo(f"error: {message}{place}", err=True)
 
 
 @contextlib.contextmanager
@@ -50,10 +87,14 @@ def reported(*, debug: bool, quiet: bool) -> Iterator[None]:
     except KeyboardInterrupt:
         raise typer.Exit(_INTERRUPTED) from None
     except BrokenPipeError:
-        # Whoever read our output has gone. Python flushes once more at exit; give it a place.
-        with contextlib.suppress(OSError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()  # whoever read it has gone
         raise typer.Exit(_BROKEN_PIPE) from None
+    except (OSError, MemoryError) as error:
+        if debug:
+            raise
+        _drop_output()  # it may be what could not be written
+        typer.echo(f"error: {_cause(error)}. --debug shows where it failed.", err=True)
+        raise typer.Exit(1) from None
     finally:
         log.removeHandler(handler)
         log.setLevel(level)
@@ -65,6 +106,18 @@ class _Printable(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         return escape(super().format(record))
+
+
+def _drop_output() -> None:
+    """Python flushes once more at exit; give it a place."""
+    with contextlib.suppress(OSError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _cause(error: OSError | MemoryError) -> str:
+    """What the system says, in one line."""
+    text = " ".join(str(error).split()) or "out of memory"
+    return text.rstrip(".")
 
 
 def replace_unprintable() -> None:

@@ -114,7 +114,7 @@ def checkpoint_files(model: str) -> list[Path]:
         )
     if files := sorted(folder.glob("*.safetensors")):
         return files
-    raise CheckpointError(f"{model!r} has no safetensors files.")
+    raise CheckpointError(f"{model!r} has no safetensors files. Download the model again.")
 
 
 def make_demo_model(folder: Path | None = None) -> str:

@@ -12,7 +12,7 @@ import typer
 
 import pipeload
 from pipeload._cli_output import log, silence_libraries
-from pipeload._cli_run import LIBRARY_ERRORS, check_model, first_line
+from pipeload._cli_run import check_model, first_line
 from pipeload._sizes import format_size
 from pipeload.errors import CheckpointError, PipeloadError
 
@@ -39,8 +39,11 @@ def run(source: str, target: Path, *, json: bool, debug: bool, **options: Any) -
         )
     except PipeloadError:
         raise
-    except LIBRARY_ERRORS as error:
-        raise CheckpointError(f"cannot quantise {source!r}: {first_line(error)}") from error
+    except Exception as error:  # a configuration can make the library raise nearly anything
+        raise CheckpointError(
+            f"cannot quantise {source!r}: {first_line(error)}. Check the checkpoint; --debug shows "
+            "where it failed."
+        ) from error
     finally:
         shown.stop()
     nbytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))

@@ -21,9 +21,6 @@ from pipeload.errors import CheckpointError, OptionError, PipeloadError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-# What the library raises for a folder that it cannot make a model of; the last three are what a
-# config.json gives that says something it does not know.
-LIBRARY_ERRORS = (OSError, ValueError, ImportError, AttributeError, LookupError, TypeError)
 DTYPES = {"auto": "auto", "bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
@@ -94,12 +91,17 @@ def check_model(model: str) -> None:
 
     Raises:
         OptionError: there is no such folder or hub model.
-        CheckpointError: the folder holds no model.
+        CheckpointError: the folder holds no model, or its configuration cannot be read.
     """
     path = Path(model)
     if path.is_dir():
-        if not any((path / name).exists() for name in ("config.json", "adapter_config.json")):
-            raise CheckpointError(f"folder {model!r} has no config.json, so it holds no model.")
+        if (path / "config.json").exists():
+            with explained(model):
+                transformers.AutoConfig.from_pretrained(model, trust_remote_code=False)
+        elif not (path / "adapter_config.json").exists():
+            raise CheckpointError(
+                f"folder {model!r} has no config.json, so it holds no model. Check the path."
+            )
         return
     if path.exists():
         raise OptionError(f"{model!r} is a file. Name the folder that holds config.json.")
@@ -110,7 +112,8 @@ def check_model(model: str) -> None:
         transformers.AutoConfig.from_pretrained(model, trust_remote_code=False)
     except Exception as error:  # as above
         raise OptionError(
-            f"{model!r} is no folder here, and the hub gave no model: {first_line(error)}"
+            f"{model!r} is no folder here, and the hub gave no model: {first_line(error)}. Check "
+            "the name."
         ) from error
 
 
@@ -125,18 +128,22 @@ def explained(model: str) -> Iterator[None]:
         yield
     except PipeloadError:
         raise
-    except LIBRARY_ERRORS as error:
-        raise CheckpointError(f"cannot load {model!r}: {first_line(error)}") from error
+    except Exception as error:  # a configuration can make the library raise nearly anything
+        raise CheckpointError(
+            f"cannot load {model!r}: {first_line(error)}. Check the checkpoint; --debug shows "
+            "where it failed."
+        ) from error
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of a message, or what kind of error it is."""
-    lines = str(error).strip().splitlines()
+    """What a message says in its first line, or in two where the first only announces."""
     kind = type(error).__name__
+    lines = str(error).strip().splitlines()
     if not lines:
         return kind
-    line = lines[0].rstrip(" .:")
-    return f"{kind}: {line}" if isinstance(error, LIBRARY_ERRORS[3:]) else line
+    text = " ".join(line.strip() for line in lines[: 2 if lines[0].endswith(":") else 1])
+    said = isinstance(error, (OSError, ValueError, ImportError))  # others say little by themselves
+    return (text if said else f"{kind}: {text}").rstrip(" .:!")
 
 
 def _encode(tokenizer: Any, request: Request) -> dict[str, torch.Tensor]:
@@ -144,18 +151,29 @@ def _encode(tokenizer: Any, request: Request) -> dict[str, torch.Tensor]:
         messages = [{"role": "user", "content": request.prompt}]
         if request.system is not None:
             messages.insert(0, {"role": "system", "content": request.system})
-        encoded = tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
-        )
+        encoded = _apply_template(tokenizer, messages)
     elif request.system is not None:
         raise OptionError(
-            "--system was given, but the model's tokenizer has no chat template to put it in."
+            "--system was given, but the model's tokenizer has no chat template to put it in. "
+            "Leave it out."
         )
     else:
         encoded = tokenizer(request.prompt, return_tensors="pt")
     if encoded["input_ids"].shape[1] == 0:
-        raise OptionError("the tokenizer makes no token of this prompt.")
+        raise OptionError("the tokenizer makes no token of this prompt. Give another one.")
     return {name: encoded[name] for name in ("input_ids", "attention_mask") if name in encoded}
+
+
+def _apply_template(tokenizer: Any, messages: list[dict[str, str]]) -> Any:
+    try:
+        return tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
+    except Exception as error:  # a template is a program
+        raise OptionError(
+            f"the model's chat template does not take this ({first_line(error)}). Leave --system "
+            "out, or pass --no-chat-template."
+        ) from error
 
 
 def _load(request: Request, *, tokens: int) -> Any:

@@ -115,9 +115,9 @@ def make_smollm2(target: Path, *, dtype: str = "bf16", max_shard_bytes: int = 50
     """
     target = Path(target)
     if dtype not in TORCH_DTYPES:
-        raise OptionError(f"dtype={dtype!r} is not one of {', '.join(TORCH_DTYPES)}")
+        raise OptionError(f"dtype={dtype!r} is unknown. Choose one of {', '.join(TORCH_DTYPES)}.")
     if max_shard_bytes <= 0:
-        raise OptionError(f"max_shard_bytes={max_shard_bytes} is not a positive number of bytes")
+        raise OptionError(f"max_shard_bytes={max_shard_bytes} is no size. Give bytes, at least 1.")
     stamp = {"recipe": RECIPE, "dtype": dtype, "max_shard_bytes": max_shard_bytes}
     if _made_earlier(target, stamp):
         return target

@@ -324,7 +324,10 @@ class Dispatcher:
         self._pool.close()
         for ticket in self._tickets.values():
             ticket.settle(
-                UnsupportedOperationError("streaming was removed while a pass waited for weights")
+                UnsupportedOperationError(
+                    "streaming was removed while a pass waited for weights. Call the model "
+                    "again: it is a plain one now."
+                )
             )
         self._pool.join(_JOIN_SECONDS)
 
@@ -346,5 +349,6 @@ def name_block(error: BaseException, block: str) -> BaseException:
     if isinstance(error, PipeloadError):
         return type(error)(f"block {block!r}: {error}") if type(error) is ReadError else error
     return ReadError(
-        f"block {block!r}: its weights could not be made: {type(error).__name__}: {error}"
+        f"block {block!r}: its weights could not be made: {type(error).__name__}: {error}. "
+        "Download the checkpoint again, or load it without pipeload."
     )

@@ -41,7 +41,9 @@ def read_text(path: Path) -> str:
     try:
         data = path.read_bytes()
     except OSError as error:
-        raise OptionError(f"cannot read the text {str(path)!r}: {error.strerror}.") from error
+        raise OptionError(
+            f"cannot read the text {str(path)!r}: {error.strerror}. Check the path."
+        ) from error
     if b"\0" in data:
         raise OptionError(
             f"{str(path)!r} is no text: there is a zero byte at {data.index(0)}. Give a UTF-8 file."
@@ -50,10 +52,11 @@ def read_text(path: Path) -> str:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise OptionError(
-            f"{str(path)!r} is no text in UTF-8: byte {error.start} is {data[error.start]:#04x}."
+            f"{str(path)!r} is no text in UTF-8: byte {error.start} is {data[error.start]:#04x}. "
+            "Give a UTF-8 file."
         ) from error
     if not text.strip():
-        raise OptionError(f"the text {str(path)!r} is empty.")
+        raise OptionError(f"the text {str(path)!r} is empty. Give a UTF-8 file with some.")
     return text
 
 

@@ -177,7 +177,7 @@ def _setting(config: Any, name: str) -> Any:
 
 
 def _refusal(method: str, why: str, instead: str, where: str = "") -> UnsupportedModelError:
-    where = where and f" {where}"
+    place = f" {where}" if where else ""
     return UnsupportedModelError(
-        f"checkpoints quantised by {method!r} cannot be streamed{where}: {why}. {instead}"
+        f"checkpoints quantised by {method!r} cannot be streamed{place}: {why}. {instead}"
     )

@@ -198,7 +198,7 @@ def plan_model(
         ran = frozenset(usage.executed)
         # Nothing was learnt about modules that did not run.
         idle = (n for n, _ in model.named_parameters() if n.rpartition(".")[0] not in ran)
-        return Touched(usage.touched_outside, frozenset(idle))
+        return Touched(usage.touched_outside, frozenset(idle), usage.touched_past_block)
 
     return make_plan(divider, touched, files, reserve, request.options, leaving=leaving)
 

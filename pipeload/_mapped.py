@@ -52,6 +52,8 @@ class MappedFiles:
     def tensor(self, path: Path, start: int, nbytes: int) -> torch.Tensor:
         """Bytes of a file, shared with its mapping."""
         with torch.inference_mode(False):
+            if not nbytes:  # no registers, say
+                return torch.empty(0, dtype=torch.uint8)
             view = memoryview(self._maps[path])[start : start + nbytes]
             return torch.frombuffer(view, dtype=torch.uint8)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from pipeload._caches import is_cache, seen_positions
@@ -14,6 +15,11 @@ if TYPE_CHECKING:
     from pipeload._widths import Widths
 
 _INPUTS = ("decoder_input_ids", "decoder_inputs_embeds", "inputs_embeds", "input_ids")
+
+
+# Numbers of a picture or a sound that one position is made of, at the least: a patch has several
+# hundred, and a frame of sound is 20 ms of it.
+_SAMPLES = 320
 
 
 class PassShape(NamedTuple):
@@ -84,7 +90,10 @@ def _tokens_and_batch(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[i
     for value in (*named, *args, *kwargs.values()):
         if not isinstance(value, Tensor) or not value.dim():
             continue
-        match value.shape:
+        shape = value.shape
+        if len(shape) == 2 and value.is_floating_point():  # patches in a row, or raw sound
+            shape = torch.Size([max(shape[0], value.numel() // _SAMPLES)])
+        match shape:
             case (tokens,):
                 return max(1, tokens), 1
             case (batch, tokens):

@@ -56,13 +56,16 @@ def probe_usage(model: nn.Module) -> Usage | None:
     # Some operations (fused experts) know the meta device in bf16 alone; use is the same in any.
     dtypes = (None, torch.bfloat16)
     lists = _lists(model)
-    for shortened, dtype in itertools.product((lists, []) if lists else ([],), dtypes):
+    shorter = (lists, []) if lists else ([],)
+    for padded, shortened, dtype in itertools.product((False, True), shorter, dtypes):
         try:
             # Buffers are real where the library has made them so; one device is needed.
             copied = _with_float_products(short_copy(model, shortened))
             probed = copied.to("meta", dtype).eval()
             with torch.no_grad():
-                usage = _observe(_without_padding(probed), inputs, shortened)
+                # Some need the number of the token, which most only warn of.
+                ready = probed if padded else _without_padding(probed)
+                usage = _observe(ready, inputs, shortened)
             return widen_usage(usage, shortened)
         # Whatever a model that was never meant to run like this may raise.
         except Exception as error:  # noqa: PERF203
@@ -96,12 +99,19 @@ def _observe(
         model(**{name: value[:, -1:] for name, value in inputs.items()}, **caches)
 
     first = observe_usage(model, read_prompt)
-    if not caches:
-        return first
     for cache in caches.values():
         _shorten(cache, {len(twins.groups): twins.kept for twins in shortened})
-    then = observe_usage(model, continue_it)
-    return replace(first, touched_outside=first.touched_outside | then.touched_outside)
+    try:
+        then = observe_usage(model, continue_it)
+    except Exception:
+        if caches:
+            raise
+        return first  # one token alone is nothing that every model takes
+    return replace(
+        first,
+        touched_outside=first.touched_outside | then.touched_outside,
+        touched_past_block=first.touched_past_block | then.touched_past_block,
+    )
 
 
 def _shorten(cache: object, kept: Mapping[int, int]) -> None:
@@ -126,7 +136,9 @@ def _with_float_products(model: nn.Module) -> nn.Module:
     """Put plain Linears where a copied model has quantised ones, which compute with values only."""
     for module in model.modules():
         for name, child in module.named_children():
-            if isinstance(child, nn.Linear) and not child.weight.is_floating_point():
+            if not isinstance(child, nn.Linear) or "weight" not in child._parameters:  # noqa: SLF001
+                continue  # one that is put together of others has none of its own
+            if not child.weight.is_floating_point():
                 bias = child.bias is not None
                 sizes = child.in_features, child.out_features
                 setattr(module, name, nn.Linear(*sizes, bias=bias, device="meta"))

@@ -49,6 +49,7 @@ _COPIED = {".json", ".jinja", ".txt", ".model", ".tiktoken", ".py"}
 _COPIED_NAMES = ("LICENSE", "NOTICE", "USE_POLICY")
 _COPIED_BYTES = 256 << 20
 _WEIGHTS_INDEX = "model.safetensors.index.json"
+_AS_IT_IS = "Delete the folder, and stream the model as it is."
 
 
 def quantize(
@@ -132,7 +133,9 @@ def quantize(
 
 def _check(name: str, value: object, allowed: Sequence[object]) -> None:
     if value not in allowed:
-        raise OptionError(f"{name}={value!r} is none of {', '.join(map(repr, allowed))}.")
+        raise OptionError(
+            f"{name}={value!r} is unknown. Choose one of {', '.join(map(repr, allowed))}."
+        )
 
 
 def _form(method: str, group_size: int, zero_points: str, *, double_quant: bool) -> Form:
@@ -148,7 +151,7 @@ def _open(pretrained: str | os.PathLike[str], kwargs: dict[str, Any]) -> Pending
     passed_on = check_source(pretrained, {"dtype": "auto", **kwargs})
     pending = peek(lambda: auto.from_pretrained(pretrained, **passed_on))
     if pending is None:
-        raise CheckpointError(f"{str(pretrained)!r} holds no weights.")
+        raise CheckpointError(f"{str(pretrained)!r} holds no weights. Name a folder that does.")
     if pending.quantised_by is not None:
         raise UnsupportedModelError(
             f"{str(pretrained)!r} is quantised already, by {pending.quantised_by!r}. Quantise the "
@@ -177,7 +180,7 @@ def _choose(pending: PendingLoad, form: Form) -> tuple[dict[str, nn.Linear], lis
         why = f"its Linears are {shapes[:4]}" if shapes else "it has no Linears"
         raise UnsupportedModelError(
             f"{type(model).__name__} has nothing that {form.name} could be made of: {why}, "
-            f"and it takes Linears with {form.wants}."
+            f"and it takes Linears with {form.wants}. Try another method, or stream it as it is."
         )
     return chosen, kept
 
@@ -242,15 +245,18 @@ def _check_result(folder: Path, form: Form, count: int) -> None:
     auto: Any = transformers.AutoModelForCausalLM
     pending = peek(lambda: auto.from_pretrained(folder, dtype="auto", local_files_only=True))
     if pending is None or pending.quantised_by != form.loaded_by:
-        raise UnsupportedModelError(f"the library does not take {str(folder)!r} for quantised.")
+        raise UnsupportedModelError(
+            f"the library does not take {str(folder)!r} for quantised. {_AS_IT_IS}"
+        )
     name = type(pending.model).__name__
     try:
         found = sum(weight.guarded for weight in pending.weights().values())
     except CheckpointError as error:
         raise UnsupportedModelError(
-            f"the library does not find again what was made of {name}: {error}"
+            f"the library does not find again what was made of {name}: {error} {_AS_IT_IS}"
         ) from error
     if found != count:
         raise UnsupportedModelError(
-            f"of {count} weights of {name} that were quantised, the library finds {found}."
+            f"of {count} weights of {name} that were quantised, the library finds {found}. "
+            f"{_AS_IT_IS}"
         )

@@ -100,7 +100,8 @@ def read_weight(entry: TensorEntry, items: int) -> Iterator[torch.Tensor]:
         if not bool(weight.isfinite().all()):
             raise CheckpointError(
                 f"tensor {entry.name!r} in {str(entry.file)!r} holds values that are not finite, "
-                "and no integer stands for those."
+                "and no integer stands for those. Download the checkpoint again, or stream it as "
+                "it is."
             )
         yield weight
 
@@ -122,8 +123,11 @@ def _read_pieces(entry: TensorEntry, nbytes: int) -> Iterator[memoryview]:
                 got = file.readinto(piece)
         except OSError as error:
             raise ReadError(
-                f"tensor {entry.name!r} of {str(entry.file)!r} could not be read: {error}."
+                f"tensor {entry.name!r} of {str(entry.file)!r} could not be read: {error}. Check "
+                "the disk, then run the same command again."
             ) from error
         if got != len(piece):
-            raise ReadError(f"{str(entry.file)!r} ends within tensor {entry.name!r}.")
+            raise ReadError(
+                f"{str(entry.file)!r} ends within tensor {entry.name!r}. Download the file again."
+            )
         yield piece

@@ -69,11 +69,13 @@ class PipeloadConfig(QuantizationConfigMixin):
             if getattr(self, name) not in values:
                 raise OptionError(
                     f"quantization_config has {name}={getattr(self, name)!r}, which this version "
-                    f"of pipeload does not know: wanted one of {', '.join(map(str, values))}."
+                    f"of pipeload does not know. Choose one of {', '.join(map(str, values))}; if "
+                    "the checkpoint says it, take a newer pipeload."
                 )
         if part_bytes is not None and not (isinstance(part_bytes, int) and part_bytes > 0):
             raise OptionError(
-                f"quantization_config has part_bytes={part_bytes!r}, wanted a number of bytes."
+                f"quantization_config has part_bytes={part_bytes!r}. Give a number of bytes, or "
+                "None."
             )
 
     def keeps(self, path: str) -> bool:

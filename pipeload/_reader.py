@@ -73,7 +73,8 @@ class FileSet:
         except OSError as error:
             self.close()
             raise ReadError(
-                f"cannot open checkpoint file {str(path)!r} for {io_mode} reads: {error}"
+                f"cannot open checkpoint file {str(path)!r} for {io_mode} reads: {error}. Check "
+                "that it is there and may be read."
             ) from error
         for path, stamp in (stamps or {}).items():
             if (self._files[path].nbytes, self._files[path].modified_ns) != stamp:
@@ -100,7 +101,8 @@ class FileSet:
                     count = file.read(into[got : stop - first], first + got)
             except OSError as error:
                 raise ReadError(
-                    f"reading {str(path)!r} at byte {first + got} failed: {error}"
+                    f"reading {str(path)!r} at byte {first + got} failed: {error}. Check the disk, "
+                    "then call the model again."
                 ) from error
             if count == 0:
                 raise ReadError(

@@ -11,7 +11,9 @@ from pipeload.errors import UnsupportedModelError, UnsupportedOperationError
 from pipeload_hooks import EvictedWeightWatch, inside_compiled_call
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
+
+    from torch import nn
 
     from pipeload._seats import Seat
     from pipeload._tables import TableSeat
@@ -28,14 +30,34 @@ _ADAPTED = (
 )
 
 
+Call = tuple[int, tuple[bool, ...], frozenset[tuple[str, bool]]]
+"""How a model is called: which module of it, and with which arguments, each one token or not."""
+
+
+def call_of(module: nn.Module, args: Sequence[object], kwargs: Mapping[str, object]) -> Call:
+    """The same for two calls that differ in nothing but values, and in how many tokens there are.
+
+    What a model reads depends on that: a picture has a tower run that text alone has not, and
+    models with a state go another way where one token continues it.
+    """
+    named = ((name, _is_single(value)) for name, value in kwargs.items() if value is not None)
+    return id(module), tuple(map(_is_single, args)), frozenset(named)
+
+
+def _is_single(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() > 1 and value.shape[1] == 1
+
+
 def make_watch(
-    owners: Sequence[Seat | TableSeat], *, adapted: Callable[[], bool]
+    seats: Sequence[Seat], tables: Sequence[TableSeat], *, adapted: Callable[[], bool]
 ) -> EvictedWeightWatch:
-    """Refuses whatever reads a weight of `owners` while it is evicted.
+    """Refuses whatever reads a weight of these while it is evicted, but rows of a table.
 
     `adapted` tells whether modules were added to the model, so that they may be what reads it.
     """
+    owners: list[Seat | TableSeat] = [*seats, *tables]
     names = {id(p): name for owner in owners for name, p in owner.parameters.items()}
+    rows = {id(p): table for table in tables for p in table.parameters.values()}
 
     def refuse(function: str, name: str) -> NoReturn:
         raise UnsupportedModelError(
@@ -43,7 +65,7 @@ def make_watch(
             + (_ADAPTED if adapted() else _AS_IT_IS)
         )
 
-    return EvictedWeightWatch(names, refuse)
+    return EvictedWeightWatch(names, refuse, rows)
 
 
 def refuse_compiled() -> None:

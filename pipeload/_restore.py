@@ -10,7 +10,7 @@ from safetensors import safe_open
 from pipeload._memory import rss_bytes
 from pipeload._sizes import format_size
 from pipeload.errors import MemoryLimitError, UnsupportedOperationError
-from pipeload_hooks import Binding, bind
+from pipeload_hooks import Binding, bind, is_placeholder
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -39,6 +39,7 @@ class Restorer:
         self._streamer = streamer
         self._parameters = parameters
         self._companions = companions
+        self._versions = {name: p._version for name, (p, _) in parameters.items()}  # noqa: SLF001
 
     def __call__(self, _model: nn.Module) -> None:
         """Nothing changes when this raises.
@@ -54,8 +55,18 @@ class Restorer:
         self._streamer.recover()
         made = self._make_converted()
         made.update(self._map_raw())
+        made.update(self._edited())
         parameters = {name: parameter for name, (parameter, _) in self._parameters.items()}
         bind(Binding(parameters, self._companions).pair(made))
+
+    def _edited(self) -> dict[str, torch.Tensor]:
+        """What the model itself has changed in place, as it would have on a plain one."""
+        return {
+            name: parameter.data
+            for name, (parameter, _) in self._parameters.items()
+            if parameter._version != self._versions[name]  # noqa: SLF001
+            and not is_placeholder(parameter)
+        }
 
     def _make_converted(self) -> dict[str, torch.Tensor]:
         """Copies of the streamed weights that the file does not hold as they are."""

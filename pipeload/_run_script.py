@@ -96,7 +96,7 @@ def _run_path(target: Target) -> None:
         code = loader.get_code("__main__")
     else:
         loader = SourceFileLoader("__main__", file)
-        code = loader.source_to_code(path.read_bytes(), file)
+        code = loader.source_to_code(_read(path), file)
     module = ModuleType("__main__")
     # No spec: what starts further processes takes `__file__` then.
     vars(module).update(
@@ -104,6 +104,14 @@ def _run_path(target: Target) -> None:
     )
     sys.modules["__main__"] = module
     exec(code, vars(module))  # type: ignore[arg-type]  # noqa: S102 - the user's own script
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        sys.stderr.write(f"error: cannot read {str(path)!r}: {error.strerror}\n")
+        raise SystemExit(2) from None
 
 
 def _run_inside(folder: str) -> None:

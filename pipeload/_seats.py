@@ -58,6 +58,8 @@ class Seat:
             self._resident = self._binding.pair(unit.home.views)
             bind(self._resident)
             self._plan = unit.plan
+        elif self.shared:
+            bind(self._resident)  # the table has put its placeholder there since
         if unit.slot is not None:
             if unit.slot not in self._streamed:
                 self._streamed[unit.slot] = self._binding.pair(unit.slots[unit.slot].views)

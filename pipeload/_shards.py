@@ -288,4 +288,6 @@ def _writing(folder: Path) -> Iterator[None]:
                 "run the same command again: finished shards are kept. To give up, delete "
                 f"{str(folder)!r}."
             ) from error
-        raise OptionError(f"{str(folder)!r} cannot be written to: {error}.") from error
+        raise OptionError(
+            f"{str(folder)!r} cannot be written to: {error}. Name a folder that can be."
+        ) from error

@@ -51,6 +51,8 @@ class Touched(NamedTuple):
     """Used while the module that owns them does not run."""
     idle: frozenset[str] = frozenset()
     """Of modules that did not run when it was tried."""
+    past_block: frozenset[str] = frozenset()
+    """Used while not even the block around them runs: these are always there."""
 
 
 class Site(NamedTuple):
@@ -71,6 +73,8 @@ class Table(NamedTuple):
     weight: Weight
     modules: tuple[nn.Module, ...]
     """The embeddings that share it; a tied head is a site of its own."""
+    names: tuple[str, ...]
+    """What it is called in each of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,16 +163,27 @@ class Divider:
         """
         cutter = _Cutter(grain.chunk_bytes)
         together = touched.outside | touched.idle
-        for block, streamed in self._blocks:
+        for block, all_streamed in self._blocks:
+            streamed = [w for w in all_streamed if w.name not in touched.past_block]
+            if len(streamed) < len(all_streamed):
+                streamed = _whole_groups(streamed, self._weights)
+            if not streamed:
+                continue
             if grain.modules and together.isdisjoint(weight.name for weight in streamed):
                 mine = {weight.name: weight for weight in streamed}
                 cutter.modules(block.name, block.module, mine)
             else:
                 cutter.whole(block.name, block.module, streamed)
         # An adapter reads all of a head or a table beside what it gives: they are in memory then.
-        tables = [table for table in self._tables if table.weight.name not in touched.outside]
+        # One of a tower that was not tried may be used whole, as positions of a picture are.
+        whole = {
+            table.weight.name
+            for table in self._tables
+            if table.weight.name in touched.outside or touched.idle.issuperset(table.names)
+        }
+        tables = [table for table in self._tables if table.weight.name not in whole]
         head, weight = self._head, self._head_weight
-        if head is not None and weight is not None and weight.name not in touched.outside:
+        if head is not None and weight is not None and weight.name not in touched.outside | whole:
             # No range of the head is to be the reason for the size of the buffers.
             largest = max(sum(w.nbytes for w in spec.weights) for spec in cutter.specs)
             cutter.chunk_bytes = min(grain.chunk_bytes, max(largest, CHUNKS[-1]))
@@ -185,6 +200,12 @@ class Divider:
             if name not in taken and name not in self._tied
         )
         return Parts(sites, specs, tables, pinned, others)
+
+    def unknown(self) -> Touched:
+        """What to take for touched where nothing could be tried: tables but those of token ids."""
+        inputs = {id(module) for module in _input_embeddings(self._model)}
+        others = (t for t in self._tables if not any(id(m) in inputs for m in t.modules))
+        return Touched(idle=frozenset(name for table in others for name in table.names))
 
     @property
     def largest_block(self) -> int:
@@ -204,11 +225,12 @@ class Divider:
             aliases = [name for name, source in self._tied_to.items() if source == weight.name]
             if weight.name in self._tied_to or not self._weights.keys().isdisjoint(aliases):
                 continue
-            users = [self._owner(name) for name in (weight.name, *aliases)]
             head = self._head[1] if self._head is not None else None
-            modules = tuple(user for user in users if user is not head)
+            owners = {name: self._owner(name) for name in (weight.name, *aliases)}
+            users = {name: module for name, module in owners.items() if module is not head}
+            modules = tuple(users.values())
             if modules and all(isinstance(m, nn.Embedding) and takes_ids(m) for m in modules):
-                yield Table(weight, modules)
+                yield Table(weight, modules, tuple(users))
 
     def _owner(self, parameter: str) -> nn.Module:
         return self._model.get_submodule(parameter.rpartition(".")[0])
@@ -239,6 +261,16 @@ def _output_head(model: nn.Module) -> tuple[str, nn.Linear] | None:
     return next(((name, head) for name, module in model.named_modules() if module is head), None)
 
 
+def _input_embeddings(model: nn.Module) -> Iterator[object]:
+    """Of every model in the tree that says which they are."""
+    for module in model.modules():
+        get = getattr(module, "get_input_embeddings", None)
+        try:
+            yield get() if get is not None else None
+        except NotImplementedError:  # the library's word for "none"
+            continue
+
+
 class _Cutter:
     """Collects sites and units in the order of the module tree."""
 
@@ -264,7 +296,12 @@ class _Cutter:
         if all(deeper for _, deeper in inside) and _separable(path, weights):
             for name, child in module.named_children():
                 self.modules(f"{path}.{name}", child, mine)
-        elif len(weights) == 1 and isinstance(module, nn.Linear) and can_split(module):
+        elif (
+            len(weights) == 1
+            and weights[0].group is None  # a conversion makes the whole matrix at once
+            and isinstance(module, nn.Linear)
+            and can_split(module)
+        ):
             self.rows(path, module, weights[0])
         else:
             self.whole(path, module, weights)

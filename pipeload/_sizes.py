@@ -87,7 +87,7 @@ def _parse_text(text: str, name: str) -> int:
     if factor is None:
         raise _refusal(name, text, f"has the unknown unit {unit[:20]!r}")
     if part and factor == 1:
-        raise _refusal(name, text, "is not a whole number of bytes; is the unit missing?")
+        raise _refusal(name, text, "is not a whole number of bytes (is the unit missing?)")
     nbytes: int = int(whole + part) * factor // 10 ** len(part)  # exact: a float would round
     return nbytes
 

@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from pipeload._hooking import Hooks
 from pipeload._passlog import PassLog
-from pipeload._refusals import check_threads, make_watch, refuse_compiled, refuse_recording
+from pipeload._refusals import (
+    Call,
+    call_of,
+    check_threads,
+    make_watch,
+    refuse_compiled,
+    refuse_recording,
+)
 from pipeload_hooks import EvictedWeightWatch, PassGate, discard_ended, restore_split
 
 if TYPE_CHECKING:
@@ -69,6 +76,10 @@ class Streamer:
         self._alone: int | None = None
         """The `id` of the module that was called by itself and is a pass of its own."""
         self._watch: EvictedWeightWatch | None = None
+        self._call: Call | None = None
+        """How the pass that is running was called."""
+        self._known: set[Call] = set()
+        """Calls that have been watched to their end."""
         self._hooks = Hooks(seats, tables, [])
         self._settled = False
         self._waiting: set[int] = set()
@@ -211,10 +222,12 @@ class Streamer:
         self.governor.before_pass(args, kwargs)
         self._catch_up()
         self.log.begin(args, kwargs)
-        if self._adapted and self._watch is None:
-            self._look_out()
-        if self._watch is not None:
-            self._watch.begin()
+        self._call = call_of(module, args, kwargs)
+        watch = self._watch
+        if watch is not None and (
+            self._adapted or watch.has_served or self._call not in self._known
+        ):
+            watch.begin()
 
     @property
     def _adapted(self) -> bool:
@@ -228,7 +241,7 @@ class Streamer:
             streamer = me()
             return streamer is not None and streamer._adapted  # noqa: SLF001 - its own
 
-        self._watch = make_watch([*self._seats, *self.tables], adapted=adapted)
+        self._watch = make_watch(self._seats, self.tables, adapted=adapted)
         # A pass that died leaves its watch on its thread's stack of modes.
         weakref.finalize(self, self._watch.end).atexit = False
 
@@ -248,8 +261,8 @@ class Streamer:
             self._in_force = None  # units that were in use then have not followed
         self.governor.after_pass()
         if done:
-            if not self._adapted:  # else it depends on which adapters are active
-                self._watch = None
+            if not self._adapted and self._call is not None:
+                self._known.add(self._call)  # else it depends on which adapters are active
             self.log.end()
             self._drop_settled()
 

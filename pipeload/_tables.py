@@ -5,12 +5,17 @@ from __future__ import annotations
 import weakref
 from typing import TYPE_CHECKING, Protocol
 
+import torch
+
+from pipeload._accountant import ACCOUNTANT
+from pipeload._memory import rss_bytes
+from pipeload._sizes import format_size
+from pipeload.errors import MemoryLimitError
 from pipeload_hooks import Binding, attach_rows, bind, unbind
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    import torch
     from torch import nn
     from torch.utils.hooks import RemovableHandle
 
@@ -39,6 +44,7 @@ class TableSeat:
         self._pairs = self._binding.pair({name: table.view})
         self._modules = [weakref.ref(module) for module in modules]
         self._handles: list[RemovableHandle] = []
+        self._kept = False
 
     @property
     def parameters(self) -> Mapping[str, nn.Parameter]:
@@ -58,11 +64,35 @@ class TableSeat:
 
     def bind(self, ids: torch.Tensor) -> None:
         """Have the rows of `ids` read, and show them."""
-        self.bytes_read += self.table.fetch(ids)
+        if not self._kept:
+            self.bytes_read += self.table.fetch(ids)
+        bind(self._pairs)
+
+    def keep(self) -> None:
+        """Have all rows read, and show them from now on: the model uses them as one matrix.
+
+        Raises:
+            MemoryLimitError: they do not fit beside what the process holds.
+        """
+        if not self._kept:
+            view = self.table.view
+            need, limit = rss_bytes() + view.numel() * view.element_size(), ACCOUNTANT.limit
+            if limit is not None and need > limit:
+                (name,) = self.parameters
+                raise MemoryLimitError(
+                    f"the model uses the table {name!r} as a whole, which takes it to "
+                    f"{format_size(need)}, over the limit of {limit} bytes. Set at least {need}.",
+                    limit=limit,
+                    smallest_limit=need,
+                )
+            self.bytes_read += self.table.fetch(torch.arange(view.shape[0]))
+            self._kept = True
         bind(self._pairs)
 
     def unbind(self) -> None:
-        """Put the placeholder back."""
+        """Put the placeholder back, unless all is kept."""
+        if self._kept:
+            return
         unbind(self._pairs)
         self.table.release()
 

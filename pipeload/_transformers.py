@@ -236,6 +236,7 @@ class PendingLoad:
             # What is streamed is put into the processor's order as it is read.
             if isinstance(module, Int4Linear) and f"{path}.weight" in taken_names:
                 module.order = kernel_order()
+        self._keep_placeholders()
         parameters = {name for name, _ in self.model.named_parameters()}
         owners = tuple(name.removesuffix("weight") for name in taken_names & self.packed.keys())
         # The statistics of a quantised weight, which its module counts as its own.
@@ -247,6 +248,20 @@ class PendingLoad:
         used = [original for original, copy in pairs if original.was_used() or copy.was_used()]
         object.__setattr__(self.model, "_weight_conversions", used)
         return info
+
+    def _keep_placeholders(self) -> None:
+        """Mark modules that have nothing left to initialise.
+
+        The library asks before it overwrites a weight, but not for all that torch's own resets
+        write to, and some of those cannot be written to while values are on disk.
+        """
+        for module in self.model.modules():
+            own = list(module.parameters(recurse=False))
+            alone = not any(True for _ in module.children()) and not any(
+                True for _ in module.buffers()
+            )
+            if alone and own and all(getattr(p, "_is_hf_initialized", False) for p in own):
+                module._is_hf_initialized = True  # type: ignore[assignment]
 
     def finish(self, info: Any) -> None:
         """Have the library initialise what `load_rest` has not loaded, as it does for its own."""

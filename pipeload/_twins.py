@@ -118,15 +118,24 @@ def widen_usage(usage: Usage, lists: Iterable[TwinList]) -> Usage:
     Raises:
         LookupError: Only some of the kept blocks of a list ran, so they cannot stand for others.
     """
-    touched = set(usage.touched_outside)
+    lists = list(lists)
     executed = usage.executed
     for twins in lists:
-        for name in usage.touched_outside:
+        executed = _widen_executed(executed, twins)
+    outside, past = (
+        _widen_names(names, lists) for names in (usage.touched_outside, usage.touched_past_block)
+    )
+    return Usage(outside, executed, past)
+
+
+def _widen_names(names: frozenset[str], lists: Iterable[TwinList]) -> frozenset[str]:
+    wide = set(names)
+    for twins in lists:
+        for name in names:
             place = twins.split(name)
             if place is not None:
-                touched.update(twins.join(other, place[1]) for other in twins.twins(place[0]))
-        executed = _widen_executed(executed, twins)
-    return Usage(frozenset(touched), executed)
+                wide.update(twins.join(other, place[1]) for other in twins.twins(place[0]))
+    return frozenset(wide)
 
 
 def _widen_executed(executed: tuple[str, ...], twins: TwinList) -> tuple[str, ...]:

@@ -126,8 +126,9 @@ def _projections(model: nn.Module, *, encoder_decoder: bool) -> Mapping[int, dic
 def _layers(text: Any, found: Mapping[int, dict[str, int]], item: int) -> Iterator[LayerSize]:
     count = size_of(text, "num_decoder_layers", "decoder_layers", "num_hidden_layers")
     state = _state_bytes(text, item)
-    # A configuration of no layers has no such list either, and raises when asked.
-    each = (count and getattr(text, "per_layer_config", None)) or [text] * count
+    # A configuration of no such layers has no such list either, and raises when asked.
+    listed = count and size_of(text, "num_hidden_layers") == count
+    each = (listed and getattr(text, "per_layer_config", None)) or [text] * count
     for index, (kind, own) in enumerate(zip(_kinds(text, each), each, strict=False)):
         window = size_of(own, "attention_chunk_size" if kind == "chunked" else "sliding_window")
         sliding = kind in ("sliding", "chunked", "hybrid_sliding") and window > 0

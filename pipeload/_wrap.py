@@ -97,7 +97,8 @@ def _refuse(model: nn.Module) -> None:
             )
     if getattr(model, "hf_quantizer", None) is not None:
         raise UnsupportedModelError(
-            f"this {name} is quantised; this version streams float weights (bf16, fp16, fp32)."
+            f"this {name} is quantised, and only float weights can be wrapped (bf16, fp16, fp32). "
+            "Load it with pipeload.from_pretrained."
         )
     devices = {parameter.device.type for parameter in model.parameters()}
     if others := devices - {"cpu", "meta"}:

@@ -102,8 +102,12 @@ class Worker:
             self._process.communicate()
             self._errors.seek(0)
             last = ["", *self._errors.read().strip().splitlines()][-1]
+            self._errors.close()
             status = self._process.returncode
-            raise PipeloadError(f"the measured process ended with status {status}: {last}")
+            raise PipeloadError(
+                f"the measured process ended with status {status}: {last}. Run it again with a "
+                "larger --memory-limit, or see what `pipeload run` says."
+            )
         answer: dict[str, Any] = json.loads(line)
         return answer
 
@@ -130,7 +134,10 @@ def measure_disk(files: Sequence[str], seconds: float = _READ_SECONDS) -> float:
     )
     if done.returncode:
         last = done.stderr.strip().splitlines()[-1]
-        raise OptionError(f"the benchmark needs direct reads, and they failed: {last}")
+        raise OptionError(
+            f"the benchmark needs direct reads, and they failed: {last}. Put the model on a disk "
+            "that has them."
+        )
     return float(json.loads(done.stdout)["rate"])
 
 
@@ -158,7 +165,9 @@ def run(
     """
     sizes = [parse_size(limit) for limit in limits]
     if not sizes or new_tokens < 1 or rounds < 1 or prompt_tokens < 1:
-        raise OptionError("bench needs at least one memory limit, token and round.")
+        raise OptionError(
+            "bench measures nothing so. Give at least one memory limit, token and round."
+        )
     samples = [_round(model, sizes, new_tokens, prompt_tokens) for _ in range(rounds)]
     rows = [_row([sample[index] for sample in samples]) for index in range(len(sizes))]
     if as_json:

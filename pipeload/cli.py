@@ -15,16 +15,18 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pipeload import __version__
-from pipeload._cli_output import replace_unprintable, reported
+from pipeload._cli_output import Commands, replace_unprintable, reported
 from pipeload._sizes import parse_share, parse_size
 from pipeload.errors import OptionError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+_NO_TEXT = "the prompt is no text in UTF-8"
 DEMO_QUESTION = "What is the capital of France? Answer in one sentence."
 
 app = typer.Typer(
+    cls=Commands,
     help="Run Hugging Face models larger than memory, their layers streamed from disk.",
     epilog="A script of your own needs no change: "
     "python -m pipeload --memory-limit 2GB script.py ...",
@@ -305,10 +307,11 @@ def bench(
     """Measure how close streaming comes to what this machine's disk and processor allow."""
     limits: list[str | int] = [_size(text, "--memory-limit") for text in memory_limit or []]
     with reported(debug=debug, quiet=json):
-        from pipeload import _cli_plan
+        from pipeload import _cli_plan, _cli_run
         from pipeload import bench as benchmark
 
         chosen = model or _cli_plan.make_demo_model()
+        _cli_run.check_model(chosen)
         benchmark.run(
             model=chosen,
             limits=limits or [_cli_plan.choose_limit(chosen, debug=debug)],
@@ -371,7 +374,13 @@ def _read_prompt(prompt: str) -> str:
         if sys.stdin.isatty():
             end = "Ctrl-Z and Enter" if os.name == "nt" else "Ctrl-D"
             typer.echo(f"Type the prompt, then {end} on a line of its own.", err=True)
-        text = sys.stdin.read()
+        try:
+            text = sys.stdin.read()
+        except UnicodeDecodeError as error:
+            raise typer.BadParameter(f"{_NO_TEXT} ({error}).", param_hint="PROMPT") from None
+    if not text.isprintable() and any("\ud800" <= letter <= "\udfff" for letter in text):
+        # How Python shows bytes of an argument that are no text.
+        raise typer.BadParameter(f"{_NO_TEXT}.", param_hint="PROMPT")
     if not text.strip():
         raise typer.BadParameter("the prompt is empty.", param_hint="PROMPT")
     return text

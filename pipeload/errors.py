@@ -6,7 +6,7 @@ PipeloadError
 ├── ReadError (also OSError)                   the disk failed or a read came back short
 ├── MemoryLimitError (also MemoryError)        the limit is too small; `smallest_limit` works
 ├── OptionError (also ValueError)              an argument has no meaning here
-├── UnsupportedModelError (also TypeError)     this model cannot be streamed exactly
+├── UnsupportedModelError (also NotImplementedError)  this model cannot be streamed exactly
 └── UnsupportedOperationError (also RuntimeError)  not possible while weights are on disk
 """
 
@@ -69,8 +69,11 @@ class OptionError(PipeloadError, ValueError):
     """An option has a value that means nothing, or contradicts another one."""
 
 
-class UnsupportedModelError(PipeloadError, TypeError):
-    """The model does something that streaming cannot reproduce exactly."""
+class UnsupportedModelError(PipeloadError, NotImplementedError):
+    """The model does something that streaming cannot reproduce exactly.
+
+    No TypeError: Python takes one from an operator for "try the other operand", and drops it.
+    """
 
 
 class UnsupportedOperationError(PipeloadError, RuntimeError):

@@ -38,9 +38,17 @@ class TinyCheckpoint(Protocol):
     def __call__(self, family: str, dtype: str = "fp32") -> Path: ...
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    text = "fail unless every place in the product that makes an error was reached"
+    parser.addoption("--every-error", action="store_true", help=text)
+
+
 def pytest_configure(config: pytest.Config) -> None:
+    from tests.raised import Raised
+
     for marker in MARKERS:
         config.addinivalue_line("markers", marker)
+    config.pluginmanager.register(Raised())
 
 
 @pytest.fixture(scope="session")

@@ -19,6 +19,7 @@ from pipeload import (
     _sites,
 )
 from pipeload._accountant import ACCOUNTANT
+from pipeload_hooks import EvictedWeightWatch
 from tests.models import load_plain
 from tests.streaming import (
     IDS,
@@ -28,7 +29,6 @@ from tests.streaming import (
     logits,
     smallest_limit,
     steady_floor,
-    streamer_of,
 )
 
 if TYPE_CHECKING:
@@ -610,18 +610,27 @@ def test_a_copy_of_a_module(lab: Lab) -> None:
     assert torch.equal(logits(model), logits(plain))
 
 
-def test_no_adapter_no_watch(lab: Lab) -> None:
-    """Without adapters nothing is looked at after the first pass, whatever lists a model makes."""
+def test_no_adapter_no_watch(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without adapters each kind of call is looked at once, whatever lists a model makes."""
+    begun: list[int] = []
+    original = EvictedWeightWatch.begin
+
+    def begin(watch: EvictedWeightWatch) -> None:
+        begun.append(1)
+        original(watch)
+
+    monkeypatch.setattr(EvictedWeightWatch, "begin", begin)
     model = load_streamed(lab.folder)
     generated(model)
-    assert streamer_of(model)._watch is None
+    assert begun
+    begun.clear()
     holder = torch.nn.Module()
     holder.model = model
     generated(model)
-    assert streamer_of(model)._watch is None
+    assert not begun
     model.model.layers[1].mlp.extra = torch.nn.Linear(2, 2)
     generated(model)
-    assert streamer_of(model)._watch is not None
+    assert begun
 
 
 def test_remove_leaves_no_trace(lab: Lab) -> None:

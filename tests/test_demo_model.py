@@ -232,7 +232,7 @@ def test_a_foreign_folder_is_not_replaced(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"dtype": "int4"}, "dtype='int4' is not one of"), ({"max_shard_bytes": 0}, "not a positive")],
+    [({"dtype": "int4"}, "dtype='int4' is unknown"), ({"max_shard_bytes": 0}, "is no size")],
 )
 def test_options_are_checked(tmp_path: Path, options: dict[str, object], message: str) -> None:
     """A value without a meaning is refused before any work."""

