@@ -108,7 +108,9 @@ def _check_timeout(value: float | str, what: str) -> float | None:
     except (TypeError, ValueError):
         seconds = -1.0
     if not 0 <= seconds < math.inf:
-        raise OptionError(f"{what} must be seconds, 0 or more; 0 (or None) waits for ever.")
+        raise OptionError(
+            f"{what} must be seconds, 0 or more. Set 120, say; 0 (or None) waits for ever."
+        )
     return seconds or None
 
 
