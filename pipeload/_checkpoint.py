@@ -259,3 +259,12 @@ def _find_shard(shard: str, paths: Sequence[Path]) -> Path | None:
     tail = PurePosixPath(shard).parts
     found = [path for path in paths if tail and path.parts[-len(tail) :] == tail]
     return min(found, key=lambda path: len(path.parts), default=None)
+
+
+def lacking(source: str, names: Sequence[str]) -> CheckpointError:
+    """The error for weights of a model that its checkpoint does not have."""
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return CheckpointError(
+        f"{source!r} lacks {names[0]!r}{more}, and numbers would be made up for what is missing. "
+        "Download the checkpoint again, or compare its config.json with its weights."
+    )

@@ -13,7 +13,7 @@ import transformers
 import pipeload
 from pipeload import _eval_report as report
 from pipeload._cli_output import log, silence_libraries
-from pipeload._cli_run import DTYPES, check_model, explained, load_tokenizer
+from pipeload._cli_run import DTYPES, check_model, explained, load_tokenizer, load_whole
 from pipeload._eval_progress import all_passes
 from pipeload._eval_text import Encoded, encode, read_text
 from pipeload._loading import check_source, needs_of
@@ -158,15 +158,13 @@ def _evaluate(
     windows = slide(tokens, window=window, stride=stride)
     if tokens < window:
         log.info("%d tokens, less than a window of %d: all are seen at once", tokens, window)
-    with explained(subject.name):
-        model = pipeload.from_pretrained(
-            subject.name,
-            memory_limit=limit,
-            tokens=tokens_to_hint(subject.needs, subject.forward, windows, subject.batch or 1),
-            batch=subject.batch or 1,
-            dtype=DTYPES[request.dtype],
-            trust_remote_code=False,
-        )
+    model = load_whole(
+        subject.name,
+        memory_limit=limit,
+        tokens=tokens_to_hint(subject.needs, subject.forward, windows, subject.batch or 1),
+        batch=subject.batch or 1,
+        dtype=DTYPES[request.dtype],
+    )
     handle = pipeload.handle(model)
     log.info(
         "%s: %d tokens in %d windows; memory limit %s, %s read per pass",

@@ -14,6 +14,7 @@ import torch
 import transformers
 
 import pipeload
+from pipeload._checkpoint import lacking
 from pipeload._cli_output import first_pass, log, silence_libraries
 from pipeload._cli_report import Figures, count, describe_plan
 from pipeload.errors import CheckpointError, OptionError, PipeloadError
@@ -177,15 +178,29 @@ def _apply_template(tokenizer: Any, messages: list[dict[str, str]]) -> Any:
 
 
 def _load(request: Request, *, tokens: int) -> Any:
-    with explained(request.model):
-        return pipeload.from_pretrained(
-            request.model,
-            memory_limit=request.memory_limit,
-            tokens=tokens,
-            io_mode=request.io_mode,
-            dtype=DTYPES[request.dtype],
-            trust_remote_code=False,
+    return load_whole(
+        request.model,
+        memory_limit=request.memory_limit,
+        tokens=tokens,
+        io_mode=request.io_mode,
+        dtype=DTYPES[request.dtype],
+    )
+
+
+def load_whole(model: str, **options: Any) -> Any:
+    """A streamed model all of whose weights are in its checkpoint.
+
+    Raises:
+        CheckpointError: some are not. The library only warns of those, and makes them up.
+    """
+    with explained(model):
+        loaded, report = pipeload.from_pretrained(
+            model, trust_remote_code=False, output_loading_info=True, **options
         )
+    if missing := sorted(report["missing_keys"]):
+        loaded.pipeload.remove()
+        raise lacking(model, missing)
+    return loaded
 
 
 def _generate(

@@ -11,6 +11,7 @@ import torch
 import transformers
 
 from pipeload import _model_card
+from pipeload._checkpoint import lacking
 from pipeload._four_bits import KINDS
 from pipeload._int4_order import BLOCK_ROWS
 from pipeload._loading import check_source
@@ -157,6 +158,8 @@ def _open(pretrained: str | os.PathLike[str], kwargs: dict[str, Any]) -> Pending
             f"{str(pretrained)!r} is quantised already, by {pending.quantised_by!r}. Quantise the "
             "model's float checkpoint."
         )
+    if missing := pending.missing():
+        raise lacking(str(pretrained), sorted(missing))
     return pending
 
 

@@ -8,6 +8,7 @@ library's.
 from __future__ import annotations
 
 import contextlib
+import re
 import weakref
 from copy import deepcopy
 from dataclasses import replace
@@ -120,6 +121,21 @@ class PendingLoad:
             if name in parameters
             and recipe.converter is None
             and recipe.sources[0][0].shape != tuple(parameters[name].shape)
+        ]
+
+    def missing(self) -> list[str]:
+        """Names of parameters that nothing in the checkpoint is for: the library makes them up."""
+        made = {
+            name for first, recipe in self._recipes.items() for name in self._targets(first, recipe)
+        }
+        tied = getattr(self.model, "all_tied_weights_keys", None) or {}
+        ignored = self.model._keys_to_ignore_on_load_missing or ()
+        return [
+            name
+            for name, _ in self.model.named_parameters()
+            if name not in made
+            and name not in tied
+            and not any(re.search(pattern, name) for pattern in ignored)
         ]
 
     def source_of(self, name: str) -> TensorEntry:

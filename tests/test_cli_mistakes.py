@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from pipeload.cli import app
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parent.parent
 PROMPT = "w3 w4"
+WEIGHING = ("run", "eval", "quantize")
 BOTH = ("run", "eval")  # what needs a tokenizer
 ALL = ("run", "plan", "eval", "quantize")
 
@@ -109,6 +111,13 @@ def cut_weights(folder: Path) -> None:
     os.truncate(folder / "model.safetensors", 10_000)
 
 
+def drop_a_tensor(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, file, {"format": "pt"})
+
+
 def make_unreadable(folder: Path) -> None:
     """As root could not be kept out by permissions, a folder stands where a file should."""
     (folder / "config.json").unlink()
@@ -136,6 +145,12 @@ FOLDERS = {
         configure(quantization_config={"quant_method": "nonsense"}), "quantised by 'nonsense'"
     ),
     "a quantisation that is a word": Mistake(configure(quantization_config="x"), "cannot load"),
+    "a tensor is missing": Mistake(
+        drop_a_tensor, "lacks 'model.layers.1.mlp.up_proj.weight', and", WEIGHING
+    ),
+    "layers without weights": Mistake(
+        configure(num_hidden_layers=40), "input_layernorm.weight' and", WEIGHING
+    ),
     "no weights": Mistake(remove("model.safetensors"), "no safetensors checkpoint"),
     "weights cut short": Mistake(cut_weights, "truncated"),
     "weights that are none": Mistake(put("model.safetensors", b"no weights"), "header"),
