@@ -173,7 +173,7 @@ print("done", flush=True)
 """
 
 
-@pytest.mark.parametrize(("seconds", "where"), [(0.2, "ahead"), (0.2, "pass"), (1000, "ahead")])
+@pytest.mark.parametrize(("seconds", "where"), [(0.2, "pass"), (1000, "ahead")])
 def test_the_interpreter_ends_while_reading(folder: Path, seconds: float, where: str) -> None:
     """Ahead or within a pass of another thread, and though a read never returns."""
     done = subprocess.run(
