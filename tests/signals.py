@@ -231,25 +231,24 @@ class Command:
         faults = [f"{where}: {name} is left over" for name in self.leftover()]
         wanted = 130 if number == signal.SIGINT else -number
         end = "finished" if ended.status == 0 else str(ended.status)
-        if ended.status == 0:
-            if self.result(ended) != self.whole:
-                faults.append(f"{where}: finished with another result")
-        elif ended.status != wanted:
+        if ended.status not in (0, wanted):
             faults.append(f"{where}: status {ended.status}, not {wanted}: {ended.err[-800:]}")
         if "Traceback" in ended.err or "Exception ignored" in ended.err:
             faults.append(f"{where}: {ended.err[-1500:]}")
-        if not (ended.status == 0 and self.is_done()):
+        if not self.is_done(ended):
             again = self.run(self.words())
             if again.status != 0 or self.result(again) != self.whole:
                 faults.append(f"{where}: the second run: {again.status} {again.err[-800:]}")
+        elif self.result(ended) != self.whole:
+            faults.append(f"{where}: what it had made is not whole")
         if digest(self.model) != before:
             faults.append(f"{where}: the source was changed")
         self.clear()
         return end, faults
 
-    def is_done(self) -> bool:
-        """Whether a second run would be refused, because all is there."""
-        return False
+    def is_done(self, ended: Ended) -> bool:
+        """Whether nothing is left to be done."""
+        return ended.status == 0
 
 
 class Run(Command):
@@ -280,7 +279,7 @@ class Quantize(Command):
         allowed = {"made", ".made.partial"}
         return [path.name for path in self.scratch.iterdir() if path.name not in allowed]
 
-    def is_done(self) -> bool:
+    def is_done(self, _ended: Ended) -> bool:
         return (self.scratch / "made").exists()
 
 
