@@ -332,12 +332,14 @@ import pipeload
 from pipeload import _shards
 def die(*_):
     os.kill(os.getpid(), signal.SIGKILL)
+def stop(done, total):
+    1 / (done < total / 2)
 options = dict(max_shard_size="300KB")
 if {place!r} == "begun":
     Path.replace = die
 if {place!r} == "another request":
     try:
-        pipeload.quantize({str(llama)!r}, {str(target)!r}, progress=lambda *_: 1 / 0, **options)
+        pipeload.quantize({str(llama)!r}, {str(target)!r}, progress=stop, **options)
     except ZeroDivisionError:
         pass
     options = dict(max_shard_size="200KB")
