@@ -222,9 +222,12 @@ def test_a_model_is_forgotten_while_it_reads_ahead(
         del handle
         opening.result(WAIT_SECONDS)
     gc.collect()
+    for thread in our_threads() - threads:
+        thread.join(WAIT_SECONDS)
+    gc.collect()
     assert kept() is None
     assert our_threads() <= threads
-    assert descriptors() == files
+    assert descriptors() <= files  # those of an earlier test's models may have gone meanwhile
 
 
 # -- memory that is refused ------------------------------------------------------------------------
