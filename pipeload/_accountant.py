@@ -11,6 +11,7 @@ before a large target gets more than half (Bertsekas and Gallager, Data Networks
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from typing import TYPE_CHECKING, Protocol
@@ -66,6 +67,10 @@ class Accountant:
         self._clients: weakref.WeakSet[Client] = weakref.WeakSet()
         self.limit: int | None = None
         """Bytes, None while no model streams."""
+
+    def renew_lock(self) -> None:
+        """In a forked child: whoever held the lock is not there to let it go."""
+        self.lock = threading.RLock()
 
     @property
     def clients(self) -> list[Client]:
@@ -199,3 +204,6 @@ def fair_shares(wants: Sequence[tuple[int, int]], pool: int) -> list[int]:
 
 ACCOUNTANT = Accountant()
 """The one of this process."""
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=ACCOUNTANT.renew_lock)

@@ -12,13 +12,14 @@ the mark, and it clears the mark itself before it says that the block is release
 
 from __future__ import annotations
 
+import logging
 import queue
 import time
 from functools import partial
 from typing import TYPE_CHECKING
 
 from pipeload._placement import Convert, Place, Placement
-from pipeload._reader import FileSet, Outcome, ReaderPool, Work
+from pipeload._reader import READER_DIED, FileSet, Outcome, ReaderPool, Work, reader_died
 from pipeload._slots import Slots
 from pipeload._stats import Counters
 from pipeload._unit import Load, Split, Ticket, Unit, UnitState
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 _MAX_LOADING = 2
 _MIN_CHUNK_BYTES = 1 << 20
 _JOIN_SECONDS = 5.0
+_log = logging.getLogger("pipeload")
 
 
 class Dispatcher:
@@ -53,6 +55,8 @@ class Dispatcher:
         scratch: Sequence[Region | None],
         chunk_bytes: int,
     ) -> None:
+        self.fault: UnsupportedOperationError | None = None
+        """Why no read will be dispatched any more, None while all is well."""
         self.inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self.counters = Counters()
         self.units = units
@@ -116,6 +120,8 @@ class Dispatcher:
         self._split = split
 
     def _finished(self, outcome: Outcome) -> None:
+        if outcome.tag is READER_DIED:
+            raise reader_died(outcome.error)
         load = outcome.tag
         assert isinstance(load, Load)  # noqa: S101 - only `_start` submits
         self._account(outcome)
@@ -322,26 +328,43 @@ class Dispatcher:
         """End the readers; tell whoever waits."""
         assert self._pool is not None  # noqa: S101 - only `dispatch` calls
         self._pool.close()
+        error = self.fault or UnsupportedOperationError(
+            "streaming was removed while a pass waited for weights. Call the model again: it is a "
+            "plain one now."
+        )
+        if self._split is not None:
+            self._split.ticket.settle(error)
+            self._split = None
         for ticket in self._tickets.values():
-            ticket.settle(
-                UnsupportedOperationError(
-                    "streaming was removed while a pass waited for weights. Call the model "
-                    "again: it is a plain one now."
-                )
-            )
+            ticket.settle(error)
+        self._tickets.clear()
         self._pool.join(_JOIN_SECONDS)
 
 
 def dispatch(dispatcher: Dispatcher) -> None:
-    """Handle messages until a None comes."""
-    while (message := dispatcher.inbox.get()) is not None:
-        message()
-        del message
-        dispatcher.schedule()
+    """Handle messages until a None comes, or until one fails: then states cannot be trusted."""
+    try:
+        while (message := dispatcher.inbox.get()) is not None:
+            message()
+            del message
+            dispatcher.schedule()
+    except BaseException as error:  # no memory, or thrown in from outside
+        _log.debug("the dispatcher ends", exc_info=True)
+        dispatcher.fault = _name_fault(error)
     dispatcher.close()
     # What readers reported meanwhile names the dispatcher: left there, it would keep itself alive.
     while not dispatcher.inbox.empty():
         dispatcher.inbox.get_nowait()
+
+
+def _name_fault(error: BaseException) -> UnsupportedOperationError:
+    # A new one in any case: its frames would hold the dispatcher.
+    if isinstance(error, PipeloadError):
+        return UnsupportedOperationError(str(error))
+    return UnsupportedOperationError(
+        f"the thread that dispatches reads has ended: {type(error).__name__}: {error}. Load the "
+        "model again."
+    )
 
 
 def name_block(error: BaseException, block: str) -> BaseException:

@@ -154,7 +154,8 @@ class Governor:
             self._before_pass(args, kwargs)
 
     def _before_pass(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        self._need = int(self._needs.for_pass(args, kwargs) * self._error)
+        need = self._needs.for_pass(args, kwargs)
+        self._need = int(need * self._error)
         self._other_at_begin = self._other_peak = ACCOUNTANT.other_bytes()
         self._held_at_begin = self.held_bytes()
         room = self._room(self._limit, self._other_at_begin) - self._need
@@ -162,7 +163,8 @@ class Governor:
             room += ACCOUNTANT.reclaim(self, self._residency.smallest - room)
         if room < self._residency.smallest:
             shape = self._needs.shape(args, kwargs)
-            promised = self._need <= self._hint_need and self._hint.covers(shape)
+            # What the process took on during some pass, for whatever reason, revokes no promise.
+            promised = need <= self._hint_need and self._hint.covers(shape)
             if not promised:  # else it is done in any case
                 raise self._too_large(shape, room)
             room = self._residency.smallest

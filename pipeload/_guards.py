@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import nn
 
-from pipeload._on_disk import hide, save_hidden
+from pipeload._on_disk import Hide, save_hidden
 from pipeload.errors import UnsupportedModelError, UnsupportedOperationError
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def install(
         if any(weight.guarded for weight in mine):
             undo.append(_override(module, "_save_to_state_dict", partial(save_hidden, weights)))
         elif mine:
-            undo.append(module.register_state_dict_post_hook(hide(weights)).remove)
+            undo.append(module.register_state_dict_post_hook(Hide(weights)).remove)
 
 
 def guard_packed(model: nn.Module, companions: Mapping[str, Sequence[Companion]]) -> list[Undo]:

@@ -74,18 +74,31 @@ def _names(values: Any) -> Any:
             yield from _names(value)
 
 
-def hide(weights: OwnWeights) -> Callable[..., None]:
+class Hide:
     """A post-hook for state dicts of modules: weights that may be on disk are hidden."""
 
-    def replace(
-        module: nn.Module, state: MutableMapping[str, Any], prefix: str, _metadata: object
+    def __init__(self, weights: OwnWeights) -> None:
+        self._weights = weights
+
+    def __call__(
+        self, module: nn.Module, state: MutableMapping[str, Any], prefix: str, _metadata: object
     ) -> None:
+        """Put what stands for them in their place."""
         for leaf, parameter in module._parameters.items():  # noqa: SLF001 - its own alone
             name = prefix + leaf
-            if parameter is not None and id(parameter) in weights.hidden and name in state:
+            if parameter is not None and id(parameter) in self._weights.hidden and name in state:
                 state[name] = OnDisk(parameter, name)
 
-    return replace
+    def __deepcopy__(self, _memo: object) -> Self:
+        """Shared, as a function would be."""
+        return self
+
+    def __reduce_ex__(self, _protocol: Any) -> Any:
+        """Refuse to be pickled, and with it the module: its weights would be placeholders."""
+        raise UnsupportedOperationError(
+            "A part of a streamed model cannot be pickled: its weights are on disk. Call "
+            "handle.remove() first to get the plain model back (pipeload.handle(model).remove())."
+        )
 
 
 def save_hidden(weights: OwnWeights, reference: weakref.ref[nn.Module]) -> Callable[..., None]:

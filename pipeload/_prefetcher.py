@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import threading
 import time
@@ -83,7 +84,12 @@ class Prefetcher:
         """Start the threads; after `close`, they go on where they were. Read the next units.
 
         Does nothing while they run.
+
+        Raises:
+            RuntimeError: the system gives no thread.
+            UnsupportedOperationError: a thread was ended by an error before.
         """
+        self._check_fault()
         # An interrupt may have come between the two of these before: there is only one dispatcher.
         if not self._thread.is_alive():
             self._thread = threading.Thread(
@@ -91,7 +97,11 @@ class Prefetcher:
             )
             self._pid = os.getpid()
             self._dispatcher.open()
-            self._thread.start()
+            try:
+                self._thread.start()
+            except RuntimeError:  # no memory for its stack
+                self._dispatcher.close()
+                raise
             self._inbox.put(lambda: None)
         # The threads know the dispatcher only: when nobody holds this object any more, they end.
         if not self._closer.alive:
@@ -115,7 +125,7 @@ class Prefetcher:
             UnsupportedModelError: more blocks run inside each other than there are buffers.
             UnsupportedOperationError: in a forked child, or after `close`.
         """
-        if self.units[index].ready:
+        if self.units[index].ready and self._dispatcher.fault is None:
             self._inbox.put(partial(self._dispatcher.entered, index))
             return 0.0
         started = time.perf_counter()
@@ -139,6 +149,8 @@ class Prefetcher:
 
     def reset(self) -> None:
         """Give back whatever a pass that died was holding."""
+        if self._dispatcher.fault is not None:
+            return  # there is no next pass, but a way back to the plain model
         ticket = Ticket(-1)
         self._ask(ticket, partial(self._dispatcher.reset, ticket))
 
@@ -151,6 +163,14 @@ class Prefetcher:
         ticket = Ticket(-1)
         split = Split(plans, slot_bytes, ticket)
         self._ask(ticket, partial(self._dispatcher.resplit, split))
+
+    def _alive(self) -> bool:
+        self._check_fault()
+        return self._thread.is_alive()
+
+    def _check_fault(self) -> None:
+        if (fault := self._dispatcher.fault) is not None:
+            raise copy.copy(fault)  # without the frames that the first one has seen
 
     def close(self) -> None:
         """End all threads. May be called again, and `start` after it."""
@@ -165,5 +185,6 @@ class Prefetcher:
             )
         if not self._closer.alive:
             raise UnsupportedOperationError("streaming has ended for this model. Load it again.")
+        self._check_fault()
         self._inbox.put(message)
-        ticket.wait(self._thread.is_alive, self._stalls)
+        ticket.wait(self._alive, self._stalls)

@@ -21,7 +21,12 @@ from pipeload._layout import PAGE
 from pipeload._mounts import warn_of_network
 from pipeload._open_file import OpenFile, open_file
 from pipeload._stalls import DEFAULT_SECONDS, Stalls
-from pipeload.errors import CheckpointChangedError, OptionError, ReadError
+from pipeload.errors import (
+    CheckpointChangedError,
+    OptionError,
+    ReadError,
+    UnsupportedOperationError,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -228,11 +233,15 @@ Work = Callable[["Region | None"], int]
 """One job: gets the thread's scratch region, returns the bytes it read."""
 
 
+READER_DIED = object()
+"""The tag of an outcome that says that its thread has ended by an error, perhaps within a job."""
+
+
 class Outcome(NamedTuple):
     """What became of a job."""
 
     tag: object
-    """What the job was submitted with."""
+    """What the job was submitted with, or `READER_DIED`."""
     nbytes: int
     error: BaseException | None
     finished: float
@@ -255,8 +264,12 @@ class ReaderPool:
             )
             for number, region in enumerate(scratch)
         ]
-        for thread in self._threads:
-            thread.start()
+        try:
+            for thread in self._threads:
+                thread.start()
+        except BaseException:  # no memory for a stack, or an interrupt
+            self.close()
+            raise
 
     def submit(self, tag: object, work: Work) -> None:
         """Queue a job. Never blocks."""
@@ -272,7 +285,8 @@ class ReaderPool:
         """Wait up to `timeout` seconds for the threads to end."""
         deadline = time.monotonic() + timeout
         for thread in self._threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
+            if thread.ident is not None:
+                thread.join(max(0.0, deadline - time.monotonic()))
 
 
 def _read_forever(
@@ -282,15 +296,32 @@ def _read_forever(
     scratch: Region | None,
 ) -> None:
     # A function, not a method: a thread must not keep alive whoever owns the pool.
-    while (job := jobs.get()) is not None and not closed.is_set():
-        tag, work = job
-        try:
-            nbytes, error = work(scratch), None
-        except BaseException as caught:
-            nbytes, error = 0, caught
-        del job, work
-        report(Outcome(tag, nbytes, error, time.perf_counter()))
-        del tag, error
+    try:
+        while (job := jobs.get()) is not None and not closed.is_set():
+            tag, work = job
+            try:
+                nbytes, error = work(scratch), None
+            except BaseException as caught:
+                nbytes, error = 0, caught
+            del job, work
+            report(Outcome(tag, nbytes, error, time.perf_counter()))
+            del tag, error
+    except BaseException as caught:  # thrown in from outside; the job it was at may be lost
+        report(Outcome(READER_DIED, 0, caught.with_traceback(None), 0.0))
+
+
+def reader_died(error: BaseException | None) -> UnsupportedOperationError:
+    """What is said when a thread that reads was ended by `error`."""
+    return UnsupportedOperationError(
+        f"a thread that reads was ended from outside ({type(error).__name__}), perhaps in the "
+        "middle of a read. Load the model again."
+    )
+
+
+def _alive(outcome: Outcome) -> Outcome:
+    if outcome.tag is READER_DIED:
+        raise reader_died(outcome.error)
+    return outcome
 
 
 class PinnedRead(NamedTuple):
@@ -312,6 +343,7 @@ def run_jobs(jobs: Sequence[Work], scratch: Sequence[Region | None], stalls: Sta
     Raises:
         ReadError: a read failed; the rest are still finished first. Or `stalls` knows of one that
             hangs: then nothing may use the memory again that these jobs write to.
+        UnsupportedOperationError: a thread was ended from outside.
     """
     outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
     started = time.perf_counter()
@@ -319,12 +351,14 @@ def run_jobs(jobs: Sequence[Work], scratch: Sequence[Region | None], stalls: Sta
     try:
         for job in jobs:
             pool.submit(None, job)
-        finished = [_next_outcome(outcomes, stalls) for _ in jobs]
+        finished = [_alive(_next_outcome(outcomes, stalls)) for _ in jobs]
     finally:
         pool.close()
     for outcome in finished:
         if outcome.error is not None:
-            raise outcome.error
+            # Nobody asked this thread to exit.
+            is_error = isinstance(outcome.error, Exception)
+            raise outcome.error if is_error else reader_died(outcome.error)
     seconds = time.perf_counter() - started
     return PinnedRead(sum(outcome.nbytes for outcome in finished), len(finished), seconds)
 

@@ -99,7 +99,8 @@ class Output:
             with _writing(self.folder):
                 if _read(self.folder / MANIFEST) != request:
                     for path in self._others():
-                        path.unlink()
+                        if path.name != MANIFEST:  # last: without it the folder is not ours
+                            path.unlink()
                     self.write_text(MANIFEST, json.dumps(request, indent=1))
         except BaseException:
             self._lock.release(self.folder)
@@ -111,13 +112,17 @@ class Output:
 
     def __exit__(self, *_: object) -> None:
         """Let the next one go on with it, or begin another."""
+        if self.folder == self.target:
+            with contextlib.suppress(OSError):
+                (self.folder / MANIFEST).unlink()
         self._lock.release(self.folder)
 
     def _others(self) -> list[Path]:
-        """What is in the folder beside the lock."""
+        """What is in the folder beside what a run begins with."""
         if not self.folder.exists():
             return []
-        return [path for path in self.folder.iterdir() if path.name != LOCK]
+        begun = {LOCK, f"{MANIFEST}.part"}
+        return [path for path in self.folder.iterdir() if path.name not in begun]
 
     def _take_lock(self) -> FolderLock:
         try:
@@ -185,11 +190,10 @@ class Output:
                     f"{str(self.target)!r} has appeared meanwhile. Move it away, then run the same "
                     "command again: nothing is computed twice."
                 )
-            (self.folder / MANIFEST).unlink()
             _let_others_read(self.folder)
+            # With its manifest, which goes at the end: a run that is killed here has lost nothing.
             self.folder.rename(self.target)
-            # Until here nobody else could have had the folder under its old name.
-            self._lock.release(self.target)
+            self.folder = self.target
 
     def _write_shard(self, path: Path, shard: Sequence[Step], done: Callable[[int], None]) -> None:
         part = path.with_suffix(".part")

@@ -22,6 +22,7 @@ from pipeload._accountant import ACCOUNTANT
 from pipeload.cli import app
 from tests.models import load_plain, save_random, skip_or_fail
 from tests.streaming import smallest_limit, steady_floor
+from tests.talking import add_letters
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -30,27 +31,14 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parent.parent
 PROMPT = "Say something."
-TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}<answer>"
 
 
 @pytest.fixture(scope="module")
 def talker(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny random model with a tokenizer of single bytes and a chat template."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
     folder = tmp_path_factory.mktemp("talker")
     save_random("llama", folder, "bf16", seed=11)
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    specials = ["<pad>", "<bos>", "<eos>"]
-    words = {token: index for index, token in enumerate([*specials, *letters])}
-    tokenizer = Tokenizer(models.BPE(vocab=words, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    fast = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>"
-    )
-    fast.chat_template = TEMPLATE
-    fast.save_pretrained(folder)
+    add_letters(folder)
     return folder
 
 

@@ -321,6 +321,47 @@ def test_a_killed_run_goes_on(llama: Path, tmp_path: Path) -> None:
         assert (target / file.name).read_bytes() == file.read_bytes()
 
 
+@pytest.mark.parametrize("place", ["begun", "another request", "named"])
+def test_killed_between_two_files(place: str, llama: Path, tmp_path: Path) -> None:
+    """At its very beginning, while another request's files go, or at its very end."""
+    target, partial = tmp_path / "made", tmp_path / ".made.partial"
+    code = f"""
+import os, signal
+from pathlib import Path
+import pipeload
+from pipeload import _shards
+def die(*_):
+    os.kill(os.getpid(), signal.SIGKILL)
+def stop(done, total):
+    1 / (done < total / 2)
+options = dict(max_shard_size="300KB")
+if {place!r} == "begun":
+    Path.replace = die
+if {place!r} == "another request":
+    try:
+        pipeload.quantize({str(llama)!r}, {str(target)!r}, progress=stop, **options)
+    except ZeroDivisionError:
+        pass
+    options = dict(max_shard_size="200KB")
+    Path.unlink = die
+if {place!r} == "named":
+    Path.rename = die
+pipeload.quantize({str(llama)!r}, {str(target)!r}, **options)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'hooks'}"},
+        check=False,
+    )
+    assert done.returncode == -signal.SIGKILL
+    assert partial.exists()
+    assert not target.exists()
+    pipeload.quantize(llama, target, max_shard_size="300KB")
+    fresh = pipeload.quantize(llama, tmp_path / "fresh", max_shard_size="300KB")
+    assert {file.name for file in target.iterdir()} == {file.name for file in fresh.iterdir()}
+    assert not partial.exists()
+
+
 class Full:
     """A disk that is full at the third file, until it is not."""
 

@@ -10,8 +10,10 @@ any more, the pass is dead.
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import threading
+import weakref
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -22,19 +24,24 @@ if TYPE_CHECKING:
 
 _CALL_CODE = nn.Module._call_impl.__code__
 _POLL_SECONDS = 0.05
+_GATES: weakref.WeakSet[PassGate] = weakref.WeakSet()
 
 
 class PassGate:
     """A re-entrant lock over forward passes that can tell a dead owner from a busy one."""
 
     def __init__(self) -> None:
+        self._renew_lock()
+        self._owner: int | None = None
+        self._entered: list[nn.Module] = []
+        _GATES.add(self)
+
+    def _renew_lock(self) -> None:
         # Guards _owner and _entered. Taken as it is, not through the condition: that one enters and
         # leaves in Python, where a KeyboardInterrupt could strike between the lock and its holder.
         self._lock = threading.RLock()
         # Threads wait here for the running pass; leave() notifies.
         self._changed = threading.Condition(self._lock)
-        self._owner: int | None = None
-        self._entered: list[nn.Module] = []
 
     def enter(self, module: nn.Module) -> bool:
         """Called before `module` runs. True when this begins a pass, False inside one.
@@ -142,3 +149,13 @@ def _is_inside(frame: FrameType | None, modules: Collection[int]) -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+def _renew_locks() -> None:
+    """In a forked child: whoever held a lock is not there to let it go."""
+    for gate in _GATES:
+        gate._renew_lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_renew_locks)

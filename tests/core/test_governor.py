@@ -248,6 +248,17 @@ def test_an_error_is_forgotten(bench: Bench) -> None:
     assert bench.governor._error == 1.0
 
 
+def test_what_was_learned_revokes_no_promise(bench: Bench) -> None:
+    """A pass within the hint is never refused, whatever the process took on during others."""
+    for _ in range(20):
+        bench.run(30, took=110 * MB)
+    assert bench.governor._error > 1
+    bench.user = 150 * MB
+    with pytest.raises(MemoryLimitError):
+        bench.run(60)
+    bench.run(30)
+
+
 def test_a_fresh_process_teaches_nothing(bench: Bench) -> None:
     """Its first passes take on libraries, too."""
     bench.run(5, took=50 * MB)
