@@ -246,7 +246,7 @@ def test_on_meta(folder: Path) -> None:
     assert generated(model) == generated(expected)
 
 
-@pytest.mark.parametrize("where", ["_assembly.Streamer", "_guards.hide", "_assembly.Handle"])
+@pytest.mark.parametrize("where", ["_assembly.Streamer", "_guards.Hide", "_assembly.Handle"])
 def test_an_interrupt_while_meta_is_filled(
     where: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -438,7 +438,7 @@ def test_a_disk_that_fails(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         "_assembly.Adapters",
         "_streamer.Streamer.attach",
         "_guards._load_guard",
-        "_guards.hide",
+        "_guards.Hide",
         "_assembly.allow_copies",
         "_assembly.Handle",
     ],
