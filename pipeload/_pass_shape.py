@@ -67,6 +67,8 @@ def read_extras(kwargs: Mapping[str, Any], shape: PassShape, widths: Widths) -> 
         kept = max(1, keep.shape[-1] if keep.dim() else 1)
     elif isinstance(keep, int) and keep > 0:
         kept = min(keep, shape.tokens)
+    elif widths.encoder_decoder and _encodes_sound(kwargs):
+        kept = 1  # frames have no logits, and the decoder's first pass is another one
     mask, pixels = kwargs.get("attention_mask"), kwargs.get("pixel_values")
     patches = encoded = 0
     if isinstance(pixels, Tensor) and widths.patch:
@@ -105,6 +107,12 @@ def _tokens_and_batch(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[i
             case (batch, *_):  # images: their patches are counted apart
                 return 1, max(1, batch)
     return 1, 1
+
+
+def _encodes_sound(kwargs: Mapping[str, Any]) -> bool:
+    """Whether `generate` calls the encoder by itself: with sound, and nothing for a decoder."""
+    others = (*_INPUTS, "labels", "encoder_outputs")
+    return kwargs.get("input_features") is not None and all(kwargs.get(n) is None for n in others)
 
 
 def cache_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

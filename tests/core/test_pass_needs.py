@@ -518,3 +518,25 @@ def test_images_and_encoders_are_counted() -> None:
     extras = read_extras(call, shape, widths)
     assert (extras.patches, extras.encoded) == (2 * 16, 2 * 30)
     assert read_extras({**call, "encoder_outputs": (ids(9),)}, shape, widths).encoded == 0
+
+
+def test_sound_has_no_logits() -> None:
+    """The encoder alone is called with frames, of which a large vocabulary makes nothing."""
+    from transformers import WhisperConfig, WhisperForConditionalGeneration
+
+    config = WhisperConfig(
+        vocab_size=51865,
+        d_model=32,
+        encoder_layers=1,
+        decoder_layers=1,
+        encoder_attention_heads=4,
+        decoder_attention_heads=4,
+    )
+    with torch.device("meta"):
+        needs = PassNeeds(WhisperForConditionalGeneration(config), config)
+    sound = {"input_features": torch.zeros(1, 80, 3000)}
+    frames = needs.shape((), sound)
+    logits = frames.tokens * config.vocab_size * 4
+    assert needs.transient((), sound, frames) < logits / 2
+    labels = sound | {"labels": ids(7, 1)}  # with these the decoder runs, too
+    assert needs.transient((), labels, frames) > logits
