@@ -27,7 +27,10 @@ _ERRORS = str(ROOT / "pipeload" / "errors.py")
 
 # Places that only a fault of pipeload or another machine could reach: a part of the message, and
 # why no test does.
-UNREACHED: dict[str, str] = {}
+UNREACHED: dict[str, str] = {
+    "is another user's": "raised in a child process, which runs as that user",
+    "the thread that dispatches reads has ended. Load": "a thread that ends says why before",
+}
 
 Place = tuple[str, int]
 """A file, relative to the repository, and a line."""
