@@ -18,15 +18,16 @@ from pipeload._first_pass import FirstPass
 from pipeload._governor import Governor
 from pipeload._handle import Handle
 from pipeload._home import Home
-from pipeload._layout import Weight, ceil_page, lay_out
+from pipeload._layout import Weight, lay_out
 from pipeload._notebook_bar import NotebookBar, in_notebook
 from pipeload._own_weights import OwnWeights
-from pipeload._placement import SCRATCH_BYTES
+from pipeload._placement import SCRATCH_BYTES, scratch_bytes
 from pipeload._places import Places
 from pipeload._plan import SLOTS
 from pipeload._prefetcher import Prefetcher
 from pipeload._pressure import watch
-from pipeload._reader import FileSet, run_jobs
+from pipeload._reader import FileSet
+from pipeload._reader_pool import run_jobs
 from pipeload._restore import Restorer
 from pipeload._rows import RowTable
 from pipeload._seats import Seat
@@ -46,7 +47,6 @@ if TYPE_CHECKING:
     from pipeload._placement import Convert, Place
     from pipeload._plan import Plan
     from pipeload._reserve import PassHint
-    from pipeload._sites import Parts
     from pipeload._stalls import Stalls
 
 CHUNK_BYTES = 16 << 20
@@ -94,7 +94,7 @@ class Assembly:
         self._pressure = pressure
         self._undo: list[Callable[[], None]] = []
         paths = source.files
-        files = FileSet(paths, build.stream_mode, build.read_timeout, _stamps(_weights(parts)))
+        files = FileSet(paths, build.stream_mode, build.read_timeout, _stamps(parts.weights))
         convert = source.converter()
         wholes = [site.whole for site in parts.sites if site.whole is not None]
         mapped = list(paths) if plan.io_mode == MAPPED else None
@@ -134,8 +134,8 @@ class Assembly:
         model = source.model
         originals = dict(model.named_parameters())
         filled: dict[str, tuple[nn.Parameter, Weight]] = {}
-        parts = build.parts
-        for name, weight in {weight.name: weight for weight in _weights(parts)}.items():
+        for weight in build.parts.weights:
+            name = weight.name
             parameter, data = originals[name], pinned.views.get(name)
             prepared = source.prepared(name)
             if prepared is not None:
@@ -231,10 +231,6 @@ class Assembly:
         return OwnWeights(own, hidden, self._read)
 
 
-def _weights(parts: Parts) -> list[Weight]:
-    return [*parts.pinned, *(t.weight for t in parts.tables), *parts.streamed.values()]
-
-
 def _stamps(weights: list[Weight]) -> dict[Path, tuple[int, int]]:
     """What the files were when their headers were read."""
     entries = (entry for weight in weights for entry in weight.sources)
@@ -248,10 +244,11 @@ def _reader_of(
 
     def read(weight: Weight) -> torch.Tensor:
         layout = lay_out([weight])
-        governor.shrink(governor.budget - layout.nbytes - weight.nbytes)
+        extra = scratch_bytes(readers) if layout.casts else 0
+        governor.shrink(governor.budget - layout.nbytes - weight.nbytes - extra)
         place = places.make(layout)
         # Not the readers' own: they may be reading ahead, or one that hangs may come back to it.
-        scratch = _make_scratch(readers if layout.casts else 0) or [None] * readers
+        scratch = _make_scratch(readers) if layout.casts else [None] * readers
         run_jobs(place.read_jobs(CHUNK_BYTES), scratch, stalls)
         # As plain copies lie in memory, not as the file's pages do: that can change results.
         return place.views[weight.name].clone()
@@ -284,9 +281,9 @@ def _slots(build: Build) -> list[Region]:
 
 
 def _scratch(plan: Plan) -> list[Region | None]:
-    return _make_scratch(plan.readers if plan.scratch_bytes else 0) or [None] * plan.readers
+    return _make_scratch(plan.readers) if plan.scratch_bytes else [None] * plan.readers
 
 
 def _make_scratch(readers: int) -> list[Region | None]:
-    arena = Arena(readers * ceil_page(SCRATCH_BYTES), device=_CPU, huge=True)
+    arena = Arena(scratch_bytes(readers), device=_CPU, huge=True)
     return [arena.take(SCRATCH_BYTES) for _ in range(readers)]

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, NamedTuple
 from pipeload._accountant import ACCOUNTANT
 from pipeload._arena import HUGE_PAGE
 from pipeload._floor import lower_floor
-from pipeload._layout import ceil_page, lay_out
+from pipeload._layout import lay_out
 from pipeload._mapped import MappedFiles, can_map
 from pipeload._memory import free_page_cache_bytes, rss_bytes
-from pipeload._placement import SCRATCH_BYTES
+from pipeload._placement import scratch_bytes
 from pipeload._plan import SLOTS, Plan
 from pipeload._reader import resolve_io_mode
 from pipeload._reserve import limit_for, page_table_bytes
@@ -155,7 +155,7 @@ class _Cut:
         self.residency = Residency(parts.specs, slots=SLOTS)
         casting = parts.needs_scratch
         self.readers = options.readers or (_CASTING_READERS if casting else _READERS)
-        self.scratch = self.readers * ceil_page(SCRATCH_BYTES) if casting else 0
+        self.scratch = scratch_bytes(self.readers) if casting else 0
         self.pinned_layout = lay_out(parts.pinned)
         tables = sum(min(table.weight.nbytes, TABLE_KEEP_BYTES) for table in parts.tables)
         self.pinned = self.pinned_layout.nbytes + tables + parts.others_bytes
@@ -166,7 +166,7 @@ def _cheapest(cuts: Sequence[_Cut], budget: int) -> tuple[_Cut, Choice] | None:
     """The cut whose passes take least time with `budget` bytes; None if none fits."""
     found = [(cut, cut.residency.choose(budget - cut.fixed)) for cut in cuts]
     fitting = [(cut, choice) for cut, choice in found if choice is not None]
-    return min(fitting, key=lambda pair: pair[0].residency.seconds(pair[1]), default=None)
+    return min(fitting, key=lambda pair: pair[1].seconds, default=None)
 
 
 def _too_small(

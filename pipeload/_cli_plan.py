@@ -20,7 +20,8 @@ from pipeload._cli_output import log, silence_libraries
 from pipeload._cli_run import DTYPES, check_model, explained, load_tokenizer
 from pipeload._demo_model import STAMP, default_model_folder, make_smollm2
 from pipeload._layout import PAGE
-from pipeload._reader import FileSet, Work, resolve_io_mode, run_jobs
+from pipeload._reader import FileSet, resolve_io_mode
+from pipeload._reader_pool import Work, run_jobs
 from pipeload._sizes import format_size
 from pipeload.errors import CheckpointError, MemoryLimitError
 

@@ -19,7 +19,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from pipeload._placement import Convert, Place, Placement
-from pipeload._reader import READER_DIED, FileSet, Outcome, ReaderPool, Work, reader_died
+from pipeload._reader_pool import READER_DIED, Outcome, ReaderPool, Work, reader_died
 from pipeload._slots import Slots
 from pipeload._stats import Counters
 from pipeload._unit import Load, Split, Ticket, Unit, UnitState
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from pipeload._arena import Region
+    from pipeload._reader import FileSet
 
 # Units being read at once: the second keeps the readers busy while the first one's last chunk ends.
 _MAX_LOADING = 2

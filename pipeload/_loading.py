@@ -127,7 +127,7 @@ def assemble(pending: PendingLoad, request: Request) -> tuple[Assembly, Any]:
     needs = needs_of(pending)
     build = plan_beside_others(partial(plan_pending, pending, needs, request))
     assembly = Assembly(pending, build, needs, request.hint, pressure=request.pressure)
-    return assembly, pending.load_rest(build.parts.taken)
+    return assembly, pending.load_rest([weight.name for weight in build.parts.weights])
 
 
 def plan_beside_others(make: Callable[[], Build]) -> Build:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from pipeload._arena import Region
     from pipeload._layout import Layout
-    from pipeload._reader import Work
+    from pipeload._reader_pool import Work
     from pipeload._stalls import Stalls
 
 _MADV_POPULATE_READ = 22  # Linux 5.14; not in Python's mmap module

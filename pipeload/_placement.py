@@ -24,7 +24,8 @@ from pipeload._repack import repack_as, repack_rows
 
 if TYPE_CHECKING:
     from pipeload._checkpoint import TensorEntry
-    from pipeload._reader import FileSet, Work
+    from pipeload._reader import FileSet
+    from pipeload._reader_pool import Work
 
 CAST_CHUNK_BYTES = 4 << 20
 
@@ -172,3 +173,8 @@ class Placement:
 
 SCRATCH_BYTES = CAST_CHUNK_BYTES + 2 * PAGE
 """Working memory that one reader needs for casts: a chunk that starts anywhere in a page."""
+
+
+def scratch_bytes(readers: int) -> int:
+    """What so many readers need."""
+    return readers * ceil_page(SCRATCH_BYTES)

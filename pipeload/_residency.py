@@ -58,6 +58,8 @@ class Choice:
 
     streamed: tuple[int, ...]
     slot_bytes: int
+    seconds: float
+    """A pass's, for comparing choices: see [Note: even shares]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,26 +106,23 @@ class Residency:
         """The smallest budget, in bytes, for which `choose` finds a split."""
 
     def choose(self, budget: int) -> Choice | None:
-        """Split every unit so that residents and buffers fit `budget` and least is read.
+        """Split every unit so that residents and buffers fit `budget` and passes take least time.
 
         Returns None when the budget is too small for any split.
         """
-        if self.everything <= budget:
-            return Choice(tuple(0 for _ in self.units), 0)
         menus = self._menus
-        picks = _best_picks(menus, budget, self._slots) if budget >= self.smallest else None
+        if self.everything <= budget:
+            picks: list[int] | None = [0] * len(menus)
+        else:
+            picks = _best_picks(menus, budget, self._slots) if budget >= self.smallest else None
         if picks is None:
             return None
-        slot_bytes = max(menu.sizes[pick] for menu, pick in zip(menus, picks, strict=True))
-        masks = (menu.masks[pick] for menu, pick in zip(menus, picks, strict=True))
-        return Choice(tuple(masks), slot_bytes)
-
-    def seconds(self, choice: Choice) -> float:
-        """A pass's, for comparing choices: see [Note: even shares]."""
-        picks = [
-            menu.masks.index(mask) for menu, mask in zip(self._menus, choice.streamed, strict=True)
-        ]
-        return _pass_seconds(self._menus, picks, self._slots)
+        pairs = list(zip(menus, picks, strict=True))
+        return Choice(
+            streamed=tuple(menu.masks[pick] for menu, pick in pairs),
+            slot_bytes=max((menu.sizes[pick] for menu, pick in pairs), default=0),
+            seconds=_pass_seconds(menus, picks, self._slots),
+        )
 
     def plans(self, choice: Choice) -> tuple[UnitPlan, ...]:
         """Lay out both parts of every unit; a unit split as before gets the same object."""

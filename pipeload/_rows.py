@@ -9,7 +9,7 @@ import torch
 
 from pipeload._layout import PAGE, ceil_page, floor_page
 from pipeload._nan_arena import NanArena
-from pipeload._reader import run_jobs
+from pipeload._reader_pool import run_jobs
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -117,10 +117,11 @@ class Parts:
         return found
 
     @property
-    def taken(self) -> list[str]:
-        """Names of all weights that are not left to the library."""
-        tables = (table.weight.name for table in self.tables)
-        return list(dict.fromkeys([*(w.name for w in self.pinned), *tables, *self.streamed]))
+    def weights(self) -> list[Weight]:
+        """All that are not left to the library, each once."""
+        tables = (table.weight for table in self.tables)
+        every = [*self.pinned, *tables, *self.streamed.values()]
+        return list({weight.name: weight for weight in every}.values())
 
 
 class Divider:
@@ -296,12 +297,7 @@ class _Cutter:
         if all(deeper for _, deeper in inside) and _separable(path, weights):
             for name, child in module.named_children():
                 self.modules(f"{path}.{name}", child, mine)
-        elif (
-            len(weights) == 1
-            and weights[0].group is None  # a conversion makes the whole matrix at once
-            and isinstance(module, nn.Linear)
-            and can_split(module)
-        ):
+        elif len(weights) == 1 and isinstance(module, nn.Linear) and can_split(module):
             self.rows(path, module, weights[0])
         else:
             self.whole(path, module, weights)

@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from pipeload._layout import Weight
     from pipeload._plan import Plan
     from pipeload._prefetcher import Prefetcher
-    from pipeload._reader import FileSet, PinnedRead
+    from pipeload._reader import FileSet
+    from pipeload._reader_pool import PinnedRead
     from pipeload._seats import Seat
     from pipeload._tables import TableSeat
 

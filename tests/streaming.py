@@ -15,6 +15,7 @@ from pipeload import _build, _loading
 from pipeload._accountant import ACCOUNTANT
 from pipeload._reader import FileSet
 from pipeload._unit import UnitState
+from tests.models import load_plain
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -149,3 +150,20 @@ class ReadGate:
             return original(files, *args)
 
         monkeypatch.setattr(FileSet, "read_pages", read_pages)
+
+
+Reference = tuple[torch.Tensor, list[int]]
+"""Logits and generated tokens of a plain model."""
+
+
+def reference(folder: Path) -> Reference:
+    """What a model is to give."""
+    plain = load_plain(folder)
+    return logits(plain), generated(plain)
+
+
+def check(model: Any, expected: Reference) -> None:
+    """A streamed model gives that, and then holds nothing."""
+    assert torch.equal(logits(model), expected[0])
+    assert generated(model) == expected[1]
+    assert_nothing_held(model)

@@ -21,12 +21,15 @@ from pipeload._unit import UnitState
 from tests.models import load_plain, save_random
 from tests.streaming import (
     WAIT_SECONDS,
+    Reference,
     assert_nothing_held,
+    check,
     finish_messages,
     generated,
     load_streamed,
     logits,
     prefetcher_of,
+    reference,
 )
 
 if TYPE_CHECKING:
@@ -57,21 +60,14 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> SickDisk:
 
 
 @pytest.fixture(scope="module")
-def expected(tiny: TinyCheckpoint) -> tuple[torch.Tensor, list[int]]:
-    plain = load_plain(tiny("llama"))
-    return logits(plain), generated(plain)
+def expected(tiny: TinyCheckpoint) -> Reference:
+    return reference(tiny("llama"))
 
 
 @pytest.fixture
 def folder(tiny: TinyCheckpoint, tmp_path: Path) -> Path:
     """A checkpoint that the test may change."""
     return shutil.copytree(tiny("llama"), tmp_path / "copy")
-
-
-def check(model: Any, expected: tuple[torch.Tensor, list[int]]) -> None:
-    assert torch.equal(logits(model), expected[0])
-    assert generated(model) == expected[1]
-    assert_nothing_held(model)
 
 
 def at_layer(model: Any, layer: int, action: Callable[[], object]) -> None:
@@ -84,9 +80,7 @@ def at_layer(model: Any, layer: int, action: Callable[[], object]) -> None:
     hook = model.model.layers[layer].mlp.register_forward_pre_hook(act)
 
 
-def test_a_failing_disk_is_named(
-    tiny: TinyCheckpoint, disk: SickDisk, expected: tuple[torch.Tensor, list[int]]
-) -> None:
+def test_a_failing_disk_is_named(tiny: TinyCheckpoint, disk: SickDisk, expected: Reference) -> None:
     """The error says block, file, place and cause; then the disk recovers, and so do we."""
     model = load_streamed(tiny("llama"))
     finish_messages(prefetcher_of(model))
@@ -100,7 +94,7 @@ def test_a_failing_disk_is_named(
 
 
 def test_a_failing_disk_while_loading(
-    tiny: TinyCheckpoint, disk: SickDisk, expected: tuple[torch.Tensor, list[int]]
+    tiny: TinyCheckpoint, disk: SickDisk, expected: Reference
 ) -> None:
     """from_pretrained raises it, and a second try works."""
     disk.sick = True
@@ -111,7 +105,7 @@ def test_a_failing_disk_while_loading(
 
 
 def test_a_failed_read_ahead_is_tried_again(
-    tiny: TinyCheckpoint, disk: SickDisk, expected: tuple[torch.Tensor, list[int]]
+    tiny: TinyCheckpoint, disk: SickDisk, expected: Reference
 ) -> None:
     """A read ahead that failed is no error when the disk is well by the time it is needed."""
     model = load_streamed(tiny("llama"))
@@ -136,7 +130,7 @@ def test_a_failed_read_ahead_is_tried_again(
 
 
 def test_short_reads_are_continued(
-    tiny: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch, expected: tuple[torch.Tensor, list[int]]
+    tiny: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch, expected: Reference
 ) -> None:
     """The system may give less than was asked for; the rest is asked for again."""
     original = os.preadv
@@ -187,9 +181,7 @@ def test_a_file_changed_in_place(folder: Path, change: str) -> None:
         assert_nothing_held(model)
 
 
-def test_a_file_replaced_by_rename(
-    folder: Path, tmp_path: Path, expected: tuple[torch.Tensor, list[int]]
-) -> None:
+def test_a_file_replaced_by_rename(folder: Path, tmp_path: Path, expected: Reference) -> None:
     """The files that were opened are used to the end, whatever has their names by then."""
     model = load_streamed(folder)
     logits(model)
@@ -202,7 +194,7 @@ def test_a_file_replaced_by_rename(
     assert torch.equal(logits(model), expected[0])
 
 
-def test_a_folder_deleted(folder: Path, expected: tuple[torch.Tensor, list[int]]) -> None:
+def test_a_folder_deleted(folder: Path, expected: Reference) -> None:
     """A checkpoint that is gone from its folder still streams, and still gives the model back."""
     for spare in (0, 10_000_000):
         copy = shutil.copytree(folder, folder.with_name(f"deleted-{spare}"))
@@ -244,7 +236,7 @@ def test_a_missing_shard_is_named(folder: Path) -> None:
 
 @pytest.mark.parametrize("spare", [0, 10_000_000], ids=["streamed", "fits"])
 def test_a_folder_that_becomes_another(
-    tiny: TinyCheckpoint, tmp_path: Path, expected: tuple[torch.Tensor, list[int]], spare: int
+    tiny: TinyCheckpoint, tmp_path: Path, expected: Reference, spare: int
 ) -> None:
     """A link that leads to another model meanwhile, even within a pass, changes nothing."""
     other = save_random("llama", tmp_path / "other", "fp32", seed=8, max_shard_size="200KB")
@@ -282,7 +274,7 @@ def test_a_file_replaced_during_loading(folder: Path, monkeypatch: pytest.Monkey
 
 
 def test_a_file_replaced_before_it_is_mapped(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, expected: tuple[torch.Tensor, list[int]]
+    folder: Path, monkeypatch: pytest.MonkeyPatch, expected: Reference
 ) -> None:
     """What is mapped is what was opened."""
 

@@ -49,6 +49,7 @@ FLOORS = (
         "_formats",
         "_loading_args",
     },
+    {"_reader_pool"},
     {
         "_caches",
         "_guards",
@@ -141,6 +142,7 @@ WITHOUT_TORCH = {
     "_pages",
     "_own_weights",
     "_plan",
+    "_reader_pool",
     "_residency",
     "_run_script",
     "_sizes",

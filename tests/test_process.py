@@ -27,20 +27,24 @@ from torch.utils.data import DataLoader, Dataset
 import pipeload
 from pipeload import ReadError, UnsupportedOperationError, _arena
 from pipeload._accountant import ACCOUNTANT
-from pipeload._reader import FileSet, run_jobs
+from pipeload._reader import FileSet
+from pipeload._reader_pool import run_jobs
 from pipeload._stalls import Stalls
 from tests.models import load_plain
 from tests.streaming import (
     IDS,
     WAIT_SECONDS,
     ReadGate,
+    Reference,
     assert_nothing_held,
+    check,
     generated,
     in_thread,
     load_streamed,
     logits,
     our_threads,
     prefetcher_of,
+    reference,
     smallest_limit,
     steady_floor,
     streamer_of,
@@ -61,15 +65,8 @@ def folder(tiny: TinyCheckpoint) -> Path:
 
 
 @pytest.fixture(scope="module")
-def expected(folder: Path) -> tuple[torch.Tensor, list[int]]:
-    plain = load_plain(folder)
-    return logits(plain), generated(plain)
-
-
-def check(model: Any, expected: tuple[torch.Tensor, list[int]]) -> None:
-    assert torch.equal(logits(model), expected[0])
-    assert generated(model) == expected[1]
-    assert_nothing_held(model)
+def expected(folder: Path) -> Reference:
+    return reference(folder)
 
 
 # -- other processes -------------------------------------------------------------------------------
@@ -89,7 +86,7 @@ class Computed(Dataset[torch.Tensor]):
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_workers_that_use_the_model(folder: Path, expected: tuple[torch.Tensor, list[int]]) -> None:
+def test_workers_that_use_the_model(folder: Path, expected: Reference) -> None:
     """A data loader hands on what they are told, and the parent goes on."""
     model = load_streamed(folder)
     check(model, expected)
@@ -102,7 +99,7 @@ def test_workers_that_use_the_model(folder: Path, expected: tuple[torch.Tensor, 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 @pytest.mark.parametrize("spare", [0, 10_000_000])
 def test_a_fork_while_another_thread_holds_the_locks(
-    folder: Path, expected: tuple[torch.Tensor, list[int]], spare: int
+    folder: Path, expected: Reference, spare: int
 ) -> None:
     """The child does not wait for a thread that it does not have."""
     model = load_streamed(folder, spare=spare)
@@ -130,9 +127,7 @@ def _use(model: Any) -> None:
     logits(model)
 
 
-def test_a_model_cannot_be_sent_to_another_process(
-    folder: Path, expected: tuple[torch.Tensor, list[int]]
-) -> None:
+def test_a_model_cannot_be_sent_to_another_process(folder: Path, expected: Reference) -> None:
     """Neither it nor a part of it: its weights are on disk."""
     model = load_streamed(folder)
     child = multiprocessing.get_context("spawn").Process(target=_use, args=(model,))
@@ -193,7 +188,7 @@ def test_the_interpreter_ends_while_reading(folder: Path, seconds: float, where:
 
 
 def test_a_model_is_forgotten_while_it_reads_ahead(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, expected: tuple[torch.Tensor, list[int]]
+    folder: Path, monkeypatch: pytest.MonkeyPatch, expected: Reference
 ) -> None:
     """The read under way ends; then threads, memory and descriptors are gone."""
     gc.collect()
@@ -317,7 +312,7 @@ def refusing(monkeypatch: pytest.MonkeyPatch) -> NoMappings:
 
 
 def test_mappings_that_are_refused_while_loading(
-    folder: Path, refusing: NoMappings, expected: tuple[torch.Tensor, list[int]]
+    folder: Path, refusing: NoMappings, expected: Reference
 ) -> None:
     """Whichever it is: one error, nothing left, and the next try works."""
     gc.collect()
@@ -345,7 +340,7 @@ def test_mappings_that_are_refused_while_loading(
 
 
 def test_a_mapping_that_is_refused_to_a_thread(
-    folder: Path, refusing: NoMappings, expected: tuple[torch.Tensor, list[int]]
+    folder: Path, refusing: NoMappings, expected: Reference
 ) -> None:
     """More is to be kept, and cannot: refused from then on with the reason; a new one works."""
     model = load_streamed(folder, spare=700_000)
@@ -377,7 +372,7 @@ def throw_into(thread: threading.Thread, error: type[BaseException]) -> None:
     assert thrown == 1
 
 
-def check_refused(model: Any, folder: Path, expected: tuple[torch.Tensor, list[int]]) -> None:
+def check_refused(model: Any, folder: Path, expected: Reference) -> None:
     """Passes are refused at once and threads are gone; the plain model and new ones are right."""
     for _ in range(2):
         with pytest.raises(UnsupportedOperationError, match="Load the model again"):
@@ -394,7 +389,7 @@ def check_refused(model: Any, folder: Path, expected: tuple[torch.Tensor, list[i
 @pytest.mark.parametrize("which", ["dispatcher", "one reader", "all readers"])
 def test_a_thread_is_killed(
     folder: Path,
-    expected: tuple[torch.Tensor, list[int]],
+    expected: Reference,
     error: type[BaseException],
     which: str,
 ) -> None:
@@ -422,7 +417,7 @@ def test_a_thread_is_killed(
 
 
 def test_a_reader_is_killed_while_it_reads(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, expected: tuple[torch.Tensor, list[int]]
+    folder: Path, monkeypatch: pytest.MonkeyPatch, expected: Reference
 ) -> None:
     """Within the read it is one that failed: the model goes on."""
     model = load_streamed(folder)

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -19,15 +19,17 @@ import torch
 from pipeload import ReadError, _mounts
 from pipeload._checkpoint import read_header
 from pipeload._reader import FileSet
-from tests.models import load_plain
 from tests.streaming import (
+    Reference,
     assert_nothing_held,
+    check,
     finish_messages,
     generated,
     load_streamed,
     logits,
     our_threads,
     prefetcher_of,
+    reference,
 )
 from tests.test_imports import ROOT
 
@@ -41,15 +43,8 @@ _IMAGE_BYTES = 16 << 20
 
 
 @pytest.fixture(scope="module")
-def expected(tiny: TinyCheckpoint) -> tuple[torch.Tensor, list[int]]:
-    plain = load_plain(tiny("llama"))
-    return logits(plain), generated(plain)
-
-
-def check(model: Any, expected: tuple[torch.Tensor, list[int]]) -> None:
-    assert torch.equal(logits(model), expected[0])
-    assert generated(model) == expected[1]
-    assert_nothing_held(model)
+def expected(tiny: TinyCheckpoint) -> Reference:
+    return reference(tiny("llama"))
 
 
 # -- a block device --------------------------------------------------------------------------------
@@ -107,9 +102,7 @@ def device(tiny: TinyCheckpoint, tmp_path: Path) -> Iterator[BlockDevice]:
 
 
 @linux
-def test_a_block_device_that_fails(
-    device: BlockDevice, expected: tuple[torch.Tensor, list[int]]
-) -> None:
+def test_a_block_device_that_fails(device: BlockDevice, expected: Reference) -> None:
     """The kernel's own EIO, in the middle of a run; when the device is back, so is the model."""
     model = load_streamed(device.point / "model", io_mode="direct")
     check(model, expected)
@@ -127,7 +120,7 @@ def test_a_block_device_that_fails(
 
 
 @linux
-def test_a_read_only_mount(device: BlockDevice, expected: tuple[torch.Tensor, list[int]]) -> None:
+def test_a_read_only_mount(device: BlockDevice, expected: Reference) -> None:
     """Nothing is written beside the checkpoint, streamed or not."""
     folder = device.point / "model"
     with pytest.raises(OSError, match="Read-only"):
@@ -182,9 +175,7 @@ def fuse(tiny: TinyCheckpoint, tmp_path: Path) -> Iterator[Fuse]:
 
 
 @linux
-def test_a_network_mount(
-    fuse: Fuse, expected: tuple[torch.Tensor, list[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_network_mount(fuse: Fuse, expected: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
     """One warning names it; reads that hang there and reads that fail end in errors, not for good.
 
     The reads are the kernel's: a request to a file system that is not answered.

@@ -16,13 +16,15 @@ from pipeload._request import make_request
 from tests.models import load_plain
 from tests.streaming import (
     WAIT_SECONDS,
-    assert_nothing_held,
+    Reference,
+    check,
     finish_messages,
     generated,
     load_streamed,
     logits,
     our_threads,
     prefetcher_of,
+    reference,
     streamer_of,
 )
 
@@ -79,15 +81,8 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[HungDisk]:
 
 
 @pytest.fixture(scope="module")
-def expected(tiny: TinyCheckpoint) -> tuple[torch.Tensor, list[int]]:
-    plain = load_plain(tiny("llama"))
-    return logits(plain), generated(plain)
-
-
-def check(model: Any, expected: tuple[torch.Tensor, list[int]]) -> None:
-    assert torch.equal(logits(model), expected[0])
-    assert generated(model) == expected[1]
-    assert_nothing_held(model)
+def expected(tiny: TinyCheckpoint) -> Reference:
+    return reference(tiny("llama"))
 
 
 def wait_for_end(threads: set[threading.Thread]) -> None:
@@ -101,7 +96,7 @@ def wait_for_end(threads: set[threading.Thread]) -> None:
 def test_a_disk_that_hangs(
     tiny: TinyCheckpoint,
     disk: HungDisk,
-    expected: tuple[torch.Tensor, list[int]],
+    expected: Reference,
     only: int | None,
 ) -> None:
     """The pass ends with an error that says what does not answer, every time; then all is well."""
@@ -120,7 +115,7 @@ def test_a_disk_that_hangs(
 
 
 def test_a_disk_that_hangs_while_loading(
-    tiny: TinyCheckpoint, disk: HungDisk, expected: tuple[torch.Tensor, list[int]]
+    tiny: TinyCheckpoint, disk: HungDisk, expected: Reference
 ) -> None:
     """from_pretrained raises it, too, and leaves no thread behind but the one that hangs."""
     before = our_threads()
@@ -176,7 +171,7 @@ def test_a_hung_model_can_be_removed(
 
 
 def test_a_slow_disk_is_no_hung_one(
-    tiny: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch, expected: tuple[torch.Tensor, list[int]]
+    tiny: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch, expected: Reference
 ) -> None:
     """Reads that come one by one, each in time, are waited for however long all of them take."""
     original, turn = os.preadv, threading.Lock()

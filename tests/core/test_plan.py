@@ -145,6 +145,24 @@ def test_every_block_keeps_a_part() -> None:
     assert max(sizes) <= 2 * min(sizes)
 
 
+def test_a_head_streams_no_more_of_itself_than_blocks() -> None:
+    """Small units that follow each other must not all stream: see [Note: even shares].
+
+    Nothing computes long enough to hide their reading.
+    """
+    blocks, head = alike(22, *LLAMA), alike(16, 400_000)
+    units = [*blocks, *(UnitSpec(f"head[{i}]", unit.weights) for i, unit in enumerate(head))]
+    residency = Residency(units, slots=SLOTS)
+    choice = residency.choose(everything(units) * 43 // 100)  # counts every byte twice
+    assert choice is not None
+    plans = residency.plans(choice)
+    assert sum(plan.streamed_bytes for plan in plans) > 0
+    least = min(plan.streamed_bytes for plan in plans[:22])
+    assert least > 0
+    of_head = sum(plan.streamed_bytes for plan in plans[22:])
+    assert of_head <= sum(plan.streamed_bytes for plan in plans) / 10
+
+
 @pytest.mark.parametrize(
     ("nbytes", "shape", "tiny"),
     [
