@@ -462,7 +462,7 @@ def test_a_reader_is_killed_while_loading(within: bool, monkeypatch: pytest.Monk
         return clock()
 
     if not within:
-        monkeypatch.setattr("pipeload._reader.time.perf_counter", die)
+        monkeypatch.setattr("pipeload._reader_pool.time.perf_counter", die)
     waiting = in_thread(run_jobs, [read] * 4, [None, None], Stalls(None))
     with pytest.raises(UnsupportedOperationError, match=r"SystemExit.*Load the model again"):
         waiting.result(WAIT_SECONDS)
