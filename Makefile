@@ -16,9 +16,11 @@ export OMP_WAIT_POLICY := passive
 demo: $(VENV)/demo.stamp
 	$(BIN)/pipeload demo
 
-# One file after the other in each process: files share models that take time to make.
+# One file after the other in each process: files share models that take time to make. In their
+# order: by default those with few tests come last, and they are the ones that take long.
 test: dev
-	$(BIN)/python -m pytest --numprocesses auto --dist loadfile $(PYTEST_OPTIONS)
+	$(BIN)/python -m pytest --numprocesses auto --dist loadfile --no-loadscope-reorder \
+		$(PYTEST_OPTIONS)
 
 # Apart from the tests, which tracing makes half as slow again.
 coverage: PYTEST_OPTIONS += --cov --cov-report=
