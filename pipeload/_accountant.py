@@ -11,6 +11,7 @@ before a large target gets more than half (Bertsekas and Gallager, Data Networks
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 import weakref
@@ -87,6 +88,9 @@ class Accountant:
         Raises:
             OptionError: the process has another limit.
         """
+        if self.clients:
+            # One that its user dropped counts for as long as a cycle, of a pipeline say, holds it.
+            gc.collect()
         if self.clients and self.limit is not None and limit != self.limit:
             raise OptionError(
                 f"memory_limit={limit} bytes ({format_size(limit)}) differs from that of a model "

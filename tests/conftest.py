@@ -9,7 +9,7 @@ import pytest
 from hypothesis import settings
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from contextlib import AbstractContextManager
     from pathlib import Path
 
@@ -23,6 +23,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 # No test asserts a time, examples included.
 settings.register_profile("untimed", deadline=None)
+# The same examples at every run, for where a failure must be of what has changed.
+settings.register_profile("repeatable", deadline=None, derandomize=True)
 settings.load_profile("untimed")
 
 MARKERS = (
@@ -49,6 +51,23 @@ def pytest_configure(config: pytest.Config) -> None:
     for marker in MARKERS:
         config.addinivalue_line("markers", marker)
     config.pluginmanager.register(Raised())
+
+
+@pytest.fixture(autouse=True)
+def _same_random_numbers() -> None:
+    """Each test draws the same ones, whatever ran before it."""
+    import torch
+
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _nothing_streams_after_its_file() -> Iterator[None]:
+    """A model that something still refers to would set the limit for the tests of later files."""
+    from pipeload._accountant import ACCOUNTANT
+
+    yield
+    ACCOUNTANT.forget_all()
 
 
 @pytest.fixture(scope="session")

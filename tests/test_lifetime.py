@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch.overrides import _get_current_function_mode_stack
 
+import pipeload
 from pipeload import UnsupportedOperationError
 from pipeload._dispatcher import Dispatcher
 from pipeload_hooks import discard_ended
@@ -116,6 +117,19 @@ def test_del_is_enough(folder: Path, spare: int) -> None:
         del model
         assert [thread for thread in threads if thread.is_alive()] == []
         assert [reference() for reference in arenas if reference() is not None] == []
+    finally:
+        gc.enable()
+
+
+def test_a_dropped_model_in_a_cycle_does_not_set_the_limit(folder: Path) -> None:
+    """As a pipeline or a trainer may hold it: the next one is loaded with a limit of its own."""
+    holder: list[Any] = [load_streamed(folder, spare=0)]
+    holder.append(holder)
+    gc.disable()
+    try:
+        del holder
+        other = pipeload.from_pretrained(folder, memory_limit="50GB")
+        other.pipeload.remove()
     finally:
         gc.enable()
 
