@@ -246,6 +246,8 @@ def _shut_others_out(folder: Path) -> None:
 def _let_others_read(folder: Path) -> None:
     """The rights that a plain save gives, but never that of everybody to write."""
     probe = folder / ".rights"
+    if probe.is_dir():
+        probe.rmdir()  # of a run that was killed right here
     probe.mkdir()  # only making something tells what the process's mask is
     usual = stat.S_IMODE(probe.stat().st_mode)
     probe.rmdir()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -97,6 +98,14 @@ def prefetcher_of(model: nn.Module) -> Prefetcher:
 def our_threads() -> set[threading.Thread]:
     """Those of pipeload alone: the library's loading threads end when they like."""
     return {thread for thread in threading.enumerate() if thread.name.startswith("pipeload-")}
+
+
+def wait_for_threads(before: set[threading.Thread]) -> None:
+    """Return once none of ours runs that was not there `before`: ending takes some a moment."""
+    deadline = time.monotonic() + WAIT_SECONDS
+    while left := our_threads() - before:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.001)
 
 
 def finish_messages(prefetcher: Prefetcher) -> None:

@@ -29,6 +29,7 @@ from tests.streaming import (
     logits,
     our_threads,
     prefetcher_of,
+    wait_for_threads,
 )
 
 if TYPE_CHECKING:
@@ -143,7 +144,7 @@ def test_thirty_loads_and_removes(folder: Path, spare: int) -> None:
         model = load_streamed(folder, spare=spare)
         with model.pipeload:
             logits(model)
-        assert our_threads() <= before
+        wait_for_threads(before)
         counts.add(descriptors())
     assert len(counts) == 1
 
@@ -178,7 +179,7 @@ def test_a_model_that_fits_is_left_alone(folder: Path) -> None:
         assert torch.equal(logits(model), logits(plain))
         assert hooks_of(model.model) == 0
         assert (len(model._forward_pre_hooks), len(model._forward_hooks)) == (1, 0)
-        assert our_threads() <= before
+        wait_for_threads(before)
         assert model.pipeload.stats().passes == number
     assert generated(model) == generated(plain)
     assert_nothing_held(model)

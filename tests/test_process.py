@@ -48,6 +48,7 @@ from tests.streaming import (
     smallest_limit,
     steady_floor,
     streamer_of,
+    wait_for_threads,
 )
 from tests.test_lifetime import descriptors, in_fork, threads_of
 
@@ -222,7 +223,7 @@ def test_a_model_is_forgotten_while_it_reads_ahead(
         thread.join(WAIT_SECONDS)
     gc.collect()
     assert kept() is None
-    assert our_threads() <= threads
+    wait_for_threads(threads)
     assert descriptors() <= files  # those of an earlier test's models may have gone meanwhile
 
 
@@ -354,7 +355,7 @@ def test_a_mapping_that_is_refused_to_a_thread(
     for _ in range(2):
         with pytest.raises(UnsupportedOperationError, match=refusal):
             logits(model)
-    assert not our_threads()
+    wait_for_threads(set())
     model.pipeload.remove()
     assert torch.equal(logits(model), expected[0])
     check(load_streamed(folder), expected)

@@ -321,7 +321,7 @@ def test_a_killed_run_goes_on(llama: Path, tmp_path: Path) -> None:
         assert (target / file.name).read_bytes() == file.read_bytes()
 
 
-@pytest.mark.parametrize("place", ["begun", "another request", "named"])
+@pytest.mark.parametrize("place", ["begun", "another request", "opened", "named"])
 def test_killed_between_two_files(place: str, llama: Path, tmp_path: Path) -> None:
     """At its very beginning, while another request's files go, or at its very end."""
     target, partial = tmp_path / "made", tmp_path / ".made.partial"
@@ -344,6 +344,8 @@ if {place!r} == "another request":
         pass
     options = dict(max_shard_size="200KB")
     Path.unlink = die
+if {place!r} == "opened":
+    Path.rmdir = die
 if {place!r} == "named":
     Path.rename = die
 pipeload.quantize({str(llama)!r}, {str(target)!r}, **options)

@@ -26,6 +26,7 @@ from tests.streaming import (
     prefetcher_of,
     reference,
     streamer_of,
+    wait_for_threads,
 )
 
 if TYPE_CHECKING:
@@ -85,13 +86,6 @@ def expected(tiny: TinyCheckpoint) -> Reference:
     return reference(tiny("llama"))
 
 
-def wait_for_end(threads: set[threading.Thread]) -> None:
-    deadline = time.monotonic() + WAIT_SECONDS
-    while threads & our_threads():
-        assert time.monotonic() < deadline, threads & our_threads()
-        time.sleep(0.01)
-
-
 @pytest.mark.parametrize("only", [None, 1], ids=["all reads", "one read"])
 def test_a_disk_that_hangs(
     tiny: TinyCheckpoint,
@@ -109,7 +103,7 @@ def test_a_disk_that_hangs(
             with pytest.raises(ReadError, match=rf"block 'model\.layers\.\d': {WORDS}") as caught:
                 generated(model)
             assert "read_timeout= than 0.4" in str(caught.value)
-        assert our_threads() <= before  # nobody took the hung reader's place
+        wait_for_threads(before)  # nobody took the hung reader's place
         disk.answer()
         check(model, expected)
 
@@ -123,10 +117,11 @@ def test_a_disk_that_hangs_while_loading(
     with pytest.raises(ReadError, match=WORDS):
         load_streamed(tiny("llama"), io_mode="buffered", read_timeout=SECONDS)
     (hanging,) = disk.hanging
-    wait_for_end(our_threads() - before - {hanging})
+    wait_for_threads(before | {hanging})
     assert hanging.is_alive()
     disk.answer()
-    wait_for_end({hanging})
+    hanging.join(WAIT_SECONDS)
+    assert not hanging.is_alive()
     check(load_streamed(tiny("llama")), expected)
 
 
@@ -166,7 +161,8 @@ def test_a_hung_model_can_be_removed(
     assert torch.equal(logits(model), expected)
     (hanging,) = disk.hanging
     disk.answer()
-    wait_for_end({hanging})
+    hanging.join(WAIT_SECONDS)
+    assert not hanging.is_alive()
     assert torch.equal(logits(model), expected)
 
 
