@@ -129,9 +129,12 @@ def run_forked(words: Sequence[str], *, number: int | None = None, after: float 
     """The same in a fork of this process, which has imported what the command needs."""
     started = time.monotonic()
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        # A child struck before it has begun would go on as a second one of us.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         pid = os.fork()
         if pid == 0:
             _become_command(words, out.fileno(), err.fileno())
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         if number is not None:
             time.sleep(after)
             os.kill(pid, number)
@@ -144,11 +147,13 @@ def run_forked(words: Sequence[str], *, number: int | None = None, after: float 
 
 
 def _become_command(words: Sequence[str], out: int, err: int) -> None:
-    status = 70
+    # Struck before the command has begun, or once it has ended, it has nothing to break.
+    status = 130
     try:
         os.dup2(out, 1)
         os.dup2(err, 2)
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         sys.argv = ["pipeload", *words]
         import atexit
 
@@ -159,16 +164,18 @@ def _become_command(words: Sequence[str], out: int, err: int) -> None:
             status = 0
         except SystemExit as end:
             status = end.code if isinstance(end.code, int) else int(end.code is not None)
-        # What the interpreter does at its end. After it a signal has nothing to break.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        atexit._run_exitfuncs()
+        atexit._run_exitfuncs()  # what the interpreter does at its end
         sys.stdout.flush()
         sys.stderr.flush()
-    except BaseException:
+    except BaseException as error:
         import traceback
 
-        traceback.print_exc()
-        sys.stderr.flush()
+        places = traceback.extract_tb(error.__traceback__)
+        if not isinstance(error, KeyboardInterrupt) or any(p.name == "main" for p in places):
+            status = 70
+            traceback.print_exc()
+            sys.stderr.flush()
     finally:
         os._exit(status)
 
