@@ -134,7 +134,10 @@ def wrap(
         read_timeout: as for `from_pretrained`.
         checkpoint: a folder or a hub id; where the model says it is from when None.
         spill_dir: a folder in which weights that are not the checkpoint's are written, to be
-            streamed from there. The file goes when the handle is removed or the model is gone.
+            streamed from there. The space is free again when the handle is removed, the model is
+            gone, or the process ends in whatever way: the file has no name while it is used, except
+            on network mounts and where there is no /proc. What was left there goes with the next
+            one.
         **kwargs: what the library's `from_pretrained` needs to find the checkpoint: `revision`,
             `subfolder`, `variant`, `cache_dir`, `token`, `key_mapping` and the like.
 

@@ -31,17 +31,13 @@ class FolderLock:
             OSError: the file cannot be made.
         """
         self._file = (folder / LOCK).open("ab")
-        if fcntl is None:
+        held = try_lock(self._file.fileno())
+        if held is None:
             return
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            # Some network file systems know no locks; there, nobody is kept out.
-            if error.errno in _TAKEN:
-                self._file.close()
-                raise BlockingIOError(*error.args) from error
-            return
-        if not _is_there(self._file.fileno(), folder / LOCK):  # released while it was opened
+        if not held:
+            self._file.close()
+            raise BlockingIOError(errno.EWOULDBLOCK, os.strerror(errno.EWOULDBLOCK))
+        if not is_there(self._file.fileno(), folder / LOCK):  # released while it was opened
             self._file.close()
             raise BlockingIOError(errno.EWOULDBLOCK, "the lock was just released")
 
@@ -53,7 +49,23 @@ class FolderLock:
             self._file.close()
 
 
-def _is_there(descriptor: int, path: Path) -> bool:
+def try_lock(descriptor: int) -> bool | None:
+    """Lock an open file, until it is closed by this process and those that it was forked into.
+
+    Returns whether it is locked now, for nobody else; None where there are no locks: some network
+    file systems know none, and there nobody is kept out.
+    """
+    if fcntl is None:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return False if error.errno in _TAKEN else None
+    return True
+
+
+def is_there(descriptor: int, path: Path) -> bool:
+    """Whether an open file still has that name."""
     try:
         return os.path.samestat(os.fstat(descriptor), path.stat())
     except FileNotFoundError:

@@ -6,20 +6,21 @@ import json
 import logging
 import os
 import shutil
-import tempfile
 import weakref
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
+from pipeload._abandoned import WHOLE, delete_abandoned, make_owned
 from pipeload._arena import DTYPE_CODES
 from pipeload._checkpoint import read_header
+from pipeload._mounts import network_mount
 from pipeload._sizes import format_size
 from pipeload.errors import OptionError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from pathlib import Path
     from typing import Any, BinaryIO
 
     from pipeload._checkpoint import TensorEntry
@@ -30,7 +31,13 @@ _CHUNK_BYTES = 16 << 20
 
 
 class Spill:
-    """A safetensors file of our own. It goes with `remove`, or with whoever holds this."""
+    """A safetensors file of our own. It goes with `remove`, or with whoever holds this.
+
+    [Note: what is left of a killed process] Once the file is open its name can go (`hide`): the
+    system then keeps the file as long as somebody has it open, and no longer, whatever ends the
+    process. Before that, and where `hide` is not possible, a process that is killed leaves the file
+    behind, and the next spill into the same folder deletes it.
+    """
 
     def __init__(self, folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
         """Write `tensors` under a temporary name, then give the file its own, in one step.
@@ -41,14 +48,17 @@ class Spill:
             OptionError: the folder is not there, cannot be written to, or is full.
         """
         nbytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+        delete_abandoned(folder)
         try:
             _check_room(folder, nbytes)
-            handle, name = tempfile.mkstemp(".part", "pipeload-", folder)
-            self._remove = weakref.finalize(self, _unlink, Path(name))
-            with os.fdopen(handle, "wb") as file:
+            descriptor, part = make_owned(folder)
+            lock = None if os.name == "nt" else os.dup(descriptor)  # open, so not to be renamed
+            owner = os.getpid()
+            self._remove = weakref.finalize(self, _give_up, part, lock, owner)
+            with os.fdopen(descriptor, "wb") as file:
                 _write(file, tensors)
-            self.path = Path(name).with_suffix(".safetensors")
-            os.replace(name, self.path)  # noqa: PTH105 - atomic, and says so
+            self.path = part.with_suffix(WHOLE)
+            os.replace(part, self.path)  # noqa: PTH105 - atomic, and says so
         except OSError as error:
             self._discard()
             raise OptionError(
@@ -59,8 +69,17 @@ class Spill:
             self._discard()
             raise
         self._remove.detach()
-        self._remove = weakref.finalize(self, _unlink, self.path)
+        self._remove = weakref.finalize(self, _give_up, self.path, lock, owner)
         self.entries: Mapping[str, TensorEntry] = read_header(self.path)
+
+    def hide(self) -> None:
+        """Take the name away from the file, which everybody who reads it has open by now.
+
+        Where it could not be opened again without one, or may be lost, it stays until `remove`.
+        """
+        # By os.path: a magic link is no path.
+        if os.path.exists("/proc/self/fd") and network_mount(self.path) is None:  # noqa: PTH110
+            self._remove()
 
     def remove(self) -> None:
         """Take the file away. Who has it open or mapped goes on reading it. May be called again.
@@ -84,7 +103,11 @@ def _check_room(folder: Path, nbytes: int) -> None:
         )
 
 
-def _unlink(path: Path) -> None:
+def _give_up(path: Path, lock: int | None, owner: int) -> None:
+    if lock is not None:
+        os.close(lock)
+    if os.getpid() != owner:  # a fork ends: the file is still its parent's
+        return
     try:
         path.unlink(missing_ok=True)
     except OSError as error:

@@ -164,6 +164,8 @@ def _stream(
         raise
     del before
     let_go(live.files)  # now that nothing shows them
+    if spill is not None:
+        spill.hide()
 
 
 def _on_meta(model: nn.Module) -> nn.Module | None:

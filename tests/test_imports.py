@@ -37,6 +37,7 @@ FLOORS = (
         "_wide_product",
     },
     {
+        "_abandoned",
         "_bench_reader",
         "_sizes",
         "_checkpoint_json",
@@ -123,6 +124,7 @@ FLOOR = {name: number for number, names in enumerate(FLOORS) for name in names}
 # Pure: sizes, byte ranges and records. They can be used, and tested, without torch.
 WITHOUT_TORCH = {
     "errors",
+    "_abandoned",
     "_accountant",
     "_checkpoint",
     "_checkpoint_folder",
