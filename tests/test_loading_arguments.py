@@ -22,7 +22,9 @@ from transformers import (
     BitsAndBytesConfig,
     GenerationConfig,
     LlamaForCausalLM,
+    modeling_utils,
 )
+from transformers.utils import hub
 
 import pipeload
 from pipeload import CheckpointError, MemoryLimitError, OptionError, UnsupportedModelError
@@ -291,7 +293,9 @@ ROWS = {
     "attn_implementation unknown": Row(
         "attn_implementation", {"attn_implementation": "no"}, error=ValueError, as_plain=True
     ),
-    "experts_implementation": Row("experts_implementation", {"experts_implementation": "eager"}),
+    "experts_implementation": Row(
+        "experts_implementation", {"experts_implementation": "batched_mm"}
+    ),
     "use_safetensors": Row("use_safetensors", {"use_safetensors": True}),
     "use_safetensors off": Row(
         "use_safetensors",
@@ -418,8 +422,10 @@ def test_served(name: str, folder: Path, tmp_path: Path) -> None:
         planned(row, source, 1)
     limit = refusal.value.smallest_limit
     wanted = plainly(row, source if row.plain is None else Source(folder, row.plain))
+    there = sorted(tmp_path.rglob("*"))
     for load in (streamed, in_a_context):
         got = load(row, source, limit)
+        assert sorted(tmp_path.rglob("*")) == there  # no copy is written
         if isinstance(wanted, tuple):
             assert got[1] == wanted[1]
             assert_alike(got[0], wanted[0])
@@ -436,6 +442,9 @@ def assert_alike(got: Any, wanted: Any) -> None:
     assert got.dtype == wanted.dtype
     assert got.config.to_dict() == wanted.config.to_dict()
     assert got.generation_config.to_dict() == wanted.generation_config.to_dict()
+    for choice in ("_attn_implementation", "_experts_implementation"):
+        assert getattr(got.config, choice) == getattr(wanted.config, choice)
+    assert not hasattr(got, "hf_device_map")  # PEFT and pipelines would move the model by it
     assert torch.equal(logits(got), logits(wanted))
 
 
@@ -470,6 +479,55 @@ def test_rows_change_something(name: str, folder: Path, tmp_path: Path) -> None:
     without = {key: value for key, value in source.kwargs.items() if key != row.argument}
     with_it, usual = plainly(row, source), plainly(row, Source(source.pretrained, without))
     assert not torch.equal(logits(with_it), logits(usual))
+
+
+def asked_of_the_hub(load: Callable[[], Any]) -> list[dict[str, Any]]:
+    """What its client is called with. It finds everything in the cache: there is no hub here."""
+    calls: list[dict[str, Any]] = []
+
+    def recorded(name: str, answer: Callable[..., Any]) -> Callable[..., Any]:
+        def ask(*args: Any, **options: Any) -> Any:
+            kept = {key: value for key, value in options.items() if key not in NOT_THE_USERS}
+            calls.append({"function": name, "args": args, **kept})
+            found = {"force_download": False, "local_files_only": True, "proxies": None}
+            return answer(*args, **(options | found))
+
+        return ask
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (hub, modeling_utils):  # or everything would be `local_files_only`
+            patch.setattr(module, "is_offline_mode", lambda: False)
+        for name in ("hf_hub_download", "snapshot_download"):
+            patch.setattr(hub, name, recorded(name, getattr(hub, name)))
+        load()
+    return calls
+
+
+NOT_THE_USERS = ("user_agent", "tqdm_class")  # the first has a number of the session's in it
+# Everything is asked for again with `force_download`, and little without.
+HUB: dict[str, dict[str, Any]] = {
+    "token": {"token": "hf_none", "force_download": True},
+    "force_download": {"force_download": True},
+    "proxies": {"proxies": {"https": "nowhere:1"}, "force_download": True},
+    "local_files_only": {"local_files_only": True},
+    "revision": {"revision": "b" * 40, "force_download": True},
+    "cache_dir": {"force_download": True},
+}
+
+
+@pytest.mark.parametrize("argument", HUB)
+def test_what_the_hub_is_asked(argument: str, folder: Path, tmp_path: Path) -> None:
+    """The same files, in the same way, with what the user passed."""
+    cache, _, _ = hub_cache(folder, tmp_path)
+    row = Row(argument, kind=LlamaForCausalLM)
+    source = Source("someone/tiny", {"cache_dir": str(cache), **HUB[argument]})
+    wanted = asked_of_the_hub(lambda: plainly(row, source))
+    for load in (streamed, in_a_context, planned):
+        asked = asked_of_the_hub(lambda: load(row, source, ROOMY))  # noqa: B023 - called at once
+        assert asked
+        assert all(call[argument] == source.kwargs[argument] for call in asked)
+        assert asked == wanted[: len(asked)]
+        assert len(asked) == len(wanted) or load is planned
 
 
 @pytest.mark.filterwarnings("ignore:You passed `quantization_config`")
