@@ -1,4 +1,4 @@
-"""The library's own server: `python -m pipeload -m transformers.cli.transformers serve MODEL`."""
+"""The library's own server and chat, `-m transformers.cli.transformers`, through pipeload."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(bool(MISSING), reason=f"the server needs {', '.join(MISSING)}"),
 ]
-SERVE = ("-m", "transformers.cli.transformers", "serve")
+COMMANDS = ("-m", "transformers.cli.transformers")
+SERVE = (*COMMANDS, "serve")
 OPTIONS = ("--device", "cpu", "--default-seed", "1", "--port")
 QUESTION = "What is the capital of France? Name a second one, too."
 
@@ -53,11 +54,28 @@ def served(folder: Path, log: Path, before: Sequence[str] = ()) -> tuple[list[st
             assert time.monotonic() < until, log.read_text()
             time.sleep(0.2)
         said = [complete(address, stream=stream) for stream in (False, True)]
+        said.append(chat(address, folder, before))
         child.send_signal(signal.SIGINT)
         return said, child.wait(WAIT_SECONDS)
     finally:
         child.kill()
         child.wait()
+
+
+def chat(address: str, folder: Path, before: Sequence[str]) -> str:
+    """What `transformers chat` shows of a talk with the server, but for the time it took."""
+    words = [*before, *COMMANDS, "chat", str(folder), f"{address}/v1"]
+    done = subprocess.run(
+        [sys.executable, *words, "max_new_tokens=8", "do_sample=False"],
+        env=environment(HF_HUB_OFFLINE="0"),  # its client asks nobody else, but would not ask us
+        input=f"{QUESTION}\nn\n!exit\n",
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=WAIT_SECONDS,
+    )
+    assert done.returncode == 0, done.stderr
+    return re.sub(r"^(\d+ tokens) in .*$", r"\1", done.stdout, flags=re.MULTILINE)
 
 
 def answers(address: str) -> bool:
@@ -97,4 +115,5 @@ def test_a_server_answers_as_plain(smollm2_bf16: Path, tmp_path: Path) -> None:
     pipeload = ("-m", "pipeload", "--memory-limit", str(int(found[1]) + SPARE_BYTES))
     plain = served(smollm2_bf16, tmp_path / "log")
     assert all(len(text.split()) > 3 for text in plain[0])
+    assert "8 tokens" in plain[0][-1]
     assert served(smollm2_bf16, tmp_path / "log", pipeload) == plain
