@@ -30,6 +30,12 @@ if TYPE_CHECKING:
     from pipeload._transformers import PendingLoad
 
 
+_WAY_OUT = (
+    "Pass spill_dir=FOLDER to have such weights written there and streamed from there, or say "
+    "which checkpoint they are from (checkpoint=, revision=, subfolder=, variant=, key_mapping=)."
+)
+
+
 @dataclass(frozen=True, slots=True)
 class Live:
     """A model in memory, and where its weights can be read."""
@@ -125,21 +131,33 @@ def check_values(
 
 def _refuse_first(live: Live, pending: PendingLoad | None, name: str | None) -> None:
     kind = type(live.model).__name__
-    way_out = (
-        "Pass spill_dir=FOLDER to have such weights written there and streamed from there, or "
-        "checkpoint= if they are another checkpoint's."
-    )
     if pending is None:
         raise CheckpointError(
             f"this {kind} was not loaded from a checkpoint, so there is nothing to stream it from. "
-            + way_out
+            f"{_WAY_OUT}"
         )
     if name is not None:
         source = live.others.get(name) or live.weights[name].sources[0]
         raise CheckpointError(
             f"weight {name!r} of this {kind} is not what its checkpoint holds (tensor "
-            f"{source.name!r} of {str(source.file)!r}): it was changed since. {way_out}"
+            f"{source.name!r} of {str(source.file)!r}): it was changed since. {_WAY_OUT}"
         )
+
+
+def refuse_missing(live: Live, pending: PendingLoad | None) -> None:
+    """Name the first weight that should be in the checkpoint and is not, if there is one.
+
+    Raises:
+        CheckpointError: there is one.
+    """
+    own = _own_names(live.model, pending)
+    for name, _ in live.model.named_parameters():
+        if name in own and name not in live.weights:
+            raise CheckpointError(
+                f"weight {name!r} of this {type(live.model).__name__} is not in its checkpoint "
+                f"(first file {str(live.files[0])!r}), and none of the others in its blocks is. "
+                f"{_WAY_OUT}"
+            )
 
 
 def _own_names(model: Any, pending: PendingLoad | None) -> set[str]:

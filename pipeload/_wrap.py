@@ -19,7 +19,7 @@ from pipeload import _takeover, _transformers
 from pipeload._accountant import ACCOUNTANT
 from pipeload._assembly import Assembly
 from pipeload._handle import Handle
-from pipeload._live import Live, check_values, match, tied_names
+from pipeload._live import Live, check_values, match, refuse_missing, tied_names
 from pipeload._loading import (
     advise_openmp,
     assemble,
@@ -29,6 +29,7 @@ from pipeload._loading import (
 )
 from pipeload._mappings import let_go, mappings_are_told, mappings_of
 from pipeload._pass_needs import PassNeeds
+from pipeload._sites import NothingToStreamError
 from pipeload.errors import CheckpointError, OptionError, UnsupportedModelError
 
 if TYPE_CHECKING:
@@ -65,9 +66,11 @@ def wrap(
     live, spill = check_values(live, pending, spill_dir)
     try:
         _stream(live, pending, request, spill, model)
-    except BaseException:
+    except BaseException as error:
         if spill is not None:
             spill.remove()
+        elif isinstance(error, NothingToStreamError):
+            refuse_missing(live, pending)
         raise
 
 
@@ -116,7 +119,8 @@ def _open(
     if not str(source):
         return None
     options = check_source(source, kwargs)
-    commit = getattr(model.config, "_commit_hash", None)
+    options.pop("config", None)  # the model has it
+    commit = getattr(model.config, "_commit_hash", None)  # 5.24 does not remember it any more
     if checkpoint is None and commit and not Path(source).is_dir():
         options.setdefault("revision", commit)
     config = copy.deepcopy(model.config)
