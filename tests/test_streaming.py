@@ -9,14 +9,20 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import transformers
-from transformers import AutoModel, AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    modeling_utils,
+)
 
 import pipeload
 from pipeload import _api
 from pipeload._takeover import intercept_loading
 from pipeload.errors import MemoryLimitError, OptionError
 from tests.models import load_plain
-from tests.streaming import FLOOR_BYTES, logits, smallest_limit, steady_floor
+from tests.streaming import FLOOR_BYTES, WAIT_SECONDS, logits, smallest_limit, steady_floor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -24,16 +30,21 @@ if TYPE_CHECKING:
 
     from tests.conftest import TinyCheckpoint
 
-METHODS = ("from_pretrained", "_load_pretrained_model")
+PLACES = (PreTrainedModel, modeling_utils)
+
+
+def library() -> list[dict[str, object]]:
+    """All that the places in which loading is taken over hold."""
+    return [dict(vars(place)) for place in PLACES]
 
 
 @pytest.fixture(autouse=True)
 def nothing_left() -> Iterator[None]:
     """Every test leaves the library as it was, and starts from the same floor."""
-    before = [PreTrainedModel.__dict__[name] for name in METHODS]
+    before = library()
     with steady_floor():
         yield
-    assert [PreTrainedModel.__dict__[name] for name in METHODS] == before
+    assert library() == before
 
 
 @pytest.fixture
@@ -136,6 +147,30 @@ def test_threads_have_contexts_of_their_own(folder: Path, limit: int) -> None:
             thread.join()
     assert not is_streamed(models["alone"])
     assert is_streamed(models["copied"])
+
+
+def test_contexts_that_overlap(folder: Path, limit: int) -> None:
+    """One thread leaves its context while another one is inside its own: that one goes on."""
+    inside, left = threading.Event(), threading.Event()
+    models: list[Any] = []
+
+    def stay() -> None:
+        with pipeload.streaming(limit):
+            inside.set()
+            left.wait(WAIT_SECONDS)
+            models.append(AutoModelForCausalLM.from_pretrained(folder, dtype="auto"))
+
+    untouched = library()
+    thread = threading.Thread(target=stay)
+    with pipeload.streaming(limit + 4096):
+        thread.start()
+        assert inside.wait(WAIT_SECONDS)
+        assert library() != untouched
+    assert not is_streamed(AutoModelForCausalLM.from_pretrained(folder))
+    left.set()
+    thread.join(WAIT_SECONDS)
+    assert models[0].pipeload.plan.memory_limit == limit
+    assert library() == untouched
 
 
 def test_one_at_a_time() -> None:
