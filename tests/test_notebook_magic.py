@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import atexit
+import json
+import shutil
 import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 from transformers import AutoModelForCausalLM
 
 from tests.models import load_plain
 from tests.streaming import logits, smallest_limit, steady_floor
+from tests.talking import add_letters
 from tests.test_scripts import ROOT, WAIT_SECONDS, environment
 
 if TYPE_CHECKING:
@@ -123,6 +127,60 @@ def test_unloading(run: Callable[[str], str], folder: Path) -> None:
         run("%pipeload")
     run("%load_ext pipeload")
     assert run("%pipeload").startswith(OFF)
+
+
+@pytest.fixture
+def cells() -> dict[str, str]:
+    """The cells of the example, by their ids."""
+    notebook = json.loads((ROOT / "examples" / "colab.ipynb").read_text(encoding="utf-8"))
+    return {cell["id"]: "".join(cell["source"]) for cell in notebook["cells"]}
+
+
+@pytest.mark.parametrize("source", ["", "git+https://example.org/pipeload"])
+def test_the_example_installs(
+    source: str, run: Callable[[str], str], cells: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the checkout that it lies in, or from where the user says; only where it is needed."""
+    if source:
+        monkeypatch.setenv("PIPELOAD_EXAMPLE_SOURCE", source)
+    run(
+        "asked = []\n"
+        "get_ipython().register_magic_function(asked.append, 'line', 'pip')\n"
+        "import importlib.util; find_spec = importlib.util.find_spec"
+    )
+    run(cells["install"])
+    assert run("print(asked)") == "[]"
+    run("importlib.util.find_spec = lambda name: None")
+    try:
+        run(cells["install"])
+    finally:
+        run("importlib.util.find_spec = find_spec")
+    assert run("print(asked)") == f"['install -q {source or '..'}']"
+    assert (ROOT / "examples" / ".." / "pyproject.toml").exists()
+
+
+@pytest.fixture
+def named(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tiny model that can talk is the one of the example."""
+    model = shutil.copytree(folder, tmp_path / "model")
+    add_letters(model)
+    monkeypatch.setenv("PIPELOAD_EXAMPLE_MODEL", str(model))
+
+
+@pytest.mark.usefixtures("named")
+@pytest.mark.parametrize("gpu", [True, False])
+def test_the_example_looks_for_a_gpu(
+    gpu: bool, run: Callable[[str], str], cells: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It says what it found, and answers on the CPU in any case."""
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: gpu)
+    run(cells["install"])
+    said = run(cells["load"])
+    assert ("There is a GPU" in said) is gpu
+    assert ("There is no GPU: the CPU computes" in said) is not gpu
+    run(cells["chat"])
+    state = run("print(output.device, model.device, model.pipeload.plan.memory_limit == limit)")
+    assert state == "cpu cpu True"
 
 
 def test_loading_is_all_that_is_needed() -> None:

