@@ -9,19 +9,25 @@ the tensors that show it: also through `.data`, which leaves no trace in torch's
 from __future__ import annotations
 
 import ctypes
+import itertools
 import mmap
 import os
 import re
+from array import array
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
 _HEAD = re.compile(
     r"(?P<start>[0-9a-f]+)-(?P<stop>[0-9a-f]+) (?P<flags>\S{4}) (?P<offset>[0-9a-f]+) "
     r"(?P<device>[0-9a-f]+:[0-9a-f]+) (?P<inode>\d+)"
 )
+
+
+_OF_A_FILE = 1 << 61
+"""In an entry of /proc/self/pagemap: the page is there, and no copy that was made to be written."""
 
 
 class Mapping(NamedTuple):
@@ -84,16 +90,14 @@ def _smaps() -> str | None:
 def let_go(files: Iterable[Path]) -> None:
     """Drop the pages of `files` from this process and from the page cache; they come back if used.
 
-    A mapping that somebody has written to is left alone: its pages would lose what was written.
+    Pages that somebody has written to are left alone: they would lose what was written.
     """
     files = list(files)
     for mapping in mappings_of(files):
-        if not mapping.anonymous:
+        for start, stop in _clean_ranges(mapping):
             # By ctypes: these are mappings of others.
             ctypes.CDLL(None).madvise(
-                ctypes.c_void_p(mapping.start),
-                ctypes.c_size_t(mapping.stop - mapping.start),
-                mmap.MADV_DONTNEED,
+                ctypes.c_void_p(start), ctypes.c_size_t(stop - start), mmap.MADV_DONTNEED
             )
     if not hasattr(os, "posix_fadvise"):
         return
@@ -103,3 +107,23 @@ def let_go(files: Iterable[Path]) -> None:
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         finally:
             os.close(descriptor)
+
+
+def _clean_ranges(mapping: Mapping) -> Iterator[tuple[int, int]]:
+    """Addresses of pages that are the file's: all of them, none where that cannot be known."""
+    if not mapping.anonymous:
+        yield mapping.start, mapping.stop
+        return
+    page = mmap.PAGESIZE
+    entries = array("Q")
+    try:
+        with open("/proc/self/pagemap", "rb", buffering=0) as file:  # noqa: PTH123 - no path
+            file.seek(mapping.start // page * entries.itemsize)
+            entries.frombytes(file.read((mapping.stop - mapping.start) // page * entries.itemsize))
+    except (OSError, ValueError):
+        return
+    numbers = itertools.groupby(range(len(entries)), lambda i: bool(entries[i] & _OF_A_FILE))
+    for clean, run in numbers:
+        if clean:
+            pages = list(run)
+            yield mapping.start + pages[0] * page, mapping.start + (pages[-1] + 1) * page

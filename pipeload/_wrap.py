@@ -150,7 +150,7 @@ def _stream(
         live.files,
         needs=needs,
         request=request,
-        leaving=_heap_bytes(model, live.files),
+        leaving=_leaving_bytes(model, live.files),
     )
     build = plan_beside_others(plan)
     before = [(parameter, parameter.data) for parameter in model.parameters()]
@@ -186,21 +186,25 @@ def _on_meta(model: nn.Module) -> nn.Module | None:
         return None
 
 
-def _heap_bytes(model: nn.Module, files: Sequence[Path]) -> int:
-    """Memory of the parameters that are not mapped from `files`: it goes, or is counted anew.
+def _leaving_bytes(model: nn.Module, files: Sequence[Path]) -> int:
+    """Memory of the parameters that is not the pages of `files`: it goes, or is counted anew.
 
-    Mapped ones may not be in memory at all. Where the system does not tell them apart, nothing is
-    counted as going: the plan then needs more than it will take.
+    Pages that were written to are no longer the file's; the others may not be in memory at all.
+    Where the system does not tell them apart, nothing is counted as going: the plan then needs more
+    than it will take.
     """
     if not mappings_are_told():
         return 0
     mappings = mappings_of(files)
     storages = {p.untyped_storage().data_ptr(): p.untyped_storage() for p in model.parameters()}
-    return sum(
-        storage.nbytes()
-        for address, storage in storages.items()
-        if not any(mapping.start <= address < mapping.stop for mapping in mappings)
-    )
+    heap, shown = 0, set()
+    for address, storage in storages.items():
+        found = next((m for m in mappings if m.start <= address < m.stop), None)
+        if found is None:
+            heap += storage.nbytes()
+        else:
+            shown.add(found)
+    return heap + sum(mapping.anonymous for mapping in shown)
 
 
 def _fill(

@@ -71,8 +71,8 @@ def test_a_script(smollm2_bf16: Path, limit: int, plain: bytes) -> None:
 
 def test_the_environment(smollm2_bf16: Path, limit: int, plain: bytes) -> None:
     """`PIPELOAD_MEMORY_LIMIT` and `import pipeload`."""
-    options = {"PIPELOAD_MEMORY_LIMIT": str(limit)}
-    done = python("-c", _ENVIRONMENT + _STREAMS, SCRIPT, smollm2_bf16, **options)
+    code = _ENVIRONMENT + _STREAMS
+    done = python("-c", code, SCRIPT, smollm2_bf16, PIPELOAD_MEMORY_LIMIT=str(limit))
     assert streamed(done) == plain
 
 
