@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import logging
+from collections import OrderedDict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -173,12 +174,17 @@ def _stream(
 
 
 def _on_meta(model: nn.Module) -> nn.Module | None:
-    """A copy of the model, adapters and all, without weights; None if it cannot be copied."""
+    """A copy of the model, adapters and all, without weights or hooks; None if it cannot be."""
     memo: dict[int, Any] = {
         id(p): nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
         for p in model.parameters()
     }
     memo |= {id(b): torch.empty_like(b, device="meta") for b in model.buffers()}
+    # A user's hooks are not to see a run that is none of theirs, nor to be copied with what they
+    # hold.
+    for module in model.modules():
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):  # noqa: SLF001
+            memo[id(hooks)] = OrderedDict()
     try:
         return copy.deepcopy(model, memo)
     except Exception as error:  # attributes may be anything; blocks stay whole then

@@ -278,6 +278,48 @@ def test_an_interrupt_while_meta_is_filled(
         assert torch.equal(logits(model), logits(plain(folder)))
 
 
+class Recorder:
+    """Keeps what a module gave; not to be copied, as it may hold a lot."""
+
+    def __init__(self) -> None:
+        self.seen: list[torch.Tensor] = []
+
+    def __deepcopy__(self, memo: object) -> Recorder:
+        raise AssertionError("copied")
+
+    def before(self, _module: object, args: tuple[Any, ...]) -> None:
+        self.seen += [arg for arg in args if isinstance(arg, torch.Tensor)]
+
+    def after(self, _module: object, _args: object, output: torch.Tensor) -> None:
+        self.seen.append(output)
+
+
+def test_hooks_of_the_user(folder: Path) -> None:
+    """They see what the user runs, and nothing of what is tried while the model is wrapped."""
+    model = plain(folder)
+    expected = logits(model)
+    recorder = Recorder()
+    model.model.layers[3].mlp.up_proj.register_forward_pre_hook(recorder.before)
+    model.model.layers[3].mlp.up_proj.register_forward_hook(recorder.after)
+    pipeload.wrap(model, tight(folder))
+    assert recorder.seen == []
+    assert model.pipeload.plan.bytes_per_pass > 0
+    assert len(model.pipeload.plan.units) > 10  # it was tried all the same: blocks are cut
+    assert torch.equal(logits(model), expected)
+    assert [tensor.shape[-1] for tensor in recorder.seen] == [96, 176]
+
+
+@pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated:FutureWarning")
+def test_hooks_that_make_weights(folder: Path) -> None:
+    """They do so with every pass, as before."""
+    model = plain(folder)
+    torch.nn.utils.weight_norm(model.model.layers[3].mlp.up_proj)
+    expected = logits(model)
+    pipeload.wrap(model, tight(folder) + 500_000)
+    assert model.pipeload.plan.bytes_per_pass > 0
+    assert torch.equal(logits(model), expected)
+
+
 def test_inside_inference_mode(folder: Path) -> None:
     """Parameters stay what they were: no inference tensors."""
     model = plain(folder)
