@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
-import warnings
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipeload import _loading_args, _takeover
 from pipeload._accountant import ACCOUNTANT
+from pipeload._advice import advise_openmp
 from pipeload._assembly import Assembly
 from pipeload._build import make_plan
 from pipeload._checkpoint import check_folder
@@ -24,6 +23,7 @@ from pipeload._sizes import format_size
 from pipeload.errors import MemoryLimitError
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Callable, Mapping, Sequence
 
     from torch import nn
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from pipeload._request import Request
     from pipeload._transformers import PendingLoad
 
-_FEW_CORES = 4
 _log = logging.getLogger("pipeload")
 
 
@@ -201,24 +200,3 @@ def plan_model(
         return Touched(usage.touched_outside, frozenset(idle), usage.touched_past_block)
 
     return make_plan(divider, touched, files, reserve, request.options, leaving=leaving)
-
-
-_advised = False
-
-
-def advise_openmp() -> None:
-    """Say once that OpenMP's busy waiting takes the cores that reading needs."""
-    global _advised  # noqa: PLW0603 - said once in a process
-    cores = os.cpu_count() or 1
-    if (
-        not _advised
-        and cores <= _FEW_CORES
-        and os.environ.get("OMP_WAIT_POLICY", "").lower() != "passive"
-    ):
-        _advised = True
-        warnings.warn(
-            f"on {cores} cores, OMP_WAIT_POLICY=passive in the environment makes streaming "
-            "several times faster: idle compute threads then leave the cores to the readers. "
-            "Set it before Python starts.",
-            stacklevel=4,
-        )

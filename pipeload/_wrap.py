@@ -18,11 +18,11 @@ from torch import nn
 
 from pipeload import _takeover, _transformers
 from pipeload._accountant import ACCOUNTANT
+from pipeload._advice import advise_openmp
 from pipeload._assembly import Assembly
 from pipeload._handle import Handle
 from pipeload._live import Live, check_values, match, refuse_missing, tied_names
 from pipeload._loading import (
-    advise_openmp,
     assemble,
     check_source,
     plan_beside_others,

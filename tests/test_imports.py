@@ -17,6 +17,7 @@ FILES = sorted([*(ROOT / "pipeload").glob("*.py"), *(ROOT / "hooks").glob("*/*.p
 FLOORS = (
     {
         "errors",
+        "_advice",
         "_first_pass",
         "_folder_lock",
         "_layout",
@@ -126,6 +127,7 @@ WITHOUT_TORCH = {
     "errors",
     "_abandoned",
     "_accountant",
+    "_advice",
     "_checkpoint",
     "_checkpoint_folder",
     "_checkpoint_json",
