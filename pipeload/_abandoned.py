@@ -13,6 +13,7 @@ import tempfile
 from pathlib import Path
 
 from pipeload._folder_lock import is_there, try_lock
+from pipeload._mounts import network_mount
 
 _log = logging.getLogger("pipeload")
 _PREFIX = "pipeload-spill-"
@@ -37,19 +38,27 @@ def make_owned(folder: Path) -> tuple[int, Path]:
 
 
 def delete_abandoned(folder: Path) -> None:
-    """Delete the files in `folder` whose owners are gone, as far as that can be told."""
+    """Delete the files in `folder` whose owners are gone, as far as that can be told.
+
+    On a network mount they are only named: a lock may not be seen by other machines there.
+    """
+    remote = network_mount(folder) is not None
     for path in folder.glob(f"{_PREFIX}*"):
         if _NAME.fullmatch(path.name):
             with contextlib.suppress(OSError):  # gone by now, or somebody else's
-                _delete_if_abandoned(path)
+                _delete_if_abandoned(path, name_only=remote)
 
 
-def _delete_if_abandoned(path: Path) -> None:
+def _delete_if_abandoned(path: Path, *, name_only: bool) -> None:
     # For writing: network file systems lock no others. A link is none of ours.
     descriptor = os.open(path, os.O_RDWR | getattr(os, "O_NOFOLLOW", 0))
     try:
-        if try_lock(descriptor):
-            path.unlink()
-            _log.info("deleted %s, which a process that was killed had left", path)
+        if not try_lock(descriptor):
+            return
+        if name_only:
+            _log.warning("%s seems to be left of a process that was killed: delete it", path)
+            return
+        path.unlink()
+        _log.info("deleted %s, which a process that was killed had left", path)
     finally:
         os.close(descriptor)

@@ -136,8 +136,8 @@ def wrap(
         spill_dir: a folder in which weights that are not the checkpoint's are written, to be
             streamed from there. The space is free again when the handle is removed, the model is
             gone, or the process ends in whatever way: the file has no name while it is used, except
-            on network mounts and where there is no /proc. What was left there goes with the next
-            one.
+            on network mounts and where there is no /proc. What a killed process left there is
+            deleted by the next one, or named.
         **kwargs: what the library's `from_pretrained` needs to find the checkpoint: `revision`,
             `subfolder`, `variant`, `cache_dir`, `token`, `key_mapping` and the like.
 

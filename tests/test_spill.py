@@ -172,8 +172,13 @@ def test_a_fork_that_ends(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_is_not_abandoned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Files of others, links, folders; and any at all where nobody can tell who lives."""
+def test_what_is_not_abandoned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Files of others, links, folders; any at all where nobody can tell who lives.
+
+    On a network mount, what seems to be is named.
+    """
     name = "pipeload-spill-abcdefgh"
     kept = [tmp_path / "pipeload-spill-of-my-model.safetensors", tmp_path / f"{name}.gguf"]
     for file in kept:
@@ -189,6 +194,13 @@ def test_what_is_not_abandoned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         patch.setattr(_abandoned, "try_lock", lambda _descriptor: None)
         _abandoned.delete_abandoned(tmp_path)
         assert left.exists()
+    with monkeypatch.context() as patch:
+        mount = _mounts.Mount("/", "nfs4", "server:/export")
+        patch.setattr(_abandoned, "network_mount", lambda _path: mount)
+        _abandoned.delete_abandoned(tmp_path)
+        assert left.exists()
+    (record,) = caplog.records
+    assert str(left) in record.message
     _abandoned.delete_abandoned(tmp_path)
     assert set(tmp_path.iterdir()) == before
 
