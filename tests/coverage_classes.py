@@ -56,7 +56,12 @@ def classes_of(model_type: str) -> list[type[PreTrainedModel]]:
             value = getattr(module, name, None) or getattr(transformers, name, None)
             if isinstance(value, type) and issubclass(value, PreTrainedModel):
                 found[value] = None
-    return list(found)[:_MOST_CLASSES] or _own_classes(module, CONFIG_MAPPING[model_type])
+    # Those of a part of it come last: that part is a type of its own.
+    config_class = CONFIG_MAPPING[model_type]
+    first_ones = sorted(
+        found, key=lambda cls: not issubclass(config_class, cls.config_class or object)
+    )
+    return first_ones[:_MOST_CLASSES] or _own_classes(module, config_class)
 
 
 def _module(model_type: str) -> ModuleType:

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
+from tests.coverage_special import MADE_WITH, settle
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -80,6 +82,8 @@ _FIXED = {
     "index_n_heads": 4,
     "index_topk": 4,
     "n_group": 2,
+    "num_expert_group": 2,
+    "num_experts_per_token": 2,
     "topk_group": 1,
     "rotary_dim": 8,
     "attention_head_dim": 32,
@@ -127,24 +131,45 @@ _FILLED = {
 
 def tiny_config(model_type: str, recipe: str) -> PreTrainedConfig:
     """The type's default configuration, shrunk by one of `RECIPES`."""
-    config: PreTrainedConfig = CONFIG_MAPPING[model_type]()
+    config: PreTrainedConfig = CONFIG_MAPPING[model_type](**MADE_WITH.get(model_type, {}))
     if recipe != "defaults":
         _Shrinker(recipe).shrink(config)
     # As it comes back from a file: what is derived is derived from the small numbers.
     numbers = config.to_dict()
     if recipe != "defaults":
-        _forget_stages(numbers)
+        _forget_stages(numbers, number=recipe == "filled")
+    settle(model_type, numbers)
     made: PreTrainedConfig = type(config).from_dict(numbers)
     return made
 
 
-def _forget_stages(numbers: dict[str, Any]) -> None:
-    """Drop which stages a backbone gives, and their names: they follow from its depth."""
+def config_for(cls: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedConfig:
+    """What a class takes of a configuration: itself, or the part of it that is the class's own."""
+    wanted: Any = getattr(cls, "config_class", None)
+    if not isinstance(wanted, type) or isinstance(config, wanted):
+        return config
+    for value in vars(config).values():
+        if isinstance(value, wanted) and isinstance(value, PreTrainedConfig):
+            return value
+    return config
+
+
+def _forget_stages(numbers: dict[str, Any], *, number: bool) -> None:
+    """Drop which stages a backbone gives, and their names: they follow from its depth.
+
+    With `number`, it gives as many as it did, the last ones where there are fewer in all.
+    """
+    wanted = numbers.get("out_indices") or numbers.get("_out_indices")
     for name in ("out_features", "out_indices", "stage_names", "_out_features", "_out_indices"):
         numbers.pop(name, None)
+    if number and wanted:
+        depths = numbers.get("depths")
+        stages = len(depths) if isinstance(depths, (list, tuple)) else _layer_count(numbers)
+        fits = max(wanted) <= stages
+        numbers["out_indices"] = list(wanted) if fits else list(range(stages + 1))[-len(wanted) :]
     for value in numbers.values():
         if isinstance(value, dict):
-            _forget_stages(value)
+            _forget_stages(value, number=number)
 
 
 def is_small(cls: type[PreTrainedModel], config: PreTrainedConfig) -> bool:
@@ -298,6 +323,9 @@ def _rope(value: dict[str, Any], around: _Around) -> dict[str, Any]:
     """Sections of a head that turn each by another position: together half a head."""
     made = copy.deepcopy(value)
     old, new = around.numbers.get("head_dim") or _head_width(around.numbers), around.width // _HEADS
+    turned = around.numbers.get("qk_rope_head_dim")
+    if turned:  # of a head, only that part is turned
+        old, new = turned, min(turned, _FIXED["qk_rope_head_dim"])
     for part in (made, *(inner for inner in made.values() if isinstance(inner, dict))):
         section = part.get("mrope_section")
         if around.recipe == "sections" and not section:

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from tests.coverage_special import special_inputs
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
@@ -22,6 +24,7 @@ _MAINS = ("input_ids", "pixel_values", "input_features", "input_values", "flatte
 def candidates(model: Any) -> Iterator[_Inputs]:
     """Inputs worth trying, richest first: those with pictures or sounds, then text alone."""
     parameters = inspect.signature(model.forward).parameters
+    yield from special_inputs(model)
     richest = _with_features(model, parameters)
     if richest:
         yield from richest

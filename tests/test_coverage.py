@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, LlavaConfig
 
 from tests.coverage_check import EXACT, NO_CLASS, PLAIN, REFUSED, Row, check
+from tests.coverage_configs import config_for
+from tests.coverage_repairs import repaired
 from tests.coverage_run import totals
+from tests.coverage_special import settle
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 KINDS = {
     "llama": "a decoder",
@@ -29,6 +39,8 @@ KINDS = {
     "whisper": "frames of sound",
     "nemotron_asr_streaming": "decoder layers alone are counted",
     "wav2vec2": "raw sound",
+    "dory": "layers that run in a loop, among others that do not",
+    "musicgen_decoder": "rows of tokens that make one sequence",
     "dac": "an initialisation that overwrites without asking",
     "vit": "a picture alone",
 }
@@ -48,3 +60,52 @@ def test_totals() -> None:
     told = totals(rows)
     assert told.startswith("5 types: 2 plain cannot")
     assert told.endswith("Of 2 that plain can run, 1 exact.")
+
+
+_FLAT = torch.nn.Linear(24, 8)
+_IMAGE = torch.nn.Conv2d(3, 4, 2)
+_TABLE = torch.nn.Embedding(4, 8)
+
+
+def _of_four(value: torch.Tensor) -> torch.Tensor:
+    batch, _, _, width = value.shape
+    return value.sum().expand(batch, width)
+
+
+@pytest.mark.parametrize(
+    ("forward", "given"),
+    [
+        (_FLAT, torch.zeros(5, 16)),
+        (_IMAGE, torch.zeros(1, 5, 8, 8)),
+        (torch.nn.LayerNorm(24), torch.zeros(5, 16)),
+        (lambda value: torch.ones(5, 9) + value, torch.zeros(5, 7)),
+        (_of_four, torch.zeros(2, 5)),
+        (_of_four, torch.zeros(1, 2, 3, 4, 5)),
+        (_TABLE, torch.zeros(1, 5, 8)),
+    ],
+)
+def test_repaired(forward: Callable[[torch.Tensor], Any], given: torch.Tensor) -> None:
+    """An input that fails leads to one that does not, in the words of the library's errors."""
+    with pytest.raises((RuntimeError, ValueError)) as caught:
+        forward(given)
+    works = 0
+    for other in repaired({"value": given}, str(caught.value)):
+        forward(other["value"])
+        works += 1
+    assert works
+
+
+def test_settings_of_types_inside() -> None:
+    """They hold wherever their type stands, and leave what others stand beside them."""
+    text = {"model_type": "ernie4_5_vl_moe_text", "rope_parameters": {"rope_theta": 3.0}}
+    numbers = {"model_type": "unheard_of", "text_config": text}
+    settle("unheard_of", numbers)
+    assert text["rope_parameters"] == {"rope_theta": 3.0, "mrope_section": [2, 2, 4]}
+
+
+def test_config_of_a_part() -> None:
+    """A class of the text alone takes the text's configuration out of a composite one."""
+    text = LlamaConfig(hidden_size=32, num_hidden_layers=1)
+    both = LlavaConfig(text_config=text)
+    assert config_for(LlamaForCausalLM, both) is both.text_config
+    assert config_for(LlamaForCausalLM, text) is text
