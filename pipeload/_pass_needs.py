@@ -22,6 +22,7 @@ from pipeload._pass_shape import (
     PassShape,
     cache_of,
     encoder_positions,
+    encodes_sound,
     read_extras,
     read_shape,
 )
@@ -62,7 +63,11 @@ class PassNeeds:
 
     def shape(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> PassShape:
         """The size of the pass that the model is called for; what it cannot read counts as one."""
-        return read_shape(args, kwargs)
+        shape = read_shape(args, kwargs)
+        most = self._widths.seen_by_encoder
+        if most and self._encodes_sound(kwargs):  # which makes fewer positions of its frames
+            return shape._replace(tokens=min(shape.tokens, most))
+        return shape
 
     def cache_growth(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
         """Bytes that the cache will have gained after this pass; negative where it will be freed.
@@ -144,6 +149,8 @@ class PassNeeds:
         kwargs: Mapping[str, Any],
         shape: PassShape,
     ) -> int:
+        if self._encodes_sound(kwargs):
+            return 0
         cache = cache_of(args, kwargs)
         use = kwargs.get("use_cache")
         if cache is None and (use is False or (use is None and not self._widths.use_cache)):
@@ -152,6 +159,9 @@ class PassNeeds:
         if self._widths.encoder_decoder:
             growth += self._cross_growth(cache, kwargs, shape)
         return growth
+
+    def _encodes_sound(self, kwargs: Mapping[str, Any]) -> bool:
+        return self._widths.encoder_decoder and encodes_sound(kwargs)
 
     def _cross_growth(self, cache: Any, kwargs: Mapping[str, Any], shape: PassShape) -> int:
         """The encoder's keys and values: cached once, in the first pass."""

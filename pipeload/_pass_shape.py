@@ -67,7 +67,7 @@ def read_extras(kwargs: Mapping[str, Any], shape: PassShape, widths: Widths) -> 
         kept = max(1, keep.shape[-1] if keep.dim() else 1)
     elif isinstance(keep, int) and keep > 0:
         kept = min(keep, shape.tokens)
-    elif widths.encoder_decoder and _encodes_sound(kwargs):
+    elif widths.encoder_decoder and encodes_sound(kwargs):
         kept = 1  # frames have no logits, and the decoder's first pass is another one
     mask, pixels = kwargs.get("attention_mask"), kwargs.get("pixel_values")
     patches = encoded = 0
@@ -109,7 +109,7 @@ def _tokens_and_batch(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[i
     return 1, 1
 
 
-def _encodes_sound(kwargs: Mapping[str, Any]) -> bool:
+def encodes_sound(kwargs: Mapping[str, Any]) -> bool:
     """Whether `generate` calls the encoder by itself: with sound, and nothing for a decoder."""
     others = (*_INPUTS, "labels", "encoder_outputs")
     return kwargs.get("input_features") is not None and all(kwargs.get(n) is None for n in others)

@@ -21,6 +21,10 @@ _PROJECTION = re.compile(r"\.(\d+)\.(?:\w+\.)*(q_proj|k_proj|v_proj)$")
 _TOWERS = re.compile(r"vision|visual|image|audio|video")
 # These are written out in Python, one temporary a step; the others are one kernel.
 _STEPWISE_ACTIVATIONS = {"gelu_new", "gelu_fast", "gelu_python", "quick_gelu"}
+_DECODER_NAMES = {
+    "decoder_layers": "num_hidden_layers",
+    "decoder_attention_heads": "num_attention_heads",
+}
 _STATE_LAYERS = {"linear_attention", "conv", "mamba"}
 
 
@@ -64,7 +68,7 @@ class Widths(NamedTuple):
 
 def read_widths(model: nn.Module, config: Any) -> Widths:
     """Everything needed of `model`, which may be on the meta device."""
-    text = config.get_text_config(decoder=True)
+    text = _decoder_of(config)
     item = max((p.element_size() for p in model.parameters() if p.is_floating_point()), default=4)
     found = _projections(model, encoder_decoder=bool(getattr(config, "is_encoder_decoder", False)))
     hidden = size_of(text, "hidden_size", "d_model")
@@ -95,6 +99,20 @@ def read_widths(model: nn.Module, config: Any) -> Widths:
         vision=_vision(getattr(config, "vision_config", None)),
         layers=layers,
     )
+
+
+def _decoder_of(config: Any) -> Any:
+    """The configuration of what generates.
+
+    Of an encoder-decoder without parts the library makes a copy that has the decoder's numbers
+    under the names that all models have; under their old names it shows the class's defaults.
+    """
+    text = config.get_text_config(decoder=True)
+    if text is not config and type(text) is type(config):
+        for old, new in _DECODER_NAMES.items():
+            if size_of(text, old):
+                setattr(text, old, size_of(text, new))
+    return text
 
 
 def size_of(config: Any, *names: str) -> int:

@@ -479,6 +479,29 @@ run(600, logits_to_keep=1)
 print(json.dumps([run(1500, logits_to_keep=1), run(1500)]))
 """
 
+SOUND_PEAK = """
+import gc, json, sys, torch
+from pathlib import Path
+from transformers import WhisperConfig, WhisperForConditionalGeneration
+from pipeload._memory import peak_rss_bytes, return_freed_memory, rss_bytes
+from pipeload._pass_needs import PassNeeds
+torch.set_num_threads(2)
+return_freed_memory()
+heads = {"encoder_attention_heads": 8, "decoder_attention_heads": 8}
+config = WhisperConfig(d_model=512, encoder_layers=2, decoder_layers=2, vocab_size=500, pad_token_id=0, **heads,
+    attn_implementation=sys.argv[1], encoder_ffn_dim=2048, decoder_ffn_dim=2048)
+model = WhisperForConditionalGeneration(config).eval()
+sound = {"input_features": torch.zeros(1, 80, 3000)}
+estimate = PassNeeds(model, config).for_pass((), sound)
+for _ in range(2):
+    gc.collect()
+    before = rss_bytes()
+    Path("/proc/self/clear_refs").write_text("5")
+    with torch.inference_mode():
+        model.get_encoder()(**sound)
+print(json.dumps([[estimate, peak_rss_bytes() - before]]))
+"""
+
 
 def printed_by(code: str, *arguments: str) -> str:
     """The last line of a child of its own, whose memory nobody else has used."""
@@ -500,10 +523,11 @@ def test_prompts_of_many_lengths_do_not_pile_up_kernels() -> None:
 
 
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="needs Linux")
+@pytest.mark.parametrize("code", [PEAK, SOUND_PEAK], ids=["tokens", "sound"])
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_estimates_hold_against_measured_peaks(attention: str) -> None:
+def test_estimates_hold_against_measured_peaks(attention: str, code: str) -> None:
     """Never a few per cent and 8 MB short, nor a third and 16 MB over."""
-    for estimate, peak in json.loads(printed_by(PEAK, attention)):
+    for estimate, peak in json.loads(printed_by(code, attention)):
         assert peak > 20_000_000
         assert estimate > 0.97 * peak - 8_000_000
         assert estimate < 1.3 * peak + 16_000_000
@@ -520,8 +544,30 @@ def test_images_and_encoders_are_counted() -> None:
     assert read_extras({**call, "encoder_outputs": (ids(9),)}, shape, widths).encoded == 0
 
 
+def test_the_decoder_of_a_configuration_without_parts() -> None:
+    """Its layers and heads are those that it was given, not the encoder's nor the class's."""
+    from transformers import BartConfig, BartForConditionalGeneration
+
+    config = BartConfig(
+        vocab_size=99,
+        d_model=32,
+        encoder_layers=1,
+        decoder_layers=3,
+        encoder_attention_heads=2,
+        decoder_attention_heads=8,
+    )
+    with torch.device("meta"):
+        widths = PassNeeds(BartForConditionalGeneration(config), config)._widths
+    assert (widths.heads, widths.key_heads) == (8, 8)
+    assert widths.layers == (LayerSize(DYNAMIC, 0, 128, 128),) * 3
+    assert (config.decoder_layers, config.decoder_attention_heads) == (3, 8)
+
+
 def test_sound_has_no_logits() -> None:
-    """The encoder alone is called with frames, of which a large vocabulary makes nothing."""
+    """The encoder alone is called with frames, of which a large vocabulary makes nothing.
+
+    It makes one position of two of them, and fills no cache.
+    """
     from transformers import WhisperConfig, WhisperForConditionalGeneration
 
     config = WhisperConfig(
@@ -536,7 +582,10 @@ def test_sound_has_no_logits() -> None:
         needs = PassNeeds(WhisperForConditionalGeneration(config), config)
     sound = {"input_features": torch.zeros(1, 80, 3000)}
     frames = needs.shape((), sound)
+    assert frames.tokens == 1500
+    assert needs.cache_growth((), sound) == 0
     logits = frames.tokens * config.vocab_size * 4
     assert needs.transient((), sound, frames) < logits / 2
     labels = sound | {"labels": ids(7, 1)}  # with these the decoder runs, too
     assert needs.transient((), labels, frames) > logits
+    assert needs.cache_growth((), labels) > 0
