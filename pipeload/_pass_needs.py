@@ -58,15 +58,16 @@ class PassNeeds:
         """`products(rows)`: bytes that a product of a quantised weight takes beside its tensors."""
         self._widths = read_widths(model, config)
         self._products = products
+        self._heard = self._widths.seen_by_encoder
+        self._rotated = _rotated(self._widths)
         self._reader = CacheReader(self._widths.layers, self._widths.item)
         self._cross_reader = CacheReader(self._widths.layers, self._widths.item)
 
     def shape(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> PassShape:
         """The size of the pass that the model is called for; what it cannot read counts as one."""
         shape = read_shape(args, kwargs)
-        most = self._widths.seen_by_encoder
-        if most and self._encodes_sound(kwargs):  # which makes fewer positions of its frames
-            return shape._replace(tokens=min(shape.tokens, most))
+        if self._heard and encodes_sound(kwargs):  # which makes fewer positions of its frames
+            return shape._replace(tokens=min(shape.tokens, self._heard))
         return shape
 
     def cache_growth(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
@@ -149,19 +150,17 @@ class PassNeeds:
         kwargs: Mapping[str, Any],
         shape: PassShape,
     ) -> int:
-        if self._encodes_sound(kwargs):
-            return 0
         cache = cache_of(args, kwargs)
-        use = kwargs.get("use_cache")
-        if cache is None and (use is False or (use is None and not self._widths.use_cache)):
-            return 0
+        if cache is None:
+            use = kwargs.get("use_cache")
+            if use is False or (use is None and not self._widths.use_cache):
+                return 0
         growth = sum(layer.growth(shape.tokens) for layer in layers)
         if self._widths.encoder_decoder:
+            if encodes_sound(kwargs):
+                return 0
             growth += self._cross_growth(cache, kwargs, shape)
         return growth
-
-    def _encodes_sound(self, kwargs: Mapping[str, Any]) -> bool:
-        return self._widths.encoder_decoder and encodes_sound(kwargs)
 
     def _cross_growth(self, cache: Any, kwargs: Mapping[str, Any], shape: PassShape) -> int:
         """The encoder's keys and values: cached once, in the first pass."""
@@ -186,7 +185,7 @@ class PassNeeds:
         stream = 3 * w.hidden * item
         norm = w.hidden * (item + 2 * _FP32)
         forward = (w.hidden + w.inner) * item
-        block = positions * (stream + max(norm, forward, self._rotated()))
+        block = positions * (stream + max(norm, forward, self._rotated))
         scores = max(
             (
                 positions * (stream + 2 * w.query * item) + _attention(layer, m, shape, w)
@@ -204,12 +203,6 @@ class PassNeeds:
         return max(
             max(block, scores) + held, self._head(shape, extras) + held, self._towers(extras)
         )
-
-    def _rotated(self) -> int:
-        """Queries, keys and values of one position while the queries are normed and rotated."""
-        w = self._widths
-        key = max((layer.key + layer.value for layer in w.layers), default=0)
-        return max(4 * w.query * w.item + key, w.query * (w.item + 2 * _FP32) * w.normed_queries)
 
     def _head(self, shape: PassShape, extras: Extras) -> int:
         """Logits, the hidden states they come from, and what `generate` makes of the last ones."""
@@ -238,6 +231,12 @@ class PassNeeds:
         """A vision tower or an encoder: it runs before the first layer."""
         w = self._widths
         return (extras.patches * w.vision + extras.encoded * (4 * w.hidden + w.inner)) * w.item
+
+
+def _rotated(w: Widths) -> int:
+    """Queries, keys and values of one position while the queries are normed and rotated."""
+    key = max((layer.key + layer.value for layer in w.layers), default=0)
+    return max(4 * w.query * w.item + key, w.query * (w.item + 2 * _FP32) * w.normed_queries)
 
 
 def _attention(layer: CachedLayers, mask: int, shape: PassShape, w: Widths) -> int:

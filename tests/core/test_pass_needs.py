@@ -487,9 +487,10 @@ from pipeload._memory import peak_rss_bytes, return_freed_memory, rss_bytes
 from pipeload._pass_needs import PassNeeds
 torch.set_num_threads(2)
 return_freed_memory()
-heads = {"encoder_attention_heads": 8, "decoder_attention_heads": 8}
-config = WhisperConfig(d_model=512, encoder_layers=2, decoder_layers=2, vocab_size=500, pad_token_id=0, **heads,
-    attn_implementation=sys.argv[1], encoder_ffn_dim=2048, decoder_ffn_dim=2048)
+sizes = {"encoder_layers": 2, "decoder_layers": 2, "vocab_size": 500, "pad_token_id": 0}
+sizes |= {"encoder_attention_heads": 8, "decoder_attention_heads": 8, "d_model": 512}
+sizes |= {"encoder_ffn_dim": 2048, "decoder_ffn_dim": 2048}
+config = WhisperConfig(attn_implementation=sys.argv[1], **sizes)
 model = WhisperForConditionalGeneration(config).eval()
 sound = {"input_features": torch.zeros(1, 80, 3000)}
 estimate = PassNeeds(model, config).for_pass((), sound)
