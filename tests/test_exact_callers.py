@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -200,3 +201,27 @@ def test_hooks_of_the_user(tiny: TinyCheckpoint) -> None:
     model = load_smallest(folder)
     assert_same(seen(model), seen(load_plain(folder)))
     assert_streamed(model)
+
+
+def test_slow_computing(tiny: TinyCheckpoint) -> None:
+    """However far the readers could run ahead, a weight in use is the file's for as long."""
+    folder = tiny("llama", "bf16")
+    plain, model = load_plain(folder), load_smallest(folder)
+    compared: list[str] = []
+
+    def compare(name: str, linear: torch.nn.Linear) -> None:
+        wanted = plain.get_parameter(f"{name}.weight")
+        if linear.weight.shape == wanted.shape:  # else it runs in ranges of rows
+            assert torch.equal(linear.weight, wanted), name
+            time.sleep(0.01)  # the readers have all the time that they want
+            assert torch.equal(linear.weight, wanted), name
+            compared.append(name)
+
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear):
+            module.register_forward_pre_hook(lambda linear, _, name=name: compare(name, linear))
+    wanted = step_logits(plain, prompt(), 2)
+    assert_same(step_logits(model, prompt(), 2), wanted)
+    assert_streamed(model)
+    layers = {name.split(".")[2] for name in compared if ".layers." in name}
+    assert len(layers) == len(model.model.layers)

@@ -83,6 +83,16 @@ def test_left_padded_batch(tiny: TinyCheckpoint) -> None:
     assert_streamed(model)
 
 
+@pytest.mark.parametrize("asked", [1, 2, 23])
+def test_as_many_tokens_as_asked_for(tiny: TinyCheckpoint, asked: int) -> None:
+    """No pass is lost and none is made for nothing."""
+    model = load_smallest(tiny("llama", "fp32"))
+    ids = prompt(2)
+    output = model.generate(ids, max_new_tokens=asked, do_sample=False, eos_token_id=None)
+    assert output.shape == (2, ids.shape[1] + asked)
+    assert model.pipeload.stats().passes == asked
+
+
 def test_attention_maps(tiny: TinyCheckpoint) -> None:
     """Attention maps of the eager implementation are equal for every layer and step."""
     folder = tiny("llama", "fp32")

@@ -15,6 +15,7 @@ import pipeload
 from pipeload import _tables
 from pipeload._accountant import ACCOUNTANT
 from pipeload._pass_shape import read_shape
+from tests import coverage_configs
 from tests.coverage_check import tiny_planning
 from tests.models import randomize, save_random, tiny_config
 from tests.streaming import logits, streamer_of
@@ -205,3 +206,53 @@ def test_positions_of_numbers_that_are_no_tokens(inputs: dict[str, Any], positio
     """A row of floats is not so many tokens: a pass over it would be refused for nothing."""
     shape = read_shape((), inputs)
     assert shape.tokens * shape.batch == positions
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_padding_of_layers_with_a_state(tmp_path: Path, rows: int) -> None:
+    """What a mask hides stays out of their state, also of a single sequence."""
+    config = coverage_configs.tiny_config("qwen3_next", "names")
+    folder = save_random(config, tmp_path, "fp32", seed=5)
+    ids = torch.arange(3, 3 + 12 * rows).reshape(rows, 12)
+    mask = torch.ones_like(ids)
+    for row, padding in enumerate((4, 0, 7)[:rows]):
+        mask[row, :padding] = 0
+    options: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False, "output_logits": True}
+    options |= {"return_dict_in_generate": True, "eos_token_id": None, "pad_token_id": 0}
+
+    def answers(model: Any, given: torch.Tensor) -> list[torch.Tensor]:
+        output = model.generate(ids, attention_mask=given, **options)
+        return [output.sequences, *output.logits]
+
+    plain = AutoModelForCausalLM.from_pretrained(folder)
+    wanted = answers(plain, mask)
+    assert not torch.equal(wanted[1], answers(plain, torch.ones_like(mask))[1])
+    ACCOUNTANT.forget_all()
+    with tiny_planning():
+        limit = pipeload.smallest_limit(folder)
+        model = pipeload.from_pretrained(folder, memory_limit=limit)
+        assert model.pipeload.plan.bytes_per_pass > 0
+        for got, tensor in zip(answers(model, mask), wanted, strict=True):
+            assert torch.equal(got, tensor)
+
+
+@torch.no_grad()
+def test_nothing_is_left_on_meta(tmp_path: Path) -> None:
+    """Neither before the first pass nor after it; biases and buffers have their values."""
+    folder = save_random("gpt2", tmp_path, "bf16", seed=5)
+    plain: Any = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+    ACCOUNTANT.forget_all()
+    with tiny_planning():
+        limit = pipeload.smallest_limit(folder, dtype="auto")
+        model: Any = pipeload.from_pretrained(folder, memory_limit=limit, dtype="auto")
+        assert model.pipeload.plan.bytes_per_pass > 0
+        for _ in range(2):
+            for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+                assert tensor.device == model.device, name
+                assert tensor.device.type == "cpu", name
+            for name, buffer in plain.named_buffers():
+                assert torch.equal(model.get_buffer(name), buffer), name
+            for name, parameter in plain.named_parameters():
+                if name.endswith(("bias", "ln_1.weight", "ln_f.weight")):
+                    assert torch.equal(model.get_parameter(name), parameter), name
+            assert torch.equal(logits(model, IDS), logits(plain, IDS))
