@@ -1,4 +1,4 @@
-"""Numbers and inputs that no rule gives: what a few model types want besides what others have.
+"""Numbers that no rule gives: what the configurations of a few model types want of their own.
 
 Tests alone may know types by name. An entry holds wherever its type stands, also inside another
 type's configuration.
@@ -6,15 +6,22 @@ type's configuration.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
-import torch
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from typing import Any
 
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 _LOOPED = ["sliding_attention", "mlp", "full_attention", "mlp", "sliding_attention", "mlp"]
+_SERIES = {
+    "prediction_length": 4,
+    "context_length": 8,
+    "lags_sequence": [1, 2, 3],
+    "num_time_features": 2,
+    "feature_size": 7,
+}
+_SMALL_SAM2 = {
+    "prompt_encoder_config.image_size": 64,
+    "vision_config.backbone_feature_sizes": [[16, 16], [8, 8], [4, 4]],
+}
+_SMALL_TIMM = {"architecture": "test_efficientnet", "model_args": {}}
 _SOUND_STAGES = {
     "num_filters": 4,
     "depths": [1, 1, 1],
@@ -40,7 +47,11 @@ MADE_WITH: dict[str, dict[str, Any]] = {
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "apertus1p5": {"image_token_offset": 100, "audio_token_offset": 164},
+    "autoformer": _SERIES,
     "bamba": {"attn_layer_indices": [1]},
+    "blt": {"num_hidden_layers": 3},
+    "blt_local_decoder": {"hidden_size_global": 64},
+    "blt_local_encoder": {"hidden_size_global": 64},
     "chameleon": {
         "vocabulary_map": {"<image>": 300, **_IMAGE_WORDS},
         "image_token_id": 300,
@@ -50,14 +61,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "rope_parameters": {"full_attention": {**_ROPE, "mrope_section": [4, 2, 2]}}
     },
     "dbrx": {"attn_config.rope_theta": 10000.0, "attn_config.clip_qkv": 8.0},
+    "deepseek_ocr2_sam_vision_model": {"downsample_channels": [64, 64]},
     "deepseek_ocr2_text": {
         "mlp_layer_types": ["dense", "sparse", "sparse"],
         "num_experts_per_tok": 2,
         "n_routed_experts": 8,
     },
-    "blt": {"num_hidden_layers": 3},
-    "blt_local_decoder": {"hidden_size_global": 64},
-    "blt_local_encoder": {"hidden_size_global": 64},
     "dory": {
         "num_hidden_layers": 6,
         "layer_types": _LOOPED,
@@ -68,14 +77,36 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "dots3_note_audio_encoder": {"adapter_input_size": 64, "conv_output_size": 1024},
     "emu3": {"vocabulary_map": {"<image>": 300}, "image_token_id": 300},
     "ernie4_5_vl_moe_text": {"rope_parameters.mrope_section": [2, 2, 4]},
+    "gemma3n_vision": _SMALL_TIMM,
     "granite4_vision": {"downsample_rate": "1/2", "deepstack_layer_map": [[1, 0], [2, 1]]},
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention", "linear_attention"]},
     "hrm_text": {"num_hidden_layers": 24, "num_layers_per_stack": 3},
     "hunyuan_vl_text": {"head_dim": 16, "rope_parameters.mrope_section": [2, 2, 2, 2]},
+    "informer": _SERIES,
     "instructblipvideo": {"video_token_index": 300},
+    "janus_vqgan": {"num_patches": 4},
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"], "num_dense_layers": 1},
+    "llama4_vision_model": {
+        "intermediate_size": 256,
+        "projector_input_dim": 64,
+        "projector_output_dim": 64,
+        "vision_output_dim": 64,
+    },
+    "lw_detr": {"projector_scale_factors": [1.0], "num_feature_levels": 1},
+    "mask2former": {"backbone_config.num_heads": [2, 4, 4, 4]},
     "molmo2_adapter": {"vision_feature_layer": [2, 1]},
     "moonshine_streaming": {"num_key_value_heads": 4},
+    "oneformer": {"backbone_config.num_heads": [2, 4, 4, 4]},
+    "perceiver": {"d_latents": 64, "num_self_attends_per_block": 2, "d_model": 64},
+    "perception_lm": {
+        "vision_config.architecture": "test_vit",
+        "vision_config.model_args": {"embed_dim": 64},
+    },
+    "phi4_multimodal_audio": {"nemo_conv_channels": 64},
+    "pix2struct_text_model": {"initializer_range": 0.02},
+    "pp_doclayout_v2": {"decoder_in_channels": [64] * 3},
+    "pp_doclayout_v3": {"decoder_in_channels": [64] * 3, "x4_feat_dim": 128},
+    "pp_doclayout_v4": {"decoder_in_channels": [64] * 3},
     "qwen2_5_omni": {"enable_audio_output": False},
     "qwen3_omni_moe": {
         "enable_audio_output": False,
@@ -90,7 +121,22 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "indexer_budget": 8,
         "indexer_compress_ratio": 4,
     },
+    "rt_detr": {"decoder_in_channels": [64] * 3},
+    "rt_detr_v2": {"decoder_in_channels": [64] * 3},
+    "sam": {"prompt_encoder_config.image_embedding_size": 4},
+    "edgetam_video": _SMALL_SAM2,
+    "sam2": _SMALL_SAM2,
+    "sam2_video": _SMALL_SAM2,
+    "sam2_hiera_det_model": {"hidden_size": 96, "global_attention_blocks": [4]},
+    "sam_hq": {"prompt_encoder_config.image_embedding_size": 4, "mask_decoder_config.vit_dim": 64},
+    "sapiens2": {"num_key_value_heads_per_layer": [4, 4, 2]},
+    "seggpt": {"image_size": [128, 64]},
     "step3p5": {"sliding_window": 8},
+    "t5gemma2_decoder": {"dropout_rate": 0.0},
+    "t5gemma2_text": {"dropout_rate": 0.0},
+    "time_series_transformer": _SERIES,
+    "unlimited_ocr_sam_vision_model": {"downsample_channels": [64, 64]},
+    "timm_wrapper": _SMALL_TIMM,
     "vibevoice_acoustic_tokenizer": {**_SOUND_STAGES, "hidden_size": 64},
     "vibevoice_acoustic_tokenizer_decoder": {**_SOUND_STAGES, "hidden_size": 64},
     "vibevoice_acoustic_tokenizer_encoder": {**_SOUND_STAGES, "hidden_size": 64},
@@ -108,149 +154,16 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "attention_head_dim": 32,
         "mamba_headdim": 16,
     },
+    "zoedepth": {"bottleneck_features": 64},
 }
 """By type, dots leading into what is inside it."""
 
-TOKENS = 11
-
-
-def _noise(*shape: int) -> torch.Tensor:
-    return torch.randn(*shape)
-
-
-def _ids(*shape: int, most: int = 60) -> torch.Tensor:
-    return torch.randint(3, most, shape or (1, TOKENS))
-
-
-def _picture(config: Any, *before: int) -> torch.Tensor:
-    size = config.image_size
-    return _noise(*before, 3, size, size)
-
-
-def _codes(model: Any) -> dict[str, Any]:
-    return {"input_ids": _ids(model.config.num_codebooks, TOKENS)}
-
-
-def _text_to_codes(model: Any) -> dict[str, Any]:
-    codes = _ids(model.config.decoder.num_codebooks, 5)
-    return {"input_ids": _ids(), "decoder_input_ids": codes}
-
-
-def _idefics(model: Any) -> dict[str, Any]:
-    return {
-        "input_ids": _ids(),
-        "pixel_values": _picture(model.config.vision_config, 1, 1),
-        "image_attention_mask": torch.ones(1, TOKENS, 1, dtype=torch.long),
-    }
-
-
-def _kosmos2(model: Any) -> dict[str, Any]:
-    ids = _ids(1, TOKENS + model.config.latent_query_num)
-    inside = torch.arange(ids.shape[1])[None]
-    return {
-        "pixel_values": _picture(model.config.vision_config, 1),
-        "input_ids": ids,
-        "image_embeds_position_mask": (inside > 2) & (inside <= 2 + model.config.latent_query_num),
-    }
-
-
-def _instructblipvideo(model: Any) -> dict[str, Any]:
-    token, frames = model.config.video_token_index, 4
-    ids = torch.cat([torch.full((1, frames * model.config.num_query_tokens), token), _ids()], 1)
-    return {
-        "pixel_values": _picture(model.config.vision_config, 1, frames),
-        "qformer_input_ids": _ids(),
-        "input_ids": ids,
-    }
-
-
-def _pi0(model: Any) -> dict[str, Any]:
-    config = model.config
-    vision = config.vlm_config.vision_config
-    patches = (vision.image_size // vision.patch_size) ** 2
-    ids = torch.cat([torch.full((1, patches), config.vlm_config.image_token_id), _ids()], 1)
-    return {
-        "state": _noise(1, config.max_state_dim),
-        "noise": _noise(1, config.chunk_size, config.max_action_dim),
-        "timestep": torch.tensor([0.5]),
-        "input_ids": ids,
-        "pixel_values": _picture(vision, 1, 1),
-        "pixel_attention_mask": torch.ones(1, 1, dtype=torch.bool),
-        "attention_mask": torch.ones_like(ids),
-    }
-
-
-def _voxtral_realtime(model: Any) -> dict[str, Any]:
-    bins = model.config.audio_config.num_mel_bins
-    return {"input_ids": _ids(), "input_features": _noise(1, bins, 8 * TOKENS)}
-
-
-def _rag(model: Any) -> dict[str, Any]:
-    documents = model.config.n_docs
-    return {
-        "context_input_ids": _ids(documents, TOKENS),
-        "context_attention_mask": torch.ones(documents, TOKENS, dtype=torch.long),
-        "doc_scores": _noise(1, documents),
-        "decoder_input_ids": _ids(1, 5),
-    }
-
-
-def _with_shared_keys(model: Any) -> dict[str, Any]:
-    text = model.config.get_text_config()
-    shape = (1, text.num_key_value_heads, TOKENS, text.head_dim)
-    return {
-        "inputs_embeds": _noise(1, 1, model.pre_projection.in_features),
-        "shared_kv_states": {
-            kind: (_noise(*shape), _noise(*shape)) for kind in dict.fromkeys(text.layer_types)
-        },
-        "position_ids": torch.tensor([[TOKENS - 1]]),
-    }
-
-
-def _talker(model: Any) -> dict[str, Any]:
-    width = model.config.embedding_size
-    return {
-        "inputs_embeds": _noise(1, TOKENS, width),
-        "input_text_ids": _ids(),
-        "thinker_reply_part": _noise(1, 4, width),
-        "attention_mask": torch.ones(1, TOKENS, dtype=torch.long),
-    }
-
-
-def _spoken_text(_: Any) -> dict[str, Any]:
-    return {"input_ids": _ids(), "return_audio": False, "thinker_max_new_tokens": 4}
-
-
-INPUTS: dict[str, Callable[[Any], dict[str, Any]]] = {
-    "gemma4_assistant": _with_shared_keys,
-    "gemma4_unified_assistant": _with_shared_keys,
-    "idefics": _idefics,
-    "instructblipvideo": _instructblipvideo,
-    "kosmos-2": _kosmos2,
-    "kyutai_speech_to_text": lambda m: {"input_ids": _ids(1, TOKENS, m.config.num_codebooks + 1)},
-    "musicgen": _text_to_codes,
-    "musicgen_decoder": _codes,
-    "musicgen_melody": _text_to_codes,
-    "musicgen_melody_decoder": _codes,
-    "pi0": _pi0,
-    "qwen2_5_omni": _spoken_text,
-    "qwen2_5_omni_talker": _talker,
-    "qwen3_omni_moe": _spoken_text,
-    "qwen3_omni_moe_talker_code_predictor": lambda m: {
-        "inputs_embeds": _noise(1, 4, m.config.hidden_size)
-    },
-    "rag": _rag,
-    "voxtral_realtime": _voxtral_realtime,
-    "voxtral_realtime_text": lambda m: {
-        "input_ids": _ids(),
-        "t_cond": _noise(1, 1, m.config.hidden_size),
-    },
-}
-"""By type, what a model of it is given."""
-
 
 def settle(model_type: str, numbers: dict[str, Any]) -> None:
-    """Put a type's `SETTINGS` into its configuration's dictionary, and into those inside."""
+    """Put a type's `SETTINGS` into its configuration's dictionary, after those of types inside."""
+    for value in numbers.values():
+        if isinstance(value, dict) and isinstance(value.get("model_type"), str):
+            settle(value["model_type"], value)
     for name, value in SETTINGS.get(model_type, {}).items():
         *outer, last = name.split(".")
         place = numbers
@@ -258,12 +171,3 @@ def settle(model_type: str, numbers: dict[str, Any]) -> None:
             inner = place.get(part) or {}
             place[part], place = inner, inner
         place[last] = value
-    for value in numbers.values():
-        if isinstance(value, dict) and isinstance(value.get("model_type"), str):
-            settle(value["model_type"], value)
-
-
-def special_inputs(model: Any) -> list[dict[str, Any]]:
-    """What `INPUTS` has for the model's type."""
-    make = INPUTS.get(getattr(model.config, "model_type", ""))
-    return [make(model)] if make else []
