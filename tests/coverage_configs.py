@@ -32,8 +32,9 @@ _WINDOW = 8
 _HEADS = 4
 _MOST_PARAMETERS = 120_000_000
 
-RECIPES = ("names", "sections", "filled", "wide", "eighth", "layers", "defaults")
+RECIPES = ("names", "sections", "filled", "stages", "wide", "eighth", "layers", "defaults")
 """How sizes are chosen, most wanted first."""
+_FILLING = {"filled", "stages"}
 
 _IDS = re.compile(r"(token_id|token_index|_id|_token_idx)$")
 _VOCABULARY = re.compile(r"(^|_)vocab(_size)?(_per_layer_input)?$|^num_speakers_vocab_size$")
@@ -137,7 +138,7 @@ def tiny_config(model_type: str, recipe: str) -> PreTrainedConfig:
     # As it comes back from a file: what is derived is derived from the small numbers.
     numbers = config.to_dict()
     if recipe != "defaults":
-        _forget_stages(numbers, number=recipe == "filled")
+        _forget_stages(numbers, number=recipe == "stages")
     settle(model_type, numbers)
     made: PreTrainedConfig = type(config).from_dict(numbers)
     return made
@@ -256,7 +257,7 @@ class _Shrinker:
                 made = self._made(name, value, around)
                 if made != value:
                     setattr(config, name, made)
-        if self._recipe == "filled" and "pad_token_id" not in numbers:
+        if self._recipe in _FILLING and "pad_token_id" not in numbers:
             config.pad_token_id = 0
         if own:
             layers = enumerate(around.kept or range(LAYERS))
@@ -274,7 +275,7 @@ class _Shrinker:
             return self._list(name, value, around)
         if name == "rope_parameters" and isinstance(value, dict) and around.width:
             return _rope(value, around)
-        if value is None and self._recipe == "filled":
+        if value is None and self._recipe in _FILLING:
             return _FILLED.get(name)
         return value
 

@@ -47,7 +47,7 @@ MADE_WITH: dict[str, dict[str, Any]] = {
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "apertus1p5": {"image_token_offset": 100, "audio_token_offset": 164},
-    "autoformer": _SERIES,
+    "autoformer": {**_SERIES, "label_length": 4},
     "bamba": {"attn_layer_indices": [1]},
     "blt": {"num_hidden_layers": 3},
     "blt_local_decoder": {"hidden_size_global": 64},
@@ -67,6 +67,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
         "n_routed_experts": 8,
     },
+    "deimv2": {"decoder_in_channels": [64] * 3},
     "dory": {
         "num_hidden_layers": 6,
         "layer_types": _LOOPED,
@@ -107,7 +108,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "pp_doclayout_v2": {"decoder_in_channels": [64] * 3},
     "pp_doclayout_v3": {"decoder_in_channels": [64] * 3, "x4_feat_dim": 128},
     "pp_doclayout_v4": {"decoder_in_channels": [64] * 3},
-    "qwen2_5_omni": {"enable_audio_output": False},
+    "qwen2_5_omni": {"thinker_config.vision_start_token_id": 302},
     "qwen3_omni_moe": {
         "enable_audio_output": False,
         "talker_config.spatial_merge_size": 2,

@@ -8,6 +8,7 @@ import torch
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
 TOKENS = 11
 
@@ -113,6 +114,11 @@ def _talker(model: Any) -> dict[str, Any]:
         "thinker_reply_part": _noise(1, 4, width),
         "attention_mask": torch.ones(1, TOKENS, dtype=torch.long),
     }
+
+
+def _text_of_a_speaker(model: Any) -> dict[str, Any]:
+    model.speaker_map = {"Chelsie": {"bos_token": 1}}
+    return {"input_ids": _ids(), "generation_mode": "text", "thinker_max_new_tokens": 4}
 
 
 def _spoken_text(_: Any) -> dict[str, Any]:
@@ -271,7 +277,7 @@ INPUTS: dict[str, Callable[[Any], dict[str, Any]]] = {
         "mask": torch.ones(1, 64, dtype=torch.bool),
     },
     "pi0": _pi0,
-    "qwen2_5_omni": _spoken_text,
+    "qwen2_5_omni": _text_of_a_speaker,
     "qwen2_5_omni_audio_encoder": _heard(200, aftercnn_lens=torch.tensor([100])),
     "qwen2_5_omni_talker": _talker,
     "qwen3_asr_encoder": _masked_sound(200),
@@ -313,6 +319,13 @@ INPUTS: dict[str, Callable[[Any], dict[str, Any]]] = {
     },
 }
 """By type, what a model of it is given."""
+
+
+def save_beside(model: Any, folder: Path) -> None:
+    """Write what a few models read beside their weights: the speakers that they know."""
+    speakers = getattr(model, "speaker_map", None)
+    if isinstance(speakers, dict):
+        torch.save(speakers, folder / "spk_dict.pt")
 
 
 def special_inputs(model: Any) -> list[dict[str, Any]]:
