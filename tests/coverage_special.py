@@ -129,7 +129,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "sam2": _SMALL_SAM2,
     "sam2_video": _SMALL_SAM2,
     "sam2_hiera_det_model": {"hidden_size": 96, "global_attention_blocks": [4]},
-    "sam_hq": {"prompt_encoder_config.image_embedding_size": 4, "mask_decoder_config.vit_dim": 64},
+    "sam_hq": {
+        "prompt_encoder_config.image_embedding_size": 4,
+        "mask_decoder_config.vit_dim": 64,
+        "vision_config.num_pos_feats": 32,
+    },
     "sapiens2": {"num_key_value_heads_per_layer": [4, 4, 2]},
     "seggpt": {"image_size": [128, 64]},
     "step3p5": {"sliding_window": 8},
