@@ -5,7 +5,8 @@
     python tests/coverage_run.py --types llama,t5 --table /tmp/some.tsv --fast
 
 Each type runs in a process of its own, so that a crash costs one row. Rows are added as they come;
-types that the table has already are skipped. Totals go to stdout.
+types that the table has already are skipped. Totals go to stdout. Types whose classes need a
+package that is missing (timm with torchvision and pillow, scipy) count as what plain cannot.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ __all__ = ["steady_floor"]  # a fixture: every test here runs with it
 QUESTION = [{"role": "user", "content": "What is the capital of France? Answer in one sentence."}]
 SPEECH = Path("/usr/share/sounds/alsa/Front_Center.wav")
 SOUND_HERTZ = 16_000
-ROOM_FOR_SOUND = 4000  # positions; a window has 3000 frames, and what the decoder attends to
+ROOM_FOR_SOUND = 1700  # positions; a window makes 1500, and the decoder attends to them
 
 
 @pytest.fixture
