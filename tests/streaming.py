@@ -117,6 +117,16 @@ def finish_messages(prefetcher: Prefetcher) -> None:
     assert done.wait(WAIT_SECONDS)
 
 
+def finish_reads(prefetcher: Prefetcher) -> None:
+    """Return once nothing is being read ahead any more."""
+    deadline = time.monotonic() + WAIT_SECONDS
+    finish_messages(prefetcher)
+    while any(unit.state is UnitState.LOADING for unit in prefetcher.units):
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+        finish_messages(prefetcher)
+
+
 def assert_nothing_held(model: nn.Module) -> None:
     """No pass is open, no unit in use, no two units in one slot."""
     streamer = streamer_of(model)

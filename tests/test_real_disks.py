@@ -24,6 +24,7 @@ from tests.streaming import (
     assert_nothing_held,
     check,
     finish_messages,
+    finish_reads,
     generated,
     load_streamed,
     logits,
@@ -114,6 +115,7 @@ def test_a_block_device_that_fails(device: BlockDevice, expected: Reference) -> 
             with pytest.raises(ReadError, match=words):
                 generated(model)
         assert_nothing_held(model)
+        finish_reads(prefetcher_of(model))  # one that fails late would fail the next pass
         device.recover()
         check(model, expected)
     model.pipeload.remove()
