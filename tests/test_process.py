@@ -5,9 +5,9 @@ Each ends in one clear error at most, never in a hang; then this process, or the
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
-import contextlib
 import gc
 import itertools
 import multiprocessing
