@@ -206,6 +206,14 @@ def fair_shares(wants: Sequence[tuple[int, int]], pool: int) -> list[int]:
     return shares
 
 
+def host_limit_alone(host_memory_limit: object) -> OptionError:
+    """The error for a second limit where there is only one memory."""
+    return OptionError(
+        f"host_memory_limit={host_memory_limit!r} is for models on another device: on the CPU, "
+        "memory_limit is the host's. Leave it out, or pass device=."
+    )
+
+
 ACCOUNTANT = Accountant()
 """The one of this process."""
 

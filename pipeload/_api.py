@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import transformers
 
 from pipeload._accountant import ACCOUNTANT
+from pipeload._device_account import account_of
 from pipeload._handle import Handle
 from pipeload._loading import Loading, check_source, needs_of, plan_pending
 from pipeload._request import make_request
@@ -24,9 +25,11 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Iterator
 
+    import torch
     from torch import nn
 
     from pipeload._plan import Plan
+    from pipeload._request import Request
 
 _Model = TypeVar("_Model", bound="nn.Module")
 
@@ -41,6 +44,8 @@ def from_pretrained(
     readers: int | None = None,
     pressure: str = "off",
     read_timeout: float | str | None = "auto",
+    device: str | torch.device | None = None,
+    host_memory_limit: int | str | None = None,
     auto_class: type[Any] | None = None,
     **kwargs: Any,
 ) -> Any:
@@ -67,6 +72,12 @@ def from_pretrained(
         read_timeout: seconds that a single read may take before whoever waits for it gets a
             ReadError; the model runs again once the disk answers. None or 0: wait for ever. "auto"
             is what the environment variable PIPELOAD_READ_TIMEOUT says, else 120.
+        device: where the model computes: "cpu"; "cuda", "cuda:1", "xpu"; or "auto", an accelerator
+            if there is one. None is that of the `streaming` context that this is called in, else
+            the CPU. On a device, `memory_limit` is the device's: what its allocator holds for
+            tensors of all kinds; weights pass through host memory.
+        host_memory_limit: with a device, what the whole process may hold in host memory; None is
+            what memory_limit="auto" means on the CPU.
         auto_class: the class whose `from_pretrained` is called. AutoModelForCausalLM when None.
         **kwargs: passed on to the library's `from_pretrained`.
 
@@ -89,9 +100,11 @@ def from_pretrained(
         readers=readers,
         pressure=pressure,
         read_timeout=read_timeout,
-        enclosing=_enclosing_limit(),
+        device=device,
+        host_memory_limit=host_memory_limit,
+        enclosing=_enclosing(),
     )
-    passed_on = check_source(pretrained, kwargs)
+    passed_on = check_source(pretrained, kwargs, request.options.device)
     loading = Loading(request, lenient=False)
     with intercept_loading(loading):
         result = (auto_class or transformers.AutoModelForCausalLM).from_pretrained(
@@ -112,6 +125,8 @@ def wrap(
     readers: int | None = None,
     pressure: str = "off",
     read_timeout: float | str | None = "auto",
+    device: str | torch.device | None = None,
+    host_memory_limit: int | str | None = None,
     checkpoint: str | os.PathLike[str] | None = None,
     spill_dir: str | os.PathLike[str] | None = None,
     **kwargs: Any,
@@ -132,6 +147,8 @@ def wrap(
         readers: as for `from_pretrained`.
         pressure: as for `from_pretrained`.
         read_timeout: as for `from_pretrained`.
+        device: as for `from_pretrained`.
+        host_memory_limit: as for `from_pretrained`.
         checkpoint: a folder or a hub id; where the model says it is from when None.
         spill_dir: a folder in which weights that are not the checkpoint's are written, to be
             streamed from there. The space is free again when the handle is removed, the model is
@@ -159,7 +176,9 @@ def wrap(
         readers=readers,
         pressure=pressure,
         read_timeout=read_timeout,
-        enclosing=_enclosing_limit(),
+        device=device,
+        host_memory_limit=host_memory_limit,
+        enclosing=_enclosing(),
     )
     wrap_model(model, request, checkpoint, spill_dir, kwargs)
     return model
@@ -175,6 +194,8 @@ def streaming(
     readers: int | None = None,
     pressure: str = "off",
     read_timeout: float | str | None = "auto",
+    device: str | torch.device | None = None,
+    host_memory_limit: int | str | None = None,
 ) -> Iterator[None]:
     """Inside, every `from_pretrained` of every model class is streamed: scripts need no change.
 
@@ -192,6 +213,8 @@ def streaming(
         readers: as for `from_pretrained`.
         pressure: as for `from_pretrained`.
         read_timeout: as for `from_pretrained`.
+        device: as for `from_pretrained`.
+        host_memory_limit: as for `from_pretrained`.
 
     Raises:
         OptionError: an option means nothing.
@@ -204,7 +227,9 @@ def streaming(
         readers=readers,
         pressure=pressure,
         read_timeout=read_timeout,
-        enclosing=_enclosing_limit(),
+        device=device,
+        host_memory_limit=host_memory_limit,
+        enclosing=_enclosing(),
     )
     with intercept_loading(Loading(request, lenient=True)):
         yield
@@ -228,6 +253,8 @@ def stream_everywhere(memory_limit: int | str | None, **options: Any) -> None:
     request = make_request(memory_limit, **options)
     if ACCOUNTANT.clients:
         ACCOUNTANT.set_limit(request.options.memory_limit)
+    if (device := request.options.device) is not None and account_of(device).clients:
+        account_of(device).set_limit(request.options.device_limit)
     intercept_everywhere(Loading(request, lenient=True))
 
 
@@ -240,6 +267,8 @@ def plan(
     io_mode: str = "auto",
     readers: int | None = None,
     disk_rate: float | None = None,
+    device: str | torch.device | None = None,
+    host_memory_limit: int | str | None = None,
     auto_class: type[Any] | None = None,
     **kwargs: Any,
 ) -> Plan:
@@ -254,6 +283,8 @@ def plan(
         io_mode: as for `from_pretrained`.
         readers: as for `from_pretrained`.
         disk_rate: bytes per second to predict `seconds_per_pass` with.
+        device: as for `from_pretrained`.
+        host_memory_limit: as for `from_pretrained`.
         auto_class: as for `from_pretrained`.
         **kwargs: as for `from_pretrained`.
 
@@ -270,11 +301,14 @@ def plan(
         io_mode=io_mode,
         readers=readers,
         disk_rate=disk_rate,
-        enclosing=_enclosing_limit(),
+        device=device,
+        host_memory_limit=host_memory_limit,
+        enclosing=_enclosing(),
     )
-    passed_on = check_source(pretrained, kwargs)
+    where = request.options.device
+    passed_on = check_source(pretrained, kwargs, where)
     auto = auto_class or transformers.AutoModelForCausalLM
-    pending = peek(lambda: auto.from_pretrained(pretrained, *args, **passed_on))
+    pending = peek(lambda: auto.from_pretrained(pretrained, *args, **passed_on), where)
     if pending is None:
         raise _nothing_loaded(pretrained, auto_class)
     return plan_pending(pending, needs_of(pending), request).plan
@@ -332,6 +366,6 @@ def _nothing_loaded(pretrained: object, auto_class: type[Any] | None) -> OptionE
     )
 
 
-def _enclosing_limit() -> int | None:
+def _enclosing() -> Request | None:
     intercept = current_intercept()
-    return intercept.request.options.memory_limit if isinstance(intercept, Loading) else None
+    return intercept.request if isinstance(intercept, Loading) else None

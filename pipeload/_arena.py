@@ -101,6 +101,11 @@ class Arena:
         self._skip = -self._address % HUGE_PAGE
         self._view = memoryview(self._map)[self._skip : self._skip + self.nbytes]
 
+    @property
+    def address(self) -> int:
+        """Where it begins."""
+        return self._address + self._skip
+
     def take(self, nbytes: int) -> Region:
         """The next `nbytes` bytes, rounded up to whole pages."""
         region = Region(self, self._taken, ceil_page(nbytes))

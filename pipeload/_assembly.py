@@ -6,33 +6,26 @@ import weakref
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
-import torch
-
 from pipeload import _guards, _transformers
-from pipeload._accountant import ACCOUNTANT
 from pipeload._adapters import Adapters
-from pipeload._arena import DTYPES, Arena, Region
+from pipeload._arena import DTYPES
 from pipeload._build import MAPPED, TABLE_KEEP_BYTES, Build
 from pipeload._copies import allow_copies
 from pipeload._first_pass import FirstPass
-from pipeload._governor import Governor
 from pipeload._handle import Handle
 from pipeload._home import Home
 from pipeload._layout import Weight, lay_out
 from pipeload._notebook_bar import NotebookBar, in_notebook
 from pipeload._own_weights import OwnWeights
-from pipeload._placement import SCRATCH_BYTES, scratch_bytes
-from pipeload._places import Places
-from pipeload._plan import SLOTS
+from pipeload._placement import scratch_bytes
 from pipeload._prefetcher import Prefetcher
 from pipeload._pressure import watch
 from pipeload._reader import FileSet
 from pipeload._reader_pool import run_jobs
-from pipeload._restore import Restorer
 from pipeload._rows import RowTable
-from pipeload._seats import Seat
 from pipeload._streamer import Streamer
 from pipeload._tables import TableSeat
+from pipeload._targets import make_scratch, make_target
 from pipeload._unit import Unit
 from pipeload_hooks import Binding, bind, placeholder, put_parameter, set_parameter
 
@@ -40,18 +33,21 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
+    import torch
     from torch import nn
 
     from pipeload._bitsandbytes import Prepared
+    from pipeload._governor import Governor
     from pipeload._pass_needs import PassNeeds
     from pipeload._placement import Convert, Place
     from pipeload._plan import Plan
     from pipeload._reserve import PassHint
+    from pipeload._seats import Seat
     from pipeload._stalls import Stalls
+    from pipeload._targets import PlacesLike, Target
 
 CHUNK_BYTES = 16 << 20
 """The most one read call asks for."""
-_CPU = torch.device("cpu")
 
 
 class Source(Protocol):
@@ -98,8 +94,10 @@ class Assembly:
         convert = source.converter()
         wholes = [site.whole for site in parts.sites if site.whole is not None]
         mapped = list(paths) if plan.io_mode == MAPPED else None
-        places = Places(files, convert, wholes, mapped)
-        scratch = _scratch(plan)
+        target = make_target(build)
+        self._target = target
+        places = target.places(files, convert, wholes, mapped)
+        scratch = target.scratch(plan)
         pinned = places.make(lay_out(parts.pinned))
         read = run_jobs(pinned.read_jobs(CHUNK_BYTES), scratch, files.stalls)
         self._prepared: dict[str, Prepared] = {}
@@ -107,15 +105,16 @@ class Assembly:
         self._companions = {name: packed.companions for name, packed in self._prepared.items()}
         prefetcher = Prefetcher(
             [_unit(build, index, places) for index in range(len(plan.units))],
-            slots=_slots(build),
+            slots=target.slots(build),
+            place=target.place,
             files=files,
             convert=convert,
             scratch=scratch,
             chunk_bytes=CHUNK_BYTES,
         )
-        self._governor = Governor(build, needs, hint, prefetcher.counters, pressure=pressure)
-        ACCOUNTANT.join(self._governor, plan.memory_limit)
-        self._read = _reader_of(places, plan.readers, files.stalls, self._governor)
+        self._governor = target.governor(build, needs, hint, prefetcher.counters, pressure=pressure)
+        self._governor.join()
+        self._read = _reader_of(target, places, plan.readers, files.stalls, self._governor)
         self._seats = self._make_seats()
         self._streamer = Streamer(
             seats=self._seats,
@@ -131,7 +130,7 @@ class Assembly:
         self, source: Source, build: Build, pinned: Place
     ) -> Mapping[str, tuple[nn.Parameter, Weight]]:
         """Fill every parameter that is ours: pinned ones with values, others with placeholders."""
-        model = source.model
+        model, where = source.model, self._target.where
         originals = dict(model.named_parameters())
         filled: dict[str, tuple[nn.Parameter, Weight]] = {}
         for weight in build.parts.weights:
@@ -146,7 +145,7 @@ class Assembly:
                     bind(binding.pair({name: data}))
             else:
                 if data is None:
-                    data = placeholder(weight.shape, DTYPES[weight.dtype], _CPU)
+                    data = placeholder(weight.shape, DTYPES[weight.dtype], where)
                 if parameter.is_meta:
                     requires_grad = parameter.requires_grad
                     parameter = set_parameter(model, name, data, requires_grad=requires_grad)
@@ -169,7 +168,7 @@ class Assembly:
                 name: self._companions[name] for name in names if name in self._companions
             }
             shared = not tables.isdisjoint(names)
-            seats.append(Seat(site, parameters, companions, shared=shared))
+            seats.append(self._target.seat(site, parameters, companions, shared=shared))
         return seats
 
     def _tables(self, files: FileSet) -> list[TableSeat]:
@@ -192,7 +191,7 @@ class Assembly:
         self._streamer.detach()
         while self._undo:
             self._undo.pop()()
-        ACCOUNTANT.leave(self._governor)
+        self._governor.leave()
         self._streamer.prefetcher.close()
         self._streamer.files.close()
 
@@ -201,6 +200,7 @@ class Assembly:
 
         `root` is a module around it that the user has put there.
         """
+        self._target.settle(model, self._undo)
         for prepared in self._prepared.values():
             self._undo.append(prepared.activate())
         modules = _transformers.pretrained_modules(model)
@@ -220,7 +220,7 @@ class Assembly:
         undo += _guards.guard_packed(model, self._companions)
         if in_notebook():
             undo.append(FirstPass(model, NotebookBar()).stop)
-        restore = Restorer(self._streamer, self._filled, self._companions)
+        restore = self._target.restorer(self._streamer, self._filled, self._companions)
         handle = Handle(model, self._streamer, undo, restore)
         object.__setattr__(model, "pipeload", handle)
 
@@ -238,7 +238,7 @@ def _stamps(weights: list[Weight]) -> dict[Path, tuple[int, int]]:
 
 
 def _reader_of(
-    places: Places, readers: int, stalls: Stalls, governor: Governor
+    target: Target, places: PlacesLike, readers: int, stalls: Stalls, governor: Governor
 ) -> Callable[[Weight], torch.Tensor]:
     """Reads single weights into memory that is not streamed."""
 
@@ -248,7 +248,7 @@ def _reader_of(
         governor.shrink(governor.budget - layout.nbytes - weight.nbytes - extra)
         place = places.make(layout)
         # Not the readers' own: they may be reading ahead, or one that hangs may come back to it.
-        scratch = _make_scratch(readers) if layout.casts else [None] * readers
+        scratch = make_scratch(readers) if target.needs_scratch(layout) else [None] * readers
         run_jobs(place.read_jobs(CHUNK_BYTES), scratch, stalls)
         # As plain copies lie in memory, not as the file's pages do: that can change results.
         return place.views[weight.name].clone()
@@ -267,23 +267,7 @@ def _weak_adopt(streamer: Streamer) -> Callable[[Plan], bool]:
     return adopt
 
 
-def _unit(build: Build, index: int, places: Places) -> Unit:
+def _unit(build: Build, index: int, places: PlacesLike) -> Unit:
     plan, (first, *_) = build.plan.units[index], build.parts.specs[index].weights
     rows = (first.first_row, first.first_row + first.shape[0]) if first.whole else (0, 0)
     return Unit(plan, Home(places.make, plan.resident), rows=rows)
-
-
-def _slots(build: Build) -> list[Region]:
-    """Address space for the largest unit, all of it streamed; pages come as they are used."""
-    largest = max(lay_out(spec.weights).nbytes for spec in build.parts.specs)
-    arena = Arena(SLOTS * largest, device=_CPU, huge=True)
-    return [arena.take(largest) for _ in range(SLOTS)]
-
-
-def _scratch(plan: Plan) -> list[Region | None]:
-    return _make_scratch(plan.readers) if plan.scratch_bytes else [None] * plan.readers
-
-
-def _make_scratch(readers: int) -> list[Region | None]:
-    arena = Arena(scratch_bytes(readers), device=_CPU, huge=True)
-    return [arena.take(SCRATCH_BYTES) for _ in range(readers)]

@@ -1,6 +1,9 @@
 """One measured model in a process of its own, driven by JSON lines.
 
-    python -m pipeload._bench_worker MODEL LIMIT_BYTES PROMPT_TOKENS NEW_TOKENS IO_MODE
+    python -m pipeload._bench_worker MODEL LIMIT_BYTES PROMPT_TOKENS NEW_TOKENS IO_MODE \
+        DEVICE HOST_LIMIT
+
+HOST_LIMIT is "-" for none.
 
 Prints a description of the plan, then answers each line it reads: {"decode": n} with the times and
 counts of n decoded tokens, {"duty": n, "period": s} after decoding n tokens, one every s seconds.
@@ -19,7 +22,9 @@ import transformers
 from transformers.generation.streamers import BaseStreamer
 
 import pipeload
+from pipeload._device_plan import DevicePlan
 from pipeload._memory import peak_rss_bytes
+from pipeload._torch_device import open_device
 from pipeload_hooks import find_blocks
 
 if TYPE_CHECKING:
@@ -58,6 +63,7 @@ def describe(model: Any) -> dict[str, Any]:
     tied = head is not None and head.weight is table
     total = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
     return {
+        **(_describe_device(plan) if isinstance(plan, DevicePlan) else {}),
         "memory_limit": plan.memory_limit,
         "floor": plan.floor_bytes,
         "reserve": plan.reserve_bytes,
@@ -71,6 +77,22 @@ def describe(model: Any) -> dict[str, Any]:
         "needed_per_pass": total - (0 if tied else table.numel() * table.element_size()),
         "smallest_limit": plan.smallest_limit,
         "files": sorted({str(e.file) for unit in plan.units for e in _extents(unit)}),
+    }
+
+
+def _describe_device(plan: DevicePlan) -> dict[str, Any]:
+    """What the terms of the bound are made of, in bytes and bytes per second."""
+    device = open_device(plan.device)
+    assert device is not None  # noqa: S101 - the plan is of one
+    host = plan.host_memory_limit - plan.host_floor_bytes - plan.host_reserve_bytes
+    return {
+        "device": plan.device,
+        "host_memory_limit": plan.host_memory_limit,
+        "blocks": sum(unit.resident_bytes + unit.streamed.nbytes for unit in plan.units),
+        "pinned": plan.pinned_bytes,
+        "host_room": host - plan.staging_scratch_bytes,
+        "hosted": plan.hosted_bytes,
+        "link_rate": device.link_rate(),
     }
 
 
@@ -108,19 +130,27 @@ def decode(
         "compute": (last.compute_seconds - first.compute_seconds) / count,
         "read_rate": (last.bytes_read - first.bytes_read) / read_seconds if read_seconds else 0.0,
         "peak_rss": peak_rss_bytes(),
+        "copied": (last.copied_bytes - first.copied_bytes) / count,
+        "peak_device": last.peak_device_bytes,
     }
 
 
 def main(arguments: list[str]) -> None:
     """Load the model, then answer until the input ends."""
-    name, limit, prompt_tokens, new_tokens, io_mode = arguments
+    name, limit, prompt_tokens, new_tokens, io_mode, device, host_limit = arguments
     transformers.utils.logging.disable_progress_bar()
     length = int(prompt_tokens) + int(new_tokens) + 2
     model = pipeload.from_pretrained(
-        name, memory_limit=int(limit), tokens=max(256, length), io_mode=io_mode
+        name,
+        memory_limit=int(limit),
+        tokens=max(256, length),
+        io_mode=io_mode,
+        device=device,
+        host_memory_limit=None if host_limit == "-" else host_limit,
     )
     vocabulary = int(model.config.get_text_config().vocab_size)
     prompt = torch.arange(int(prompt_tokens))[None] % (vocabulary - 8) + 4
+    prompt = prompt.to(model.device)
     model.generation_config.eos_token_id = None  # a timed run never stops early
     decode(model, prompt, 1)
     _answer(describe(model))

@@ -61,25 +61,35 @@ class Prepared(NamedTuple):
 class PackedWeight:
     """The stored tensors of one quantised weight."""
 
-    def __init__(self, name: str, module: Any, parts: Mapping[str, TensorEntry]) -> None:
+    def __init__(
+        self,
+        name: str,
+        module: Any,
+        parts: Mapping[str, TensorEntry],
+        where: torch.device | str = _CPU,
+    ) -> None:
         """Check that they belong together.
 
         Args:
             name: of the parameter in the model.
             module: a Linear4bit or Linear8bitLt that has it.
             parts: stored tensors, by what the library calls them.
+            where: the device that computes with it.
 
         Raises:
             CheckpointError: one is missing, malformed or of another weight.
         """
         self.name, self._module, self._parts = name, module, parts
+        self._where = torch.device(where)
         self._rows: int = module.out_features
         self._columns: int = module.in_features
         self._bits4 = is_4bit(module)
         self._quick: QuickProduct | None = None
         if self._bits4:
             self._check_4bit()
-            if not module.support_avx512bf16_for_cpu:  # else it may yet convert the weight
+            # Kernels of ours are the processor's.
+            ours = self._where.type == "cpu"
+            if ours and not module.support_avx512bf16_for_cpu:  # else it may yet convert the weight
                 kind, blocksize = self._state["quant_type"], self._state["blocksize"]
                 self._quick = quick_product(module, kind, blocksize)
         else:
@@ -115,6 +125,8 @@ class PackedWeight:
         if self._bits4:
             return 0 if self._repacked else self._unpacking_bytes(item)
         # Without an int8 product, both sides are taken in fp32.
+        if self._where.type != "cpu":
+            return 0
         return 0 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 4 * items
 
     def _unpacking_bytes(self, item: int) -> int:
@@ -130,14 +142,14 @@ class PackedWeight:
     def prepare(self) -> Prepared:
         """Read the statistics, and build what the module computes with."""
         entry = self._parts["weight"]
-        empty = placeholder(entry.shape, DTYPES[entry.dtype], _CPU)
+        empty = placeholder(entry.shape, DTYPES[entry.dtype], self._where)
         others = {name: read_whole(e) for name, e in self._parts.items() if name != "weight"}
         if not self._bits4:
-            return self._prepare_8bit(empty, others["SCB"])
+            return self._prepare_8bit(empty, others["SCB"].to(self._where))
         from bitsandbytes.nn.modules import Params4bit
 
         parameter: Any = Params4bit.from_prequantized(
-            data=empty, quantized_stats=others, device="cpu", module=self._module
+            data=empty, quantized_stats=others, device=self._where, module=self._module
         )
         state = parameter.quant_state
         absmax = state.absmax
@@ -146,7 +158,7 @@ class PackedWeight:
             _check_repacking(state.nested, state.blocksize)
             absmax = _repacked_absmax(state)
             activate = functools.partial(_mark_repacked, state, empty)
-            parameter.data = placeholder(self.weight.shape, torch.uint8, _CPU)
+            parameter.data = placeholder(self.weight.shape, torch.uint8, self._where)
         state.absmax = None
         return Prepared(parameter, [Companion(state, "absmax", absmax)], activate)
 
@@ -167,6 +179,7 @@ class PackedWeight:
         """Whether the library would put it into another order here: see [Note: machines...]."""
         return (
             self._bits4
+            and self._where.type == "cpu"
             and bool(self._module.support_avx512bf16_for_cpu)
             and self._rows % TILE_ROWS == 0
             and self._columns % 2 == 0

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
+    from pipeload._device import Device
     from pipeload._residency import Choice
     from pipeload._sites import Divider, Parts, Touched
 
@@ -59,6 +60,10 @@ class Options:
     """Seconds after which a read is taken to hang; None: never."""
     may_map: bool = True
     """Whether files may be mapped; else they are read even where everything fits."""
+    device: Device | None = None
+    """Where the model computes, if not on the CPU."""
+    device_limit: int = 0
+    """What may be taken there. `memory_limit` is the process's in any case."""
 
 
 class Build(NamedTuple):
@@ -70,6 +75,7 @@ class Build(NamedTuple):
     stream_mode: str
     """How files are read; `plan.io_mode` unless everything is mapped."""
     read_timeout: float | None
+    device: Device | None = None
 
 
 def make_plan(

@@ -19,6 +19,7 @@ from pipeload._arena import Arena, Region
 from pipeload._cli_output import log, silence_libraries
 from pipeload._cli_run import DTYPES, check_model, explained, load_tokenizer
 from pipeload._demo_model import STAMP, default_model_folder, make_smollm2
+from pipeload._device_plan import DevicePlan
 from pipeload._layout import PAGE
 from pipeload._reader import FileSet, resolve_io_mode
 from pipeload._reader_pool import Work, run_jobs
@@ -43,6 +44,8 @@ def show(
     model: str,
     *,
     memory_limit: str,
+    device: str,
+    host_memory_limit: str | None,
     tokens: int,
     batch: int,
     dtype: str,
@@ -56,18 +59,22 @@ def show(
     Raises:
         PipeloadError: something is wrong with the model, the limit or an option.
     """
-    with _as_when_running(model, debug=debug):
-        plan = _plan(
-            model,
-            memory_limit=memory_limit,
-            tokens=tokens,
-            batch=batch,
-            dtype=DTYPES[dtype],
-            io_mode=io_mode,
-        )
     probed = disk_rate is None
+    with _as_when_running(model, debug=debug):
+        options = {
+            "memory_limit": memory_limit,
+            "device": device,
+            "host_memory_limit": host_memory_limit,
+            "tokens": tokens,
+            "batch": batch,
+            "dtype": DTYPES[dtype],
+            "io_mode": io_mode,
+        }
+        plan = _plan(model, **options)
     rate = probe(checkpoint_files(model)) if disk_rate is None else float(disk_rate)
     plan = replace(plan, disk_rate=rate)
+    if isinstance(plan, DevicePlan):  # what stays in host memory depends on the rate
+        plan = _plan(model, disk_rate=rate, **options)
     if json:
         text = json_module.dumps({"model": model, **_figures(plan, batch=batch, probed=probed)})
     else:
@@ -135,22 +142,25 @@ def make_demo_model(folder: Path | None = None) -> str:
         return str(child.submit(make_smollm2, target).result())
 
 
-def choose_limit(model: str, *, debug: bool) -> int:
-    """A limit that holds only part of the layers.
+def choose_limit(model: str, *, debug: bool, **where: Any) -> int:
+    """A limit that holds only part of the layers. `where`: a device, and the host's limit with it.
 
     Raises:
         PipeloadError: something is wrong with the model.
     """
     with _as_when_running(model, debug=debug):
-        weights = _plan(model, memory_limit=_ENDLESS, dtype="auto").resident
+        options = {"dtype": "auto", **where}
+        weights = _plan(model, memory_limit=_ENDLESS, **options).resident
         try:
-            tight = _plan(model, memory_limit=1, dtype="auto")
+            tight = _plan(model, memory_limit=1, **options)
         except MemoryLimitError as error:  # a tenth more, as the process grows a little meanwhile
-            tight = _plan(model, memory_limit=error.smallest_limit * 11 // 10, dtype="auto")
+            tight = _plan(model, memory_limit=error.smallest_limit * 11 // 10, **options)
     whole = tight.floor_bytes + tight.reserve_bytes + weights
     limit = tight.smallest_limit + round((whole - tight.smallest_limit) * _CHOSEN_SHARE)
     log.info(
-        "Python and its libraries take %s; with all weights it would be %s.",
+        "%s are in use before; with all weights it would be %s."
+        if isinstance(tight, DevicePlan)
+        else "Python and its libraries take %s; with all weights it would be %s.",
         format_size(tight.floor_bytes),
         format_size(whole),
     )
@@ -216,6 +226,7 @@ def _figures(plan: Plan, *, batch: int, probed: bool) -> dict[str, object]:
         "disk_rate_measured": probed,
         "seconds_per_pass": plan.seconds_per_pass,
         "tokens_per_second": _tokens_per_second(plan, batch),
+        **(plan.host_figures() if isinstance(plan, DevicePlan) else {}),
     }
 
 

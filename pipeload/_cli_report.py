@@ -119,6 +119,8 @@ def describe_plan(plan: Plan) -> str:
         f"{format_size(plan.bytes_per_pass)} are read per token "
         f"({plan.io_mode}, {plan.readers} readers)"
     )
+    if (copied := getattr(plan, "link_bytes_per_pass", 0)) != 0:
+        text += f",\n{format_size(copied)} are copied to the device"
     if plan.seconds_per_pass is not None and plan.disk_rate is not None:
         rate = format_size(round(plan.disk_rate))
         text += f",\nwhich takes {plan.seconds_per_pass:.2g} s at {rate}/s, the rate while loading"

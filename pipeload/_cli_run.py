@@ -32,6 +32,8 @@ class Request:
     model: str
     prompt: str
     memory_limit: str
+    device: str = "cpu"
+    host_memory_limit: str | None = None
     max_new_tokens: int
     system: str | None = None
     dtype: str = "auto"
@@ -181,6 +183,8 @@ def _load(request: Request, *, tokens: int) -> Any:
     return load_whole(
         request.model,
         memory_limit=request.memory_limit,
+        device=request.device,
+        host_memory_limit=request.host_memory_limit,
         tokens=tokens,
         io_mode=request.io_mode,
         dtype=DTYPES[request.dtype],
@@ -209,7 +213,7 @@ def _generate(
     if request.seed is not None:
         torch.manual_seed(request.seed)
     model.generate(
-        **inputs,
+        **{name: values.to(model.device) for name, values in inputs.items()},
         max_new_tokens=request.max_new_tokens,
         do_sample=request.seed is not None,
         streamer=answer,

@@ -16,9 +16,8 @@ import logging
 import queue
 import time
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from pipeload._placement import Convert, Place, Placement
 from pipeload._reader_pool import READER_DIED, Outcome, ReaderPool, Work, reader_died
 from pipeload._slots import Slots
 from pipeload._stats import Counters
@@ -34,7 +33,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from pipeload._arena import Region
+    from pipeload._placement import Convert, Place
+    from pipeload._plan import UnitPlan
     from pipeload._reader import FileSet
+    from pipeload._slots import Buffer
+
+    MakePlace = Callable[[UnitPlan, Any, FileSet, Convert], Place]
+    """Puts a unit's streamed part into one of the buffers."""
 
 # Units being read at once: the second keeps the readers busy while the first one's last chunk ends.
 _MAX_LOADING = 2
@@ -50,7 +55,8 @@ class Dispatcher:
         self,
         units: list[Unit],
         *,
-        slots: Sequence[Region],
+        slots: Sequence[Buffer],
+        place: MakePlace,
         files: FileSet,
         convert: Convert,
         scratch: Sequence[Region | None],
@@ -62,7 +68,7 @@ class Dispatcher:
         self.counters = Counters()
         self.units = units
         self._slots = Slots(slots, self.counters)
-        self._files, self._convert = files, convert
+        self._files, self._convert, self._make_place = files, convert, place
         self._pool: ReaderPool | None = None
         self._scratch = scratch
         self._chunk_bytes = chunk_bytes
@@ -247,7 +253,7 @@ class Dispatcher:
         ]
         self._submit(load, jobs or [lambda _scratch: 0])
 
-    def _place(self, unit: Unit, index: int, slot: int) -> Placement:
+    def _place(self, unit: Unit, index: int, slot: int) -> Place:
         previous = self._slots.occupants[slot]
         if previous is not None and previous != index:
             evicted = self.units[previous]
@@ -255,8 +261,8 @@ class Dispatcher:
         self._slots.enter(slot, index, unit.plan.streamed.nbytes)
         unit.slot = slot
         if slot not in unit.slots:
-            unit.slots[slot] = Placement(
-                unit.plan.streamed, self._slots.regions[slot], self._files, self._convert
+            unit.slots[slot] = self._make_place(
+                unit.plan, self._slots.regions[slot], self._files, self._convert
             )
         return unit.slots[slot]
 

@@ -16,7 +16,8 @@ import dataclasses
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
-from pipeload._accountant import ACCOUNTANT
+from pipeload._accountant import ACCOUNTANT, host_limit_alone
+from pipeload._memory import parse_limit
 from pipeload._pressure import PressureGauge
 from pipeload._reserve import (
     KERNEL_BYTES,
@@ -37,10 +38,10 @@ if TYPE_CHECKING:
     from pipeload._plan import Plan
     from pipeload._stats import Counters
 
-_STEPS = 128
-_MIN_STEP_BYTES = 2 << 20
+STEPS = 128
+MIN_STEP_BYTES = 2 << 20
 # Passes that must agree before residents come back.
-_PATIENCE = 4
+PATIENCE = 4
 # Passes after which a process is not fresh any more.
 _WARM_PASSES = 3
 _MOST_ERROR = 4.0
@@ -79,7 +80,7 @@ class Governor:
         self._floor = plan.floor_bytes - ACCOUNTANT.promised_to_others(None)
         self._spent -= page_table_bytes(plan.memory_limit) + ACCOUNTANT.promised_to_others(None)
         self._budget = self._cap(plan.memory_limit)
-        self._recent: deque[int] = deque(maxlen=_PATIENCE)
+        self._recent: deque[int] = deque(maxlen=PATIENCE)
         self._passes = 0
         self._error = 1.0
         self._need = 0
@@ -94,6 +95,29 @@ class Governor:
         return min(
             self._residency.everything, limit - page_table_bytes(limit) - self._spent - others
         )
+
+    def join(self) -> None:
+        """Have the accountant count it from now on."""
+        ACCOUNTANT.join(self, self.plan.memory_limit)
+
+    def leave(self) -> None:
+        """Have it counted no more. May be called again."""
+        ACCOUNTANT.leave(self)
+
+    def set_limit(self, memory_limit: int | str, host_memory_limit: int | str | None) -> None:
+        """Change the limit, for everybody who shares it.
+
+        Raises:
+            MemoryLimitError: it is too small; nothing changes.
+            OptionError: it is no size.
+        """
+        if host_memory_limit is not None:
+            raise host_limit_alone(host_memory_limit)
+        ACCOUNTANT.set_limit(parse_limit(memory_limit))
+
+    def device_figures(self) -> dict[str, Any]:
+        """What `Stats` shows of a device: nothing on the CPU."""
+        return {}
 
     # -- Client ----------------------------------------------------------------------------------
 
@@ -265,10 +289,10 @@ class Governor:
         return limit - other - overhead - self._fixed - others
 
     def _aim(self, room: int) -> None:
-        step = max(_MIN_STEP_BYTES, self.plan.memory_limit // _STEPS)
+        step = max(MIN_STEP_BYTES, self.plan.memory_limit // STEPS)
         if room < self._budget:
             target = room - room % step
-        elif len(self._recent) == _PATIENCE and min(self._recent) >= min(
+        elif len(self._recent) == PATIENCE and min(self._recent) >= min(
             self._cap(self._limit), self._budget + 2 * step
         ):
             target = min(self._recent)

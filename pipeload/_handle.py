@@ -5,8 +5,7 @@ from __future__ import annotations
 import weakref
 from typing import TYPE_CHECKING, Any
 
-from pipeload._accountant import ACCOUNTANT
-from pipeload._memory import parse_limit, peak_rss_bytes
+from pipeload._memory import peak_rss_bytes
 from pipeload._stats import Stats
 from pipeload.errors import UnsupportedOperationError
 
@@ -50,14 +49,19 @@ class Handle:
         """
         return self._plan if self._streamer is None else self._streamer.governor.plan
 
-    def set_memory_limit(self, memory_limit: int | str) -> None:
+    def set_memory_limit(
+        self, memory_limit: int | str, *, host_memory_limit: int | str | None = None
+    ) -> None:
         """Change the limit of this process, for this model and all others that stream in it.
+
+        Of a model on a device it is the device's limit.
 
         What has to be given back is given back before this returns; if a pass is running, before
         its next block. What may be held in addition is read as it streams by.
 
         Args:
             memory_limit: bytes, "3GB", "50%" or "auto", as for `pipeload.from_pretrained`.
+            host_memory_limit: the same of the process, for a model on a device; None: as it is.
 
         Raises:
             MemoryLimitError: it is too small; nothing changes. Says the smallest that works.
@@ -68,7 +72,7 @@ class Handle:
             raise UnsupportedOperationError(
                 "set_memory_limit() after remove(): the model is a plain one. Load it again."
             )
-        ACCOUNTANT.set_limit(parse_limit(memory_limit))
+        self._streamer.governor.set_limit(memory_limit, host_memory_limit)
 
     def pass_bytes(self, *args: Any, **kwargs: Any) -> int | None:
         """Bytes that a call of the model with these arguments would read from disk now.
@@ -100,6 +104,7 @@ class Handle:
             buffer_bytes=self.plan.buffers,
             peak_rss_bytes=peak_rss_bytes(),
             memory_limit=self.plan.memory_limit,
+            **streamer.governor.device_figures(),
         )
 
     @property
@@ -125,7 +130,7 @@ class Handle:
             undo()
         self._undo.clear()
         self._last_stats, self._plan = self.stats(), self.plan
-        ACCOUNTANT.leave(streamer.governor)
+        streamer.governor.leave()
         streamer.prefetcher.close()
         streamer.files.close()
         self._streamer = self._restore = None

@@ -37,6 +37,9 @@ class Home:
         for name, layout in wanted.items():
             if name not in self._places:
                 self._places[name] = self._make(layout)
+        self._show()
+
+    def _show(self) -> None:
         self._views = {
             name: view for place in self._places.values() for name, view in place.views.items()
         }
@@ -59,3 +62,4 @@ class Home:
     def mark_read(self) -> None:
         """All that is kept has been filled."""
         self._read.update(self._places)
+        self._show()  # some places show nothing before

@@ -14,13 +14,15 @@ from pipeload._advice import advise_openmp
 from pipeload._assembly import Assembly
 from pipeload._build import make_plan
 from pipeload._checkpoint import check_folder
+from pipeload._device_account import account_of
+from pipeload._device_plan import make_device_plan
 from pipeload._memory import keep_few_kernels, return_freed_memory, rss_bytes
 from pipeload._pass_needs import PassNeeds
 from pipeload._probe import probe_usage
 from pipeload._reserve import reserve_bytes
 from pipeload._sites import Divider, NothingToStreamError, Touched
 from pipeload._sizes import format_size
-from pipeload.errors import MemoryLimitError
+from pipeload.errors import MemoryLimitError, UnsupportedModelError
 
 if TYPE_CHECKING:
     import os
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from pipeload._build import Build
+    from pipeload._device import Device
     from pipeload._layout import Weight
     from pipeload._request import Request
     from pipeload._transformers import PendingLoad
@@ -54,8 +57,9 @@ class Loading:
         **kwargs: Any,
     ) -> Any:
         """Load one model, streamed. `load` is the library's own function."""
-        ACCOUNTANT.check_limit(self.request.options.memory_limit)
-        passed_on = check_source(pretrained_model_name_or_path, kwargs)
+        check_limits(self.request)
+        device = self.request.options.device
+        passed_on = check_source(pretrained_model_name_or_path, kwargs, device)
         advise_openmp()
         built: list[Assembly] = []
 
@@ -68,7 +72,7 @@ class Loading:
             built.append(assembly)
             return report
 
-        with _takeover.take_over_loading(stream):
+        with _takeover.take_over_loading(stream, device):
             result = load(pretrained_model_name_or_path, *args, **passed_on)
         for assembly in built:
             assembly.finish(result[0] if isinstance(result, tuple) else result)
@@ -92,8 +96,22 @@ class Loading:
         return pending.load_rest(())
 
 
+def check_limits(request: Request) -> None:
+    """Whether a model may be loaded beside those that stream.
+
+    Raises:
+        OptionError: they have other limits.
+    """
+    options = request.options
+    ACCOUNTANT.check_limit(options.memory_limit)
+    if options.device is not None:
+        account_of(options.device).check_limit(options.device_limit)
+
+
 def check_source(
-    pretrained: str | os.PathLike[str] | None, kwargs: Mapping[str, Any]
+    pretrained: str | os.PathLike[str] | None,
+    kwargs: Mapping[str, Any],
+    device: Device | None = None,
 ) -> dict[str, Any]:
     """What is handed to the library. Looks at a local folder; hub ids are the library's to resolve.
 
@@ -104,7 +122,7 @@ def check_source(
     """
     if pretrained is None:
         raise _loading_args.no_checkpoint()
-    passed_on = _loading_args.adapt(kwargs)
+    passed_on = _loading_args.adapt(kwargs, None if device is None else device.where)
     folder = Path(pretrained) / (kwargs.get("subfolder") or "")
     adapter = Path(pretrained) / ((kwargs.get("adapter_kwargs") or {}).get("subfolder") or "")
     if folder.is_dir():
@@ -150,11 +168,22 @@ def plan_pending(pending: PendingLoad, needs: PassNeeds, request: Request) -> Bu
     """Plan a model that is on the meta device."""
     model = pending.model
     tied = model.all_tied_weights_keys or {}
+    if request.options.device is not None:
+        _refuse_quantised(pending, request.options.device)
     if pending.disable_mmap:
         request = replace(request, options=replace(request.options, may_map=False))
     return plan_model(
         model, pending.weights(), tied, model, pending.files, needs=needs, request=request
     )
+
+
+def _refuse_quantised(pending: PendingLoad, device: Device) -> None:
+    if pending.own_formats or pending.quantised_by not in {None, "bitsandbytes"}:
+        raise UnsupportedModelError(
+            f"this checkpoint is quantised by {pending.quantised_by!r}, which is streamed to the "
+            f"CPU alone so far, not to {device.where}. Leave device out, or stream the float "
+            "checkpoint."
+        )
 
 
 def plan_model(
@@ -187,8 +216,8 @@ def plan_model(
     """
     return_freed_memory()
     keep_few_kernels()
-    divider = Divider(model, weights, tied)
-    reserve = reserve_bytes(needs, request.hint, request.options.memory_limit)
+    device = request.options.device
+    divider = Divider(model, weights, tied, blocks_alone=device is not None)
 
     def touched() -> Touched | None:
         usage = probe_usage(probed) if probed is not None else None
@@ -199,4 +228,15 @@ def plan_model(
         idle = (n for n, _ in model.named_parameters() if n.rpartition(".")[0] not in ran)
         return Touched(usage.touched_outside, frozenset(idle), usage.touched_past_block)
 
+    if device is not None:
+        return make_device_plan(
+            divider,
+            touched,
+            files,
+            request.hint.pass_bytes(needs),
+            request.options,
+            buffers=sum(b.numel() * b.element_size() for b in model.buffers()),
+            leaving=leaving,
+        )
+    reserve = reserve_bytes(needs, request.hint, request.options.memory_limit)
     return make_plan(divider, touched, files, reserve, request.options, leaving=leaving)

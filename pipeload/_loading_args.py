@@ -29,8 +29,10 @@ _ABOUT_SPREADING = (
 )
 
 
-def adapt(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def adapt(kwargs: Mapping[str, Any], where: object = None) -> dict[str, Any]:
     """What is handed to the library for what the user passed.
+
+    `where` is the device that the model is streamed to, None for the CPU.
 
     Raises:
         CheckpointError: pickled weights are asked for.
@@ -40,12 +42,14 @@ def adapt(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     for name, check in _CHECKS.items():
         if kwargs.get(name) is not None:
             check(name, kwargs[name])
+    if kwargs.get("device_map") is not None:
+        check_devices("device_map", kwargs["device_map"], where)
     dropped = {*_ABOUT_SPREADING, "load_in_4bit", "load_in_8bit"}
     return {name: value for name, value in kwargs.items() if name not in dropped}
 
 
-def check_devices(name: str, device_map: Any) -> None:
-    """Refuse a map that puts anything elsewhere than into the CPU's memory or on disk.
+def check_devices(name: str, device_map: Any, where: object = None) -> None:
+    """Refuse a map that puts anything elsewhere than on `where`, into host memory or on disk.
 
     Raises:
         OptionError: it does.
@@ -56,10 +60,15 @@ def check_devices(name: str, device_map: Any) -> None:
         others -= _AUTOMATIC
     # cpu:0 is the CPU, and "meta" is nowhere.
     others = {place for place in others if place.split(":")[0] != "cpu"}
+    if where is not None:  # as numbers they are of the one kind that there is
+        kind, _, index = str(where).partition(":")
+        others -= {kind, str(where), index or "0"}
     if others:
+        target = "the CPU" if where is None else where
         raise OptionError(
             f"{name} puts modules on {', '.join(sorted(others))}; pipeload places weights itself "
-            "and streams to the CPU. Leave device_map out, or pass 'auto' or 'cpu'."
+            f"and streams to {target}. Leave device_map out, or pass "
+            "'auto' or 'cpu'; device= says where the model computes."
         )
 
 
@@ -112,7 +121,6 @@ _CHECKS: dict[str, Callable[[str, Any], None]] = {
     "use_safetensors": _check_safetensors,
     "load_in_4bit": _check_bits,
     "load_in_8bit": _check_bits,
-    "device_map": check_devices,
     "tp_plan": _refuse_parallel,
     "tp_size": _refuse_parallel,
     "device_mesh": _refuse_parallel,

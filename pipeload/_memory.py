@@ -82,12 +82,12 @@ def memory_stall() -> float:
     return next((share for share in shares if share is not None), 0.0)
 
 
-def auto_limit_bytes() -> int:
-    """What the process may use: a tenth less than `allowed_bytes`.
+def auto_limit_bytes(there: int | None = None) -> int:
+    """What may be used of so many bytes: a tenth less; of `allowed_bytes` if None.
 
     At least 256 MB stay free for everything else on the machine.
     """
-    least = allowed_bytes()
+    least = allowed_bytes() if there is None else there
     return least - max(least // 10, min(256_000_000, least // 4))
 
 
@@ -100,16 +100,24 @@ def allowed_bytes() -> int:
     return min(choices)
 
 
-def parse_limit(memory_limit: int | str) -> int:
+def physical_bytes() -> int:
+    """All memory of the machine."""
+    return int(psutil.virtual_memory().total)
+
+
+def parse_limit(memory_limit: int | str, there: int | None = None) -> int:
     """A limit in bytes: a size, "auto", or a share such as "50%" of what "auto" starts from.
+
+    That is `there`, in bytes, or what this process is allowed if None.
 
     Raises:
         OptionError: it is none of these.
     """
     if memory_limit == "auto":
-        return auto_limit_bytes()
+        return auto_limit_bytes(there)
     if isinstance(memory_limit, str) and memory_limit.strip().endswith("%"):
-        return int(allowed_bytes() * parse_share(memory_limit))
+        least = allowed_bytes() if there is None else there
+        return int(least * parse_share(memory_limit))
     return parse_size(memory_limit)
 
 

@@ -24,6 +24,7 @@ from pipeload._repack import repack_as, repack_rows
 
 if TYPE_CHECKING:
     from pipeload._checkpoint import TensorEntry
+    from pipeload._plan import UnitPlan
     from pipeload._reader import FileSet
     from pipeload._reader_pool import Work
 
@@ -169,6 +170,11 @@ class Placement:
         with _one_conversion:
             self._convert(conversion, stored, self.views)
         return 0
+
+
+def place_streamed(plan: UnitPlan, region: Region, files: FileSet, convert: Convert) -> Place:
+    """A unit's streamed part in a buffer."""
+    return Placement(plan.streamed, region, files, convert)
 
 
 SCRATCH_BYTES = CAST_CHUNK_BYTES + 2 * PAGE

@@ -23,6 +23,9 @@ class UnitPlan:
     resident: tuple[Layout, ...]
     """One for each piece that stays or goes by itself."""
     streamed: Layout
+    hosted: bool = False
+    """Of a model on a device: whether the streamed part stays in host memory, so that it is copied
+    each time, and read once."""
 
     @property
     def resident_bytes(self) -> int:

@@ -11,6 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from pipeload._dispatcher import Dispatcher, dispatch, name_block
+from pipeload._placement import place_streamed
 from pipeload._unit import Split, Ticket, Unit
 from pipeload.errors import ReadError, UnsupportedOperationError
 
@@ -19,9 +20,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from pipeload._arena import Region
+    from pipeload._dispatcher import MakePlace
     from pipeload._placement import Convert
     from pipeload._plan import UnitPlan
     from pipeload._reader import FileSet
+    from pipeload._slots import Buffer
     from pipeload._stats import Counters
 
 
@@ -48,25 +51,28 @@ class Prefetcher:
         self,
         units: list[Unit],
         *,
-        slots: Sequence[Region],
+        slots: Sequence[Buffer],
         files: FileSet,
         convert: Convert,
         scratch: Sequence[Region | None],
         chunk_bytes: int,
+        place: MakePlace = place_streamed,
     ) -> None:
         """Start the threads and read the first units at once.
 
         Args:
             units: in the order they are expected to run.
-            slots: one region per buffer, each large enough for any unit's streamed part.
+            slots: buffers, each large enough for any unit's streamed part.
             files: the open checkpoint.
             convert: runs the library's conversions.
             scratch: one entry per reader thread.
             chunk_bytes: the most that one read call asks for.
+            place: puts a unit into a buffer.
         """
         dispatcher = Dispatcher(
             units,
             slots=slots,
+            place=place,
             files=files,
             convert=convert,
             scratch=scratch,

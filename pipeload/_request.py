@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
-from pipeload._accountant import ACCOUNTANT
+from pipeload._accountant import ACCOUNTANT, host_limit_alone
 from pipeload._build import Options
+from pipeload._device_account import account_of, device_limit
 from pipeload._memory import parse_limit
 from pipeload._reader import IO_MODES
 from pipeload._reserve import PassHint
 from pipeload._stalls import DEFAULT_SECONDS, VARIABLE
+from pipeload._torch_device import open_device
 from pipeload.errors import OptionError
+
+if TYPE_CHECKING:
+    import torch
+
+    from pipeload._device import Device
 
 LIMIT_VARIABLE = "PIPELOAD_MEMORY_LIMIT"
 """The environment variable that says what "auto" means."""
@@ -39,7 +47,9 @@ def make_request(
     pressure: str = "off",
     disk_rate: float | None = None,
     read_timeout: float | str | None = "auto",
-    enclosing: int | None = None,
+    device: str | torch.device | None = None,
+    host_memory_limit: int | str | None = None,
+    enclosing: Request | None = None,
 ) -> Request:
     """Check what was asked for.
 
@@ -52,7 +62,9 @@ def make_request(
         pressure: as there.
         disk_rate: bytes per second to predict with.
         read_timeout: as for `pipeload.from_pretrained`.
-        enclosing: in bytes, the limit of what this is a part of.
+        device: as for `pipeload.from_pretrained`.
+        host_memory_limit: as there.
+        enclosing: what this is a part of.
 
     Raises:
         OptionError: something means nothing.
@@ -68,17 +80,46 @@ def make_request(
         raise OptionError(f"io_mode={io_mode!r} is unknown. Choose one of {', '.join(IO_MODES)}.")
     if pressure not in _PRESSURES:
         raise OptionError(f"pressure={pressure!r} is unknown. Choose one of 'off', 'auto'.")
-    limit = _resolve_limit(memory_limit, enclosing)
-    options = Options(limit, io_mode, readers, disk_rate, _resolve_timeout(read_timeout))
-    return Request(options, PassHint(tokens, batch), pressure == "auto")
+    outer = None if enclosing is None else enclosing.options
+    found = None if outer is None else outer.device
+    if device is not None:
+        found = open_device(device)
+    timeout = _resolve_timeout(read_timeout)
+    if found is None:
+        if host_memory_limit is not None:
+            raise host_limit_alone(host_memory_limit)
+        limit = _resolve_limit(memory_limit, outer)
+        options = Options(limit, io_mode, readers, disk_rate, timeout)
+        return Request(options, PassHint(tokens, batch), pressure == "auto")
+    if pressure == "auto":
+        raise OptionError(
+            f"pressure='auto' gives weights back to the host, and on {found.where} it holds none "
+            "that could be. Leave it out."
+        )
+    limit = _resolve_limit("auto" if host_memory_limit is None else host_memory_limit, outer)
+    options = Options(limit, io_mode, readers, disk_rate, timeout)
+    options = replace(options, device=found, device_limit=_device_limit(found, memory_limit, outer))
+    return Request(options, PassHint(tokens, batch), pressure=False)
 
 
-def _resolve_limit(memory_limit: int | str, enclosing: int | None) -> int:
+def _device_limit(device: Device, memory_limit: int | str, outer: Options | None) -> int:
+    """Who says "auto" gets the limit that is in force already."""
+    if memory_limit != "auto":
+        return device_limit(device, memory_limit)
+    if outer is not None and outer.device is device:
+        return outer.device_limit
+    account = account_of(device)
+    if account.clients and account.limit:
+        return account.limit
+    return device_limit(device, "auto")
+
+
+def _resolve_limit(memory_limit: int | str, outer: Options | None) -> int:
     """Who says "auto" gets the limit that is in force already, else the environment's."""
     if memory_limit != "auto":
         return parse_limit(memory_limit)
-    if enclosing is not None:
-        return enclosing
+    if outer is not None:
+        return outer.memory_limit
     if ACCOUNTANT.clients and ACCOUNTANT.limit:
         return ACCOUNTANT.limit
     named = os.environ.get(LIMIT_VARIABLE, "").strip()

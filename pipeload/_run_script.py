@@ -14,6 +14,7 @@ import runpy
 import sys
 import traceback
 import zipfile
+from functools import partial
 from importlib.machinery import PathFinder, SourceFileLoader, SourcelessFileLoader
 from pathlib import Path
 from types import ModuleType
@@ -48,6 +49,8 @@ def run(words: Sequence[str]) -> None:
     options, target = _parse(words)
     stream_when_imported(
         options.memory_limit,
+        device=options.device,
+        host_memory_limit=options.host_memory_limit,
         tokens=options.tokens,
         batch=options.batch,
         io_mode=options.io_mode,
@@ -187,6 +190,15 @@ def _parser() -> argparse.ArgumentParser:
         "PIPELOAD_MEMORY_LIMIT, then the system",
     )
     parser.add_argument(
+        "--device", default="cpu", help='where models compute: "cpu", "cuda", "xpu" or "auto"'
+    )
+    parser.add_argument(
+        "--host-memory-limit",
+        default=None,
+        type=partial(_limit, name="--host-memory-limit"),
+        help="with a device, what the whole process may hold in host memory",
+    )
+    parser.add_argument(
         "--tokens", type=_count, default=256, help="longest sequence to keep memory free for"
     )
     parser.add_argument("--batch", type=_count, default=1, help="sequences at once")
@@ -196,11 +208,11 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _limit(text: str) -> str:
+def _limit(text: str, name: str = "--memory-limit") -> str:
     try:
         if text != "auto":
             parse = parse_share if text.rstrip().endswith("%") else parse_size
-            parse(text, name="--memory-limit")
+            parse(text, name=name)
     except OptionError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     return text

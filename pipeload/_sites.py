@@ -128,9 +128,16 @@ class Divider:
     """Groups a model's weights by the sites that need them, as finely as asked."""
 
     def __init__(
-        self, model: nn.Module, weights: Mapping[str, Weight], tied: Mapping[str, str]
+        self,
+        model: nn.Module,
+        weights: Mapping[str, Weight],
+        tied: Mapping[str, str],
+        *,
+        blocks_alone: bool = False,
     ) -> None:
         """`tied` maps names of parameters that share another one's memory to that one's.
+
+        With `blocks_alone` neither a head nor tables are streamed.
 
         Raises:
             NothingToStreamError: the model has no repeated blocks with weights to stream.
@@ -152,8 +159,9 @@ class Divider:
                 "checkpoint, so there is nothing to stream. Load it without pipeload."
             )
         inside = {w.name for _, streamed in self._blocks for w in streamed}
-        self._tables = [t for t in self._find_tables() if t.weight.name not in inside]
-        self._head_weight = self._find_head_weight(inside)
+        tables = () if blocks_alone else self._find_tables()
+        self._tables = [table for table in tables if table.weight.name not in inside]
+        self._head_weight = None if blocks_alone else self._find_head_weight(inside)
 
     def divide(self, grain: Grain, touched: Touched) -> Parts:
         """Cut at `grain`; a block with a touched weight stays whole, and so do head and tables.

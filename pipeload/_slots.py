@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from pipeload._arena import Region
     from pipeload._stats import Counters
+
+
+class Buffer(Protocol):
+    """Memory that one unit after the other is read into."""
+
+    def discard(self, start: int = 0) -> None:
+        """Give back what lies behind the first `start` bytes."""
 
 
 class Slots:
     """Numbered buffers, each held by one unit or by none. Only the dispatcher changes them."""
 
-    def __init__(self, regions: Sequence[Region], counters: Counters) -> None:
+    def __init__(self, regions: Sequence[Any], counters: Counters) -> None:
         """`counters.buffer_bytes` follows what is really in memory."""
-        self.regions = regions
+        self.regions: Sequence[Any] = regions
+        """`Buffer`s, all of one kind, which whoever places a unit there knows."""
         self.occupants: list[int | None] = [None] * len(regions)
         """Numbers of units."""
         self.touched = [0] * len(regions)

@@ -96,6 +96,14 @@ class Stats(Tabled):
     """The most memory this process ever held."""
     memory_limit: int
     """The limit it must stay under."""
+    device: str = "cpu"
+    """Where the model computes. What follows is of a device alone."""
+    copied_bytes: int = 0
+    """Bytes copied to the device out of host memory, in passes."""
+    peak_device_bytes: int = 0
+    """The most that the device's allocator ever held."""
+    locked: bool = False
+    """Whether copies come out of memory locked in its place, so that they run beside all else."""
 
     @property
     def tokens_per_pass(self) -> float:
@@ -116,4 +124,14 @@ class Stats(Tabled):
             Row("units read late", f"{self.misses} of {self.hits + self.misses}"),
             Row("passes", f"{self.passes}"),
             Row("tokens", f"{self.tokens}, {self.tokens_per_pass:.3g} per pass"),
+            *self._device_rows(),
+        ]
+
+    def _device_rows(self) -> list[Row]:
+        if self.device == "cpu":
+            return []
+        how = "" if self.locked else ", out of memory that is not locked"
+        return [
+            Row(f"copied to {self.device}", f"{format_size(self.copied_bytes)}{how}"),
+            Row(f"peak on {self.device}", format_size(self.peak_device_bytes)),
         ]

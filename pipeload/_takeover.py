@@ -39,6 +39,8 @@ from pipeload.errors import CheckpointError, PipeloadError, UnsupportedModelErro
 if TYPE_CHECKING:
     import os
 
+    from pipeload._device import Device
+
 _Loader = Callable[..., tuple[Any, Any]]
 Intercept = Callable[..., Any]
 """Called with the library's `from_pretrained`, bound to a class, and what that was called with."""
@@ -52,17 +54,20 @@ load at once can leave such a replacement behind (`tie_weights` that does nothin
 
 
 @contextlib.contextmanager
-def take_over_loading(stream: Callable[[PendingLoad], Any]) -> Iterator[None]:
+def take_over_loading(
+    stream: Callable[[PendingLoad], Any], device: Device | None = None
+) -> Iterator[None]:
     """Inside, this thread's next `from_pretrained` gives its meta model to `stream`.
 
-    `stream` must fill or replace every parameter and return the library's loading report.
+    It is to compute on `device`, the CPU if None. `stream` must fill or replace every parameter and
+    return the library's loading report.
     """
     with _LOAD, _QUANTIZER:
-        _thread.pending = stream
+        _thread.pending, _thread.where = stream, None if device is None else device.where
         try:
             yield
         finally:
-            _thread.pending = None
+            _thread.pending = _thread.where = None
 
 
 class _Found(Exception):  # noqa: N818 - carries a result out of the library's loader
@@ -71,7 +76,7 @@ class _Found(Exception):  # noqa: N818 - carries a result out of the library's l
         self.pending = pending
 
 
-def peek(load: Callable[[], object]) -> PendingLoad | None:
+def peek(load: Callable[[], object], device: Device | None = None) -> PendingLoad | None:
     """What `load`'s `from_pretrained` was about to fill with weights; None if it loads none.
 
     Whoever may answer for it is not asked. No weights are read.
@@ -81,7 +86,7 @@ def peek(load: Callable[[], object]) -> PendingLoad | None:
         raise _Found(pending)
 
     try:
-        with intercept_loading(plainly), take_over_loading(stop):
+        with intercept_loading(plainly), take_over_loading(stop, device):
             load()
     except _Found as found:
         return found.pending
@@ -157,7 +162,12 @@ def _load(
             raise _quantises(method, load_config.hf_quantizer.quantization_config)
         check_unpacked(method, load_config.hf_quantizer.quantization_config)
         _check_unpacks(method, load_config.weight_mapping or [])
-    check_devices("device_map", load_config.device_map or {})
+    if _thread.where is None:
+        check_devices("device_map", load_config.device_map or {})
+    else:
+        # What it loads itself belongs there, too. Not by an argument: quantizers choose otherwise,
+        # and the library wants accelerate for one. The record is frozen, but read later.
+        object.__setattr__(load_config, "device_map", {"": _thread.where})
     _refuse_pickled(checkpoint_files)
     index = (load_config.sharded_metadata or {}).get("weight_map")
     checkpoint = open_checkpoint([Path(file) for file in checkpoint_files], index)

@@ -97,6 +97,11 @@ class PendingLoad:
         return found
 
     @property
+    def own_formats(self) -> bool:
+        """Whether it holds weights for the processor's own kernels."""
+        return any(isinstance(module, PackedLinear) for module in self.model.modules())
+
+    @property
     def quantised_by(self) -> str | None:
         """What has quantised the checkpoint, None for floats."""
         return quantised_by(self._config.hf_quantizer)
@@ -184,6 +189,7 @@ class PendingLoad:
             return {}
         from pipeload._bitsandbytes import PackedWeight, is_packed
 
+        where = (self._config.device_map or {}).get("", "cpu")
         found: dict[str, PackedWeight] = {}
         for path, module in self.model.named_modules():
             if is_packed(module):
@@ -192,7 +198,7 @@ class PendingLoad:
                 parts = {pattern: entry for entry, pattern in recipe.sources}
                 if recipe.dtype is not None:  # it came alone
                     parts = {"weight": recipe.sources[0][0]}
-                found[name] = PackedWeight(name, module, parts)
+                found[name] = PackedWeight(name, module, parts, where)
         return found
 
     def weight_count(self) -> int:

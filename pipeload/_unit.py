@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from pipeload._home import Home
-    from pipeload._placement import Place, Placement
+    from pipeload._placement import Place
     from pipeload._plan import UnitPlan
     from pipeload._stalls import Stalls
 
@@ -44,7 +44,7 @@ class Unit:
     plan: UnitPlan
     home: Home
     """Where the part that is not evicted lies."""
-    slots: dict[int, Placement] = field(default_factory=dict)
+    slots: dict[int, Place] = field(default_factory=dict)
     state: UnitState = UnitState.ON_DISK
     slot: int | None = None
     used: bool = False

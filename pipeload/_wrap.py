@@ -17,13 +17,13 @@ import torch
 from torch import nn
 
 from pipeload import _takeover, _transformers
-from pipeload._accountant import ACCOUNTANT
 from pipeload._advice import advise_openmp
 from pipeload._assembly import Assembly
 from pipeload._handle import Handle
 from pipeload._live import Live, check_values, match, refuse_missing, tied_names
 from pipeload._loading import (
     assemble,
+    check_limits,
     check_source,
     plan_beside_others,
     plan_model,
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Mapping, Sequence
 
+    from pipeload._device import Device
     from pipeload._request import Request
     from pipeload._spill import Spill
 
@@ -56,9 +57,9 @@ def wrap(
     """Stream `model` from now on. See `pipeload.wrap`."""
     inner = _library_model(model)
     _refuse(inner)
-    ACCOUNTANT.check_limit(request.options.memory_limit)
+    check_limits(request)
     advise_openmp()
-    pending = _open(inner, checkpoint, kwargs)
+    pending = _open(inner, checkpoint, kwargs, request.options.device)
     meta = [name for name, parameter in inner.named_parameters() if parameter.is_meta]
     if meta:
         _fill(inner, meta, pending, request)
@@ -107,19 +108,23 @@ def _refuse(model: nn.Module) -> None:
     devices = {parameter.device.type for parameter in model.parameters()}
     if others := devices - {"cpu", "meta"}:
         raise OptionError(
-            f"this {name} has weights on {', '.join(sorted(others))}; they are streamed to the "
-            "CPU. Load it without device_map= and without .to(), then wrap it."
+            f"this {name} has weights on {', '.join(sorted(others))}; they are streamed "
+            "from disk. Load it without device_map= and without .to(), then wrap it; device= says "
+            "where it is to compute."
         )
 
 
 def _open(
-    model: Any, checkpoint: str | os.PathLike[str] | None, kwargs: Mapping[str, Any]
+    model: Any,
+    checkpoint: str | os.PathLike[str] | None,
+    kwargs: Mapping[str, Any],
+    device: Device | None,
 ) -> _transformers.PendingLoad | None:
     """The model's checkpoint, None for a model that was made without one."""
     source = checkpoint if checkpoint is not None else getattr(model, "name_or_path", "")
     if not str(source):
         return None
-    options = check_source(source, kwargs)
+    options = check_source(source, kwargs, device)
     options.pop("config", None)  # the model has it
     commit = getattr(model.config, "_commit_hash", None)  # 5.24 does not remember it any more
     if checkpoint is None and commit and not Path(source).is_dir():
@@ -129,7 +134,8 @@ def _open(
         quantised = _takeover.quantisation_of(source, options)
         if quantised is not None:
             config.quantization_config = quantised
-    return _takeover.peek(lambda: type(model).from_pretrained(source, config=config, **options))
+    load = partial(type(model).from_pretrained, source, config=config, **options)
+    return _takeover.peek(load, device)
 
 
 def _stream(
@@ -155,6 +161,7 @@ def _stream(
     )
     build = plan_beside_others(plan)
     before = [(parameter, parameter.data) for parameter in model.parameters()]
+    buffers = [(module._buffers, dict(module._buffers)) for module in model.modules()]  # noqa: SLF001
     assembly: Assembly | None = None
     try:
         assembly = Assembly(live, build, needs, request.hint, pressure=request.pressure)
@@ -166,8 +173,10 @@ def _stream(
             assembly.give_up()
         for parameter, data in before:
             parameter.data = data
+        for own, values in buffers:
+            own.update(values)
         raise
-    del before
+    del before, buffers
     let_go(live.files)  # now that nothing shows them
     if spill is not None:
         spill.hide()

@@ -4,7 +4,9 @@ A pass cannot take less than T* = max((M - R*) / B, C). M: bytes a pass must rea
 limit allows to be held beside two buffers, each as large as one unit of the plan's grain: a block,
 or, where two of these do not fit, its largest module or range of rows. B: the disk's rate, by a
 reader of the benchmark's own. C: the pass with all weights resident. rho = T*/T is the share of
-the possible that is reached. B, C and T are measured beside each other in every round, since an
+the possible that is reached. On a device T* = max(disk bytes / B, link bytes / L, C): the link
+copies what the device's limit does not hold, the disk reads what neither limit does. L: the rate of
+copies out of locked memory. B, C and T are measured beside each other in every round, since an
 absolute figure says nothing on a shared machine; medians are shown.
 """
 
@@ -60,6 +62,12 @@ class Row:
     misses_per_token: float
     peak_rss: int
     io_mode: str
+    device: str = "cpu"
+    host_memory_limit: int = 0
+    link_rate: float = 0.0
+    """L."""
+    copied_per_token: float = 0.0
+    peak_device: int = 0
 
 
 class Worker:
@@ -149,6 +157,8 @@ def run(
     rounds: int = 3,
     prompt_tokens: int = 16,
     as_json: bool = False,
+    device: str = "cpu",
+    host_memory_limits: Sequence[str | int | None] = (None,),
 ) -> list[Row]:
     """Measure `model` at each limit and print a table, or JSON.
 
@@ -159,6 +169,8 @@ def run(
         rounds: runs of everything, in turn; the medians are shown.
         prompt_tokens: length of the prompt.
         as_json: print one JSON object instead of the table.
+        device: where it computes; the limits are the device's then.
+        host_memory_limits: as for `pipeload.from_pretrained`; each limit is measured with each.
 
     Raises:
         PipeloadError: a measured process failed; says its last line.
@@ -168,8 +180,10 @@ def run(
         raise OptionError(
             "bench measures nothing so. Give at least one memory limit, token and round."
         )
-    samples = [_round(model, sizes, new_tokens, prompt_tokens) for _ in range(rounds)]
-    rows = [_row([sample[index] for sample in samples]) for index in range(len(sizes))]
+    shape = (str(prompt_tokens), str(new_tokens), "direct", device)
+    pairs = [(size, str(host or "-")) for host in host_memory_limits for size in sizes]
+    samples = [_round(model, pairs, new_tokens, shape) for _ in range(rounds)]
+    rows = [_row([sample[index] for sample in samples]) for index in range(len(pairs))]
     if as_json:
         report = {"model": model, "rounds": rounds, "rows": [asdict(row) for row in rows]}
         sys.stdout.write(json.dumps(report) + "\n")
@@ -179,19 +193,18 @@ def run(
 
 
 def _round(
-    model: str, limits: Sequence[int], new_tokens: int, prompt_tokens: int
+    model: str, limits: Sequence[tuple[int, str]], new_tokens: int, shape: Sequence[str]
 ) -> list[dict[str, Any]]:
     """Everything once: for each limit B, T, B; then C, and B while C's process computes alike."""
-    shape = (str(prompt_tokens), str(new_tokens))
     results = []
-    for limit in limits:
-        with Worker(model, str(limit), *shape, "direct") as worker:
+    for limit, host in limits:
+        with Worker(model, str(limit), *shape, host) as worker:
             result = worker.description
             before = measure_disk(result["files"])
             result |= worker.ask(decode=new_tokens)
             result["disk_rate"] = (before + measure_disk(result["files"])) / 2
             results.append(result)
-    with Worker(model, str(_ALL), *shape, "direct") as resident:
+    with Worker(model, str(_ALL), *shape, "-") as resident:
         for result in results:
             result["resident_seconds"] = resident.ask(decode=new_tokens)["seconds"]
             count = max(2, round(2 * _READ_SECONDS / result["seconds"]))
@@ -208,9 +221,16 @@ def _row(samples: Sequence[dict[str, Any]]) -> Row:
         held_at_best = room - 2 * sample["smallest_unit"]
         needed = sample["needed_per_pass"]
         to_read = max(0, needed - held_at_best) if sample["bytes_per_pass"] else 0
+        copying = 0.0
+        if "device" in sample:
+            held_at_best -= sample["pinned"]
+            to_copy = max(0, sample["blocks"] - held_at_best)
+            copying = to_copy / sample["link_rate"]
+            to_read = max(0, to_copy - max(0, sample["host_room"] - 2 * sample["smallest_unit"]))
+            sample["held"] -= sample["pinned"]
         for name in ("disk_rate", "busy_disk_rate"):
             reading = to_read / sample[name]
-            sample[f"least_{name}"] = max(reading, sample["resident_seconds"])
+            sample[f"least_{name}"] = max(reading, copying, sample["resident_seconds"])
         sample["rho"] = sample["least_disk_rate"] / sample["seconds"]
         sample["rho_busy"] = sample["least_busy_disk_rate"] / sample["seconds"]
         sample["rate_share"] = sample["read_rate"] / sample["busy_disk_rate"]
@@ -239,6 +259,11 @@ def _row(samples: Sequence[dict[str, Any]]) -> Row:
         misses_per_token=middle("misses"),
         peak_rss=max(sample["peak_rss"] for sample in samples),
         io_mode=samples[0]["io_mode"],
+        device=samples[0].get("device", "cpu"),
+        host_memory_limit=samples[0].get("host_memory_limit", 0),
+        link_rate=middle("link_rate") if "link_rate" in samples[0] else 0.0,
+        copied_per_token=middle("copied"),
+        peak_device=max(sample["peak_device"] for sample in samples),
     )
 
 
@@ -263,11 +288,22 @@ _COLUMNS: tuple[tuple[str, Callable[[Row], str]], ...] = (
 )
 
 
+_DEVICE_COLUMNS: tuple[tuple[str, Callable[[Row], str]], ...] = (
+    ("device", lambda r: r.device),
+    ("host limit", lambda r: format_size(r.host_memory_limit)),
+    ("L GB/s", lambda r: f"{r.link_rate / 1e9:.1f}"),
+    ("copied MB", lambda r: f"{r.copied_per_token / 1e6:.0f}"),
+    ("reserved", lambda r: format_size(r.peak_device)),
+)
+
+
 def table(rows: Sequence[Row]) -> str:
     """One line per limit."""
-    cells = [[name for name, _ in _COLUMNS]]
-    cells += [[show(row) for _, show in _COLUMNS] for row in rows]
-    widths = [max(len(line[column]) for line in cells) for column in range(len(_COLUMNS))]
+    on_device = any(row.device != "cpu" for row in rows)
+    columns = (*_COLUMNS, *(_DEVICE_COLUMNS if on_device else ()))
+    cells = [[name for name, _ in columns]]
+    cells += [[show(row) for _, show in columns] for row in rows]
+    widths = [max(len(line[column]) for line in cells) for column in range(len(columns))]
     return "\n".join(
         "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True))
         for line in cells

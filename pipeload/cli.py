@@ -71,11 +71,19 @@ class ZeroPoints(str, enum.Enum):
     HQQ = "hqq"
 
 
-def _limit(text: str) -> str:
+def _limit(text: str, name: str) -> str:
     if text == "auto":
         return text
     parse = parse_share if text.rstrip().endswith("%") else parse_size
-    return _checked(text, "--memory-limit", parse)
+    return _checked(text, name, parse)
+
+
+def _process_limit(text: str) -> str:
+    return _limit(text, "--memory-limit")
+
+
+def _host_limit(text: str | None) -> str | None:
+    return None if text is None else _limit(text, "--host-memory-limit")
 
 
 def _rate(text: str | None) -> str | None:
@@ -100,7 +108,21 @@ Model = Annotated[
 MemoryLimit = Annotated[
     str,
     typer.Option(
-        callback=_limit, help='What the whole process may hold: "2GB", "1.5GiB", "50%" or "auto".'
+        callback=_process_limit,
+        help='What the whole process may hold: "2GB", "1.5GiB", "50%" or "auto".',
+    ),
+]
+Device = Annotated[
+    str,
+    typer.Option(
+        help='Where the model computes: "cpu", "cuda", "xpu", or "auto"; then the memory limit is '
+        "the device's."
+    ),
+]
+HostMemoryLimit = Annotated[
+    str | None,
+    typer.Option(
+        callback=_host_limit, help="With a device: what the process may hold in host memory."
     ),
 ]
 NewTokens = Annotated[int, typer.Option(min=1, help="The most tokens to generate.")]
@@ -134,6 +156,8 @@ def run(
     ] = "-",
     *,
     memory_limit: MemoryLimit = "auto",
+    device: Device = "cpu",
+    host_memory_limit: HostMemoryLimit = None,
     max_new_tokens: NewTokens = 128,
     dtype: DtypeOption = Dtype.AUTO,
     seed: Annotated[
@@ -161,6 +185,8 @@ def run(
                 prompt=text,
                 system=system,
                 memory_limit=memory_limit,
+                device=device,
+                host_memory_limit=host_memory_limit,
                 max_new_tokens=max_new_tokens,
                 dtype=dtype.value,
                 seed=seed,
@@ -177,6 +203,8 @@ def plan(
     model: Model,
     *,
     memory_limit: MemoryLimit = "auto",
+    device: Device = "cpu",
+    host_memory_limit: HostMemoryLimit = None,
     tokens: Annotated[
         int, typer.Option(min=1, help="Longest sequence, prompt and answer together.")
     ] = 256,
@@ -197,6 +225,8 @@ def plan(
         _cli_plan.show(
             model,
             memory_limit=memory_limit,
+            device=device,
+            host_memory_limit=host_memory_limit,
             tokens=tokens,
             batch=batch,
             dtype=dtype.value,
@@ -260,7 +290,9 @@ def evaluate(
 def demo(
     memory_limit: Annotated[
         str,
-        typer.Option(callback=_limit, help='"auto" is a limit that holds only part of the layers.'),
+        typer.Option(
+            callback=_process_limit, help='"auto" is a limit that holds only part of the layers.'
+        ),
     ] = "auto",
     folder: Annotated[
         Path | None, typer.Option(help="Where to make the model; the user's cache by default.")
@@ -299,6 +331,8 @@ def bench(
         list[str] | None,
         typer.Option(help="A limit to measure at; may be given several times."),
     ] = None,
+    device: Device = "cpu",
+    host_memory_limit: HostMemoryLimit = None,
     new_tokens: Annotated[int, typer.Option(min=1, help="Tokens timed in each run.")] = 8,
     rounds: Annotated[int, typer.Option(min=1, help="Runs of everything; medians count.")] = 3,
     json: Json = False,
@@ -314,7 +348,14 @@ def bench(
         _cli_run.check_model(chosen)
         benchmark.run(
             model=chosen,
-            limits=limits or [_cli_plan.choose_limit(chosen, debug=debug)],
+            limits=limits
+            or [
+                _cli_plan.choose_limit(
+                    chosen, debug=debug, device=device, host_memory_limit=host_memory_limit
+                )
+            ],
+            device=device,
+            host_memory_limits=[host_memory_limit],
             new_tokens=new_tokens,
             rounds=rounds,
             as_json=json,

@@ -235,7 +235,7 @@ def test_two_settled_passes_that_both_want_memory(
 ) -> None:
     """They wait for each other's weights to be free, and not for ever."""
     monkeypatch.setattr(_governor, "_STEPS", 1 << 40)
-    monkeypatch.setattr(_governor, "_MIN_STEP_BYTES", 4096)
+    monkeypatch.setattr(_governor, "MIN_STEP_BYTES", 4096)
     model = load_streamed(folder, spare=ALL)
     logits(model)
     streamer = streamer_of(model)

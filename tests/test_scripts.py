@@ -292,7 +292,8 @@ def test_as_a_child_says_it() -> None:
 def test_options_reach_the_loading(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those before the script are ours, those after it are its own."""
     words = (
-        "--memory-limit 2GB --tokens=40 --batch 2 --io-mode buffered --readers 3 --pressure auto"
+        "--memory-limit 2GB --tokens=40 --batch 2 --io-mode buffered --readers 3 --pressure auto "
+        "--device cuda:1 --host-memory-limit 8GB"
     )
     options, target = _run_script._parse([*words.split(), str(SCRIPTS), "--tokens", "9"])
     assert vars(options) == {
@@ -302,6 +303,8 @@ def test_options_reach_the_loading(monkeypatch: pytest.MonkeyPatch) -> None:
         "io_mode": "buffered",
         "readers": 3,
         "pressure": "auto",
+        "device": "cuda:1",
+        "host_memory_limit": "8GB",
     }
     assert target == (str(SCRIPTS), False, ["--tokens", "9"])
     monkeypatch.chdir(SCRIPTS)

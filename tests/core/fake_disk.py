@@ -231,7 +231,7 @@ class PieceRig(AnyRig):
     def check_values(self, index: int) -> None:
         """Each piece is there once, with its own bytes."""
         unit = self.prefetcher.units[index]
-        passing = {}
+        passing: Mapping[str, torch.Tensor] = {}
         if unit.streams:
             assert unit.slot is not None
             passing = unit.slots[unit.slot].views

@@ -1,0 +1,263 @@
+"""What two limits buy on a device: the record that a user sees, and how it is made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pipeload._accountant import ACCOUNTANT
+from pipeload._build import SMALLEST_SLACK_BYTES, Build
+from pipeload._device_account import account_of
+from pipeload._device_buffers import device_bytes
+from pipeload._floor import lower_floor
+from pipeload._hosting import choose_hosted, with_hosted, worth_hosting
+from pipeload._layout import lay_out
+from pipeload._memory import free_page_cache_bytes, rss_bytes
+from pipeload._placement import scratch_bytes
+from pipeload._plan import SLOTS, Plan
+from pipeload._reader import resolve_io_mode
+from pipeload._reserve import limit_for, page_table_bytes, process_bytes
+from pipeload._residency import Residency
+from pipeload._sites import CHUNKS, Grain
+from pipeload._sizes import format_size
+from pipeload._tabled import Row
+from pipeload.errors import MemoryLimitError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    from pipeload._build import Options
+    from pipeload._plan import UnitPlan
+    from pipeload._sites import Divider, Touched
+
+_READERS = 4
+_CASTING_READERS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class DevicePlan(Plan):
+    """What two limits buy. Figures of `Plan` are of the device; those that follow, of the host."""
+
+    device: str
+    """Where the model computes."""
+    host_memory_limit: int
+    """What this process may hold in host memory."""
+    host_smallest_limit: int
+    """The smallest that works with the same limit of the device."""
+    host_floor_bytes: int
+    """Interpreter, libraries and everything else that was there before."""
+    host_reserve_bytes: int
+    """Kept free for what the process takes on, conversions, and the kernel's own tables."""
+    staging_scratch_bytes: int
+    """Working memory of the readers."""
+    link_rate: float | None
+    """Bytes per second from host memory to the device; None when nobody measured."""
+
+    @property
+    def hosted_bytes(self) -> int:
+        """Host memory of the units that stay there."""
+        return sum(unit.streamed.nbytes for unit in self.units if unit.hosted)
+
+    @property
+    def bytes_per_pass(self) -> int:
+        """Bytes read from disk in one forward pass."""
+        return sum(unit.streamed_bytes for unit in self.units if not unit.hosted)
+
+    @property
+    def fits(self) -> bool:
+        """Whether everything is on the device."""
+        return not any(unit.streamed.nbytes for unit in self.units)
+
+    @property
+    def staging_bytes(self) -> int:
+        """Host memory that streamed weights pass through."""
+        largest = max((u.streamed.nbytes for u in self.units if not u.hosted), default=0)
+        return self.slots * largest
+
+    @property
+    def link_bytes_per_pass(self) -> int:
+        """Bytes copied to the device in one forward pass."""
+        return sum(weight.nbytes for unit in self.units for weight in unit.streamed.weights)
+
+    @property
+    def seconds_per_pass(self) -> float | None:
+        """Least time that reading and copying take per pass, None without a disk rate."""
+        if self.disk_rate is None:
+            return None
+        copying = self.link_bytes_per_pass / self.link_rate if self.link_rate else 0.0
+        return max(self.bytes_per_pass / self.disk_rate, copying)
+
+    @property
+    def host_unused(self) -> int:
+        """Bytes of the host's limit that nothing is planned for."""
+        fixed = self.host_floor_bytes + self.host_reserve_bytes + self.staging_scratch_bytes
+        return self.host_memory_limit - fixed - self.staging_bytes - self.hosted_bytes
+
+    def host_figures(self) -> dict[str, object]:
+        """For programs: the device, and the figures of the host; sizes in bytes."""
+        return {
+            "device": self.device,
+            "host_memory_limit": self.host_memory_limit,
+            "host_smallest_limit": self.host_smallest_limit,
+            "host_floor_bytes": self.host_floor_bytes,
+            "host_reserve_bytes": self.host_reserve_bytes,
+            "staging_bytes": self.staging_bytes,
+            "hosted_bytes": self.hosted_bytes,
+            "link_bytes_per_pass": self.link_bytes_per_pass,
+            "link_bytes_per_second": self.link_rate,
+        }
+
+    def _rows(self) -> list[Row]:
+        """Where each byte of both limits goes, one row per purpose."""
+        blocks = f"parts of {len(self.units)} blocks"
+        smallest = f"smallest that works: {format_size(self.smallest_limit)}"
+        host_smallest = f"smallest that works: {format_size(self.host_smallest_limit)}"
+        buffers = f"{self.slots} x {format_size(self.slot_bytes)}"
+        rows = [
+            ("in use", self.floor_bytes, f"on {self.device}, before"),
+            ("reserve", self.reserve_bytes, "cache, activations, logits, workspaces"),
+            ("always there", self.pinned_bytes, "embeddings, head, small parameters"),
+            ("resident", self.resident - self.pinned_bytes, blocks),
+            ("buffers", self.buffers, buffers),
+            ("unused", self.unused, "smaller than the smallest piece"),
+            ("device limit", self.memory_limit, smallest),
+            ("process floor", self.host_floor_bytes, "interpreter, libraries"),
+            ("host reserve", self.host_reserve_bytes, "conversions; kernel tables"),
+            ("staging", self.staging_bytes, buffers),
+            ("scratch", self.staging_scratch_bytes, "what is read once passes through it"),
+            ("kept in host", self.hosted_bytes, "whole blocks: copied, not read"),
+            ("host unused", self.host_unused, ""),
+            ("host limit", self.host_memory_limit, host_smallest),
+        ]
+        return [Row(name, format_size(max(0, size)), note) for name, size, note in rows]
+
+    def _caption(self) -> str:
+        """What is read and copied in each pass, and how."""
+        how = f"({self.io_mode}, {self.readers} readers)"
+        text = f"{format_size(self.bytes_per_pass)} read per pass {how}, "
+        text += f"{format_size(self.link_bytes_per_pass)} copied to {self.device}"
+        if self.seconds_per_pass:
+            text += (
+                f": {self.seconds_per_pass:.3g} s at {format_size(round(self.disk_rate or 0))}/s"
+            )
+            if self.link_rate:
+                text += f" and {format_size(round(self.link_rate))}/s"
+        return text
+
+
+def make_device_plan(
+    divider: Divider,
+    touched: Callable[[], Touched | None],
+    files: Sequence[Path],
+    pass_bytes: int,
+    options: Options,
+    *,
+    buffers: int,
+    leaving: int = 0,
+) -> Build:
+    """Split both limits between what is there, what a pass needs, residents and buffers.
+
+    Blocks stay whole here: ranges of rows are exact by what was tried on the processor alone.
+
+    Args:
+        divider: cuts the model into blocks; head and tables are left whole.
+        touched: as for `make_plan`.
+        files: the checkpoint's.
+        pass_bytes: what a pass needs on the device beside weights.
+        options: what the user asked for; with a device.
+        buffers: bytes of what the model has beside parameters.
+        leaving: bytes that this process holds and will not when the model is streamed.
+
+    Raises:
+        MemoryLimitError: one of the limits is too small; says the smallest that works.
+        OptionError: the files refuse the way of reading that was asked for.
+    """
+    device, limit = options.device, options.device_limit
+    assert device is not None  # noqa: S101 - asked for with one
+    grain = Grain(modules=False, chunk_bytes=CHUNKS[0])
+    parts = divider.divide(grain, touched() or divider.unknown())
+    residency = Residency(parts.specs, slots=SLOTS)
+    pinned = device_bytes(lay_out(parts.pinned)) + parts.others_bytes + buffers
+    account = account_of(device)
+    floor = device.allocated_bytes() + account.untouched_bytes()
+    sizes = [weight.nbytes for spec in parts.specs for weight in spec.weights]
+    rounded = sum(device.takes(nbytes) - nbytes for nbytes in sizes)
+    reserve = pass_bytes + device.slack_bytes + rounded
+    least = floor + reserve + pinned + residency.smallest
+    choice = residency.choose(limit - floor - reserve - pinned)
+    if choice is None:
+        raise _device_too_small(
+            str(device.where), limit, least, floor=floor, reserve=reserve, pinned=pinned
+        )
+    units = residency.plans(choice)
+    readers = options.readers or (_CASTING_READERS if parts.needs_scratch else _READERS)
+    streamed = sum(unit.streamed_bytes for unit in units)
+    lower_floor()
+    host_limit = options.memory_limit
+    host_floor = rss_bytes() + ACCOUNTANT.untouched_bytes() - leaving
+    host_reserve = process_bytes(host_limit) + parts.conversion_bytes + _converted(units)
+    slots = 0 if not streamed else SLOTS
+    staging = slots * max(unit.streamed.nbytes for unit in units)
+    scratch = scratch_bytes(readers)
+    needed = host_floor + host_reserve + staging + scratch
+    host_least = limit_for(needed - page_table_bytes(host_limit)) + SMALLEST_SLACK_BYTES
+    if needed > host_limit:
+        raise _host_too_small(host_limit, host_least, host_floor, staging)
+    link_rate = device.link_rate() if options.disk_rate else None
+    worth = worth_hosting(streamed, disk_rate=options.disk_rate, link_rate=link_rate)
+    units = with_hosted(units, choose_hosted(units, min(worth, host_limit - needed)))
+    streamed = sum(unit.streamed_bytes for unit in units if not unit.hosted)
+    room = free_page_cache_bytes() - max(0, host_limit - host_floor)
+    stream_mode = resolve_io_mode(options.io_mode, files, fits_cache=0 < streamed < room)
+    plan = DevicePlan(
+        memory_limit=limit,
+        smallest_limit=least,
+        floor_bytes=floor,
+        reserve_bytes=reserve,
+        pinned_bytes=pinned,
+        units=units,
+        scratch_bytes=0,
+        readers=readers,
+        io_mode=stream_mode,
+        disk_rate=options.disk_rate,
+        device=str(device.where),
+        host_memory_limit=host_limit,
+        host_smallest_limit=host_least,
+        host_floor_bytes=host_floor,
+        host_reserve_bytes=host_reserve,
+        staging_scratch_bytes=scratch,
+        link_rate=link_rate,
+    )
+    return Build(parts, residency, plan, stream_mode, options.read_timeout, device)
+
+
+def _converted(units: Sequence[UnitPlan]) -> int:
+    """Host memory in which residents are made that the file does not hold as they are."""
+    sizes = (sum(layout.nbytes for layout in unit.resident if layout.conversions) for unit in units)
+    return 2 * max(sizes, default=0)  # two units are read at once
+
+
+def _device_too_small(
+    name: str, limit: int, smallest: int, *, floor: int, reserve: int, pinned: int
+) -> MemoryLimitError:
+    return MemoryLimitError(
+        f"memory_limit={limit} bytes ({format_size(limit)}) of {name} is too small. "
+        f"{format_size(floor)} are in use there, a pass needs {format_size(reserve)}, embeddings, "
+        f"head and small weights take {format_size(pinned)}, and two buffers for the largest block "
+        f"must fit. Set at least {smallest} bytes ({format_size(smallest)}); a smaller tokens= or "
+        "batch= lowers that.",
+        limit=limit,
+        smallest_limit=smallest,
+    )
+
+
+def _host_too_small(limit: int, smallest: int, floor: int, staging: int) -> MemoryLimitError:
+    return MemoryLimitError(
+        f"host_memory_limit={limit} bytes ({format_size(limit)}) is too small. This process holds "
+        f"{format_size(floor)} already, and the staging between disk and device takes "
+        f"{format_size(staging)}. Set at least {smallest} bytes ({format_size(smallest)}); with a "
+        "larger memory_limit less is enough.",
+        limit=limit,
+        smallest_limit=smallest,
+    )

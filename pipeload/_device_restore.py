@@ -1,0 +1,100 @@
+"""The way back to a plain model on its device."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from safetensors import safe_open
+
+from pipeload._device_buffers import flat
+from pipeload._sizes import format_size
+from pipeload.errors import MemoryLimitError, UnsupportedOperationError
+from pipeload_hooks import Binding, bind, is_placeholder
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    import torch
+    from torch import nn
+
+    from pipeload._device import Device
+    from pipeload._layout import Weight
+    from pipeload._streamer import Streamer
+    from pipeload_hooks import Companion
+
+
+class DeviceRestorer:
+    """Puts real weights into a model's parameters, all of them on the device."""
+
+    def __init__(
+        self,
+        device: Device,
+        streamer: Streamer,
+        parameters: Mapping[str, tuple[nn.Parameter, Weight]],
+        companions: Mapping[str, Sequence[Companion]],
+    ) -> None:
+        """As for `Restorer`."""
+        self._device, self._streamer = device, streamer
+        self._parameters, self._companions = parameters, companions
+
+    def __call__(self, _model: nn.Module) -> None:
+        """Nothing changes when this raises.
+
+        Raises:
+            MemoryLimitError: the whole model does not fit the device's limit.
+            UnsupportedOperationError: a forward pass is running.
+        """
+        streamer = self._streamer
+        if streamer.busy:
+            raise UnsupportedOperationError(
+                "remove() was called while a forward pass is running. Let it end first."
+            )
+        streamer.recover()
+        gone = {
+            name: weight
+            for name, (parameter, weight) in self._parameters.items()
+            if is_placeholder(parameter)
+        }
+        need = sum(weight.nbytes for weight in gone.values())
+        limit, held = streamer.governor.plan.memory_limit, self._device.allocated_bytes()
+        # The buffers go once the model is a plain one.
+        if need and held + need > limit:
+            raise MemoryLimitError(
+                f"remove() must hold {format_size(need)} of weights on {self._device.where} beside "
+                f"{format_size(held)} in use, over the limit of {limit} bytes. The model still "
+                f"streams; load it with at least {held + need} bytes.",
+                limit=limit,
+                smallest_limit=held + need,
+            )
+        made = self._read({name: weight for name, weight in gone.items() if weight.raw})
+        made |= self._borrow({name for name, weight in gone.items() if not weight.raw})
+        parameters = {name: parameter for name, (parameter, _) in self._parameters.items()}
+        bind(Binding(parameters, self._companions).pair(made))
+
+    def _read(self, weights: Mapping[str, Weight]) -> dict[str, torch.Tensor]:
+        """What the files hold as it is."""
+        made: dict[str, torch.Tensor] = {}
+        for file in {weight.sources[0].file for weight in weights.values()}:
+            with safe_open(self._streamer.files.reopen_name(file), framework="pt") as opened:
+                for name, weight in weights.items():
+                    if weight.sources[0].file == file:
+                        stored = opened.get_tensor(weight.sources[0].name)
+                        made[name] = self._put(stored)
+        return made
+
+    def _borrow(self, names: set[str]) -> dict[str, torch.Tensor]:
+        """What is cast or converted while it is read."""
+        made: dict[str, torch.Tensor] = {}
+        for index, unit in enumerate(self._streamer.prefetcher.units):
+            here = {weight.name for weight in unit.plan.streamed.weights}
+            here |= {weight.name for weight in unit.plan.resident_weights}
+            if here := here & names:
+                with self._streamer.borrowed(index) as views:
+                    self._device.synchronize()  # the last copies
+                    made.update((name, self._put(views[name])) for name in here)
+        return made
+
+    def _put(self, values: torch.Tensor) -> torch.Tensor:
+        memory = self._device.allocate(values.numel() * values.element_size())
+        self._device.copy_now(memory, flat(values))
+        return memory.view(values.dtype).view(values.shape)

@@ -1,0 +1,239 @@
+"""Where a model computes, as far as building it goes: the CPU, or a device.
+
+Chosen once, when a model is put together. What runs afterwards knows nothing of it: places,
+buffers, seats and governors are simply of one kind or of the other.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from pipeload._arena import Arena, Region
+from pipeload._device_buffers import DevicePlace, DeviceSlot, SlotSize
+from pipeload._device_governor import DeviceGovernor
+from pipeload._device_restore import DeviceRestorer
+from pipeload._device_seats import DeviceSeat
+from pipeload._governor import Governor
+from pipeload._hosting import Hosting
+from pipeload._layout import lay_out
+from pipeload._placement import SCRATCH_BYTES, place_streamed, scratch_bytes
+from pipeload._places import Places
+from pipeload._plan import SLOTS
+from pipeload._restore import Restorer
+from pipeload._seats import Seat
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from pathlib import Path
+
+    from torch import nn
+
+    from pipeload._build import Build
+    from pipeload._device import Device
+    from pipeload._dispatcher import MakePlace
+    from pipeload._layout import Layout, Weight
+    from pipeload._placement import Convert, Place
+    from pipeload._plan import Plan
+    from pipeload._reader import FileSet
+    from pipeload._slots import Buffer
+    from pipeload._streamer import Streamer
+    from pipeload_hooks import Companion
+
+_CPU = torch.device("cpu")
+
+
+class PlacesLike(Protocol):
+    """Gives weights that stay their memory."""
+
+    def make(self, layout: Layout) -> Place:
+        """Memory for a layout: one piece of a unit, or everything that is pinned."""
+
+    def whole(self, weight: Weight) -> torch.Tensor:
+        """A weight that is cut by rows, whose ranges are all there."""
+
+
+class Target(Protocol):
+    """The parts that a streaming model is made of."""
+
+    @property
+    def where(self) -> torch.device:
+        """The device of its parameters."""
+
+    @property
+    def place(self) -> MakePlace:
+        """Puts a unit's streamed part into a buffer."""
+
+    def places(
+        self,
+        files: FileSet,
+        convert: Convert,
+        wholes: list[Weight],
+        mapped: list[Path] | None,
+        /,
+    ) -> PlacesLike:
+        """As `Places` takes them."""
+
+    def slots(self, build: Build, /) -> Sequence[Buffer]:
+        """The buffers."""
+
+    def scratch(self, plan: Plan) -> list[Region | None]:
+        """Working memory, one entry per reader."""
+
+    def needs_scratch(self, layout: Layout, /) -> bool:
+        """Whether reading it takes working memory."""
+
+    def governor(self, *args: Any, pressure: bool) -> Governor:
+        """As `Governor` takes them."""
+
+    def seat(self, *args: Any, shared: bool) -> Seat:
+        """As `Seat` takes them."""
+
+    def settle(self, model: nn.Module, undo: list[Callable[[], None]], /) -> None:
+        """Have all else that the model consists of be where its weights are."""
+
+    def restorer(
+        self,
+        streamer: Streamer,
+        parameters: Mapping[str, tuple[nn.Parameter, Weight]],
+        companions: Mapping[str, Sequence[Companion]],
+    ) -> Callable[[nn.Module], None]:
+        """Puts real weights back."""
+
+
+class CpuTarget:
+    """The processor: weights are where they were read to."""
+
+    def __init__(self) -> None:
+        self.where = _CPU
+        self.place: MakePlace = place_streamed
+
+    def places(
+        self, files: FileSet, convert: Convert, wholes: list[Weight], mapped: list[Path] | None
+    ) -> PlacesLike:
+        """Memory of the process, or the mapped files."""
+        return Places(files, convert, wholes, mapped)
+
+    def slots(self, build: Build) -> list[Region]:
+        """Address space for the largest unit, all of it streamed; pages come as they are used."""
+        largest = max(lay_out(spec.weights).nbytes for spec in build.parts.specs)
+        arena = Arena(SLOTS * largest, device=_CPU, huge=True)
+        return [arena.take(largest) for _ in range(SLOTS)]
+
+    def scratch(self, plan: Plan) -> list[Region | None]:
+        """Only where weights are cast."""
+        return make_scratch(plan.readers) if plan.scratch_bytes else [None] * plan.readers
+
+    def needs_scratch(self, layout: Layout) -> bool:
+        """Only where weights are cast."""
+        return bool(layout.casts)
+
+    def governor(self, *args: Any, pressure: bool) -> Governor:
+        """Of the process's memory."""
+        return Governor(*args, pressure=pressure)
+
+    def seat(self, *args: Any, shared: bool) -> Seat:
+        """One that binds and unbinds."""
+        return Seat(*args, shared=shared)
+
+    def settle(self, _model: nn.Module, _undo: list[Callable[[], None]]) -> None:
+        """It is."""
+
+    def restorer(
+        self,
+        streamer: Streamer,
+        parameters: Mapping[str, tuple[nn.Parameter, Weight]],
+        companions: Mapping[str, Sequence[Companion]],
+    ) -> Callable[[nn.Module], None]:
+        """Puts mapped weights back."""
+        return Restorer(streamer, parameters, companions)
+
+
+class DeviceTarget:
+    """A device: weights are copied there."""
+
+    def __init__(self, device: Device, build: Build) -> None:
+        self._device = device
+        self._size = SlotSize(build.plan.units)
+        self._slots = [DeviceSlot(device, self._size) for _ in range(SLOTS)]
+        self.where = device.where
+        self._hosting = Hosting(device)
+        self.place: MakePlace = self._hosting.place
+
+    def places(
+        self, files: FileSet, convert: Convert, _wholes: list[Weight], _mapped: list[Path] | None
+    ) -> PlacesLike:
+        """Memory of the device."""
+        return _DevicePlaces(self._device, files, convert)
+
+    def slots(self, _build: Build) -> list[DeviceSlot]:
+        """Staging and memory of the device."""
+        return self._slots
+
+    def scratch(self, plan: Plan) -> list[Region | None]:
+        """What stays passes through it."""
+        return make_scratch(plan.readers)
+
+    def needs_scratch(self, _layout: Layout) -> bool:
+        """What stays passes through it."""
+        return True
+
+    def governor(self, *args: Any, pressure: bool) -> Governor:
+        """Of the device's memory."""
+        return DeviceGovernor(
+            *args, pressure=pressure, size=self._size, slots=self._slots, hosting=self._hosting
+        )
+
+    def seat(self, *args: Any, shared: bool) -> Seat:
+        """One that orders the device's work."""
+        return DeviceSeat(self._device, *args, shared=shared)
+
+    def settle(self, model: nn.Module, undo: list[Callable[[], None]]) -> None:
+        """Move what pipeload does not fill, and say where the model is, as pipelines ask."""
+        for module in model.modules():
+            for parameter in module.parameters(recurse=False):
+                if parameter.device != self.where and not parameter.is_meta:
+                    parameter.data = parameter.data.to(self.where)
+            for name, buffer in list(module.named_buffers(recurse=False)):
+                if buffer.device != self.where:
+                    module._buffers[name] = buffer.to(self.where)  # noqa: SLF001 - its own
+        if "hf_device_map" not in vars(model):
+            vars(model)["hf_device_map"] = {"": self.where}
+            undo.append(partial(vars(model).pop, "hf_device_map", None))
+
+    def restorer(
+        self,
+        streamer: Streamer,
+        parameters: Mapping[str, tuple[nn.Parameter, Weight]],
+        companions: Mapping[str, Sequence[Companion]],
+    ) -> Callable[[nn.Module], None]:
+        """Puts all weights on the device."""
+        return DeviceRestorer(self._device, streamer, parameters, companions)
+
+
+class _DevicePlaces:
+    """Each layout gets memory of its own on the device."""
+
+    def __init__(self, device: Device, files: FileSet, convert: Convert) -> None:
+        self._device, self._files, self._convert = device, files, convert
+
+    def make(self, layout: Layout) -> Place:
+        """Memory for a layout."""
+        return DevicePlace(layout, self._device, self._files, self._convert)
+
+    def whole(self, weight: Weight) -> torch.Tensor:
+        """No weight is cut by rows on a device."""
+        raise NotImplementedError(weight.name)
+
+
+def make_target(build: Build) -> Target:
+    """What a model of that plan is built for."""
+    return CpuTarget() if build.device is None else DeviceTarget(build.device, build)
+
+
+def make_scratch(readers: int) -> list[Region | None]:
+    """Working memory for so many readers."""
+    arena = Arena(scratch_bytes(readers), device=_CPU, huge=True)
+    return [arena.take(SCRATCH_BYTES) for _ in range(readers)]

@@ -1,0 +1,274 @@
+"""The accelerators that torch knows, by its device-neutral interface. No card has seen this file.
+
+[Note: locked memory of the exact size] torch's own pinned memory comes in powers of two, up to
+twice what was asked for, and is kept for good. So memory of ours is registered with the driver,
+page by page, where torch lets us (CUDA and ROCm). Elsewhere, or where the driver refuses (a small
+limit on locked memory), staging stays pageable: copies are then made by the reader's thread, which
+waits for them; slower, and still right.
+
+[Note: an error that stays] A call of the driver's that was refused leaves its error behind, and
+the next check of torch's, anywhere, would raise it. So it is fetched at once, and dropped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from pipeload._arena import Arena
+from pipeload._device import ALIGN
+from pipeload._sizes import format_size
+from pipeload.errors import OptionError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pipeload._device import Event
+
+KINDS = ("auto", "cpu", "cuda", "mps", "xpu")
+"""What a user may ask for, with or without an index."""
+_STREAMED = frozenset({"cuda", "xpu"})
+"""Those with memory, copies and events of their own."""
+_WARM_UP_SIDE = 256
+_OWN_SEGMENT_BYTES = 10 << 20
+_SEGMENT_STEP = 2 << 20
+_LINK_PIECE_BYTES = 32 << 20
+_LINK_PIECES = 4
+_SLACK_BYTES = 64_000_000
+_log = logging.getLogger("pipeload")
+
+
+def open_device(name: str | torch.device) -> TorchDevice | None:
+    """The accelerator of that name; None for the CPU, and for "auto" where there is none.
+
+    Raises:
+        OptionError: it means nothing, or there is no such device.
+    """
+    kind, _, index = str(name).partition(":")
+    if kind not in KINDS or (index and (not index.isdecimal() or kind == "auto")):
+        raise OptionError(
+            f"device={str(name)!r} is unknown. Choose one of {', '.join(KINDS)}; "
+            "an index may follow, as in 'cuda:1'."
+        )
+    if kind == "cpu":
+        return None
+    there = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if kind == "auto":
+        fit = there is not None and there.type in _STREAMED
+        return _open(there.type, _current_index()) if there is not None and fit else None
+    if kind not in _STREAMED:
+        raise OptionError(
+            f"device={str(name)!r} shares its memory with the processor, and cannot be streamed to "
+            "yet. Leave device out to stream to the CPU."
+        )
+    if there is None or there.type != kind:
+        found = "no accelerator at all" if there is None else f"{there.type!r} alone"
+        raise OptionError(
+            f"device={str(name)!r} is not there: torch {torch.__version__} finds {found}. Install "
+            "a torch that is built for it, and see that its driver works "
+            "(torch.accelerator.is_available()), or leave device out to stream to the CPU."
+        )
+    count = torch.accelerator.device_count()
+    number = int(index) if index else _current_index()
+    if number >= count:
+        raise OptionError(
+            f"device={str(name)!r} is not there: torch finds {count} of {kind!r}, numbered from 0. "
+            f"Choose {kind}:0 to {kind}:{count - 1}."
+        )
+    return _open(kind, number)
+
+
+def _current_index() -> int:
+    return int(torch.accelerator.current_device_index())
+
+
+_opened: dict[tuple[str, int], TorchDevice] = {}
+
+
+def _open(kind: str, index: int) -> TorchDevice:
+    key = (kind, index)
+    if key not in _opened:
+        _opened[key] = TorchDevice(torch.device(kind, index))
+    return _opened[key]
+
+
+class TorchDevice:
+    """A `Device`: one of torch's accelerators."""
+
+    def __init__(self, where: torch.device) -> None:
+        self.where = where
+        self._module: Any = torch.get_device_module(where)
+        self._copies = torch.Stream(device=where)
+        self._runtime = _runtime(where)
+        self._refused = False
+        self._link_rate: float | None = None
+        self.warm_up()
+
+    @property
+    def caps(self) -> bool:
+        """Whether the allocator can be given a limit."""
+        return hasattr(self._module, "set_per_process_memory_fraction")
+
+    @property
+    def slack_bytes(self) -> int:
+        """A guess: workspaces of further streams, and parts of segments of 2 and 20 MB."""
+        return _SLACK_BYTES
+
+    def warm_up(self) -> None:
+        """Have the libraries take what they take, before anybody measures."""
+        side = torch.ones((_WARM_UP_SIDE, _WARM_UP_SIDE), device=self.where, dtype=torch.float16)
+        (side @ side).sum().item()
+
+    def takes(self, nbytes: int) -> int:
+        """Large ones get a segment of their own, in steps of 2 MB."""
+        step = _SEGMENT_STEP if nbytes >= _OWN_SEGMENT_BYTES else ALIGN
+        return nbytes + -nbytes % step
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        """Memory on the device: torch's allocators align to at least `ALIGN`."""
+        with torch.inference_mode(False):
+            return torch.empty(nbytes, dtype=torch.uint8, device=self.where)
+
+    def pin(self, address: int, nbytes: int) -> bool:
+        """See [Note: locked memory of the exact size]."""
+        if self._runtime is None or not nbytes:
+            return False
+        try:
+            with torch.accelerator.device_index(self.where.index):
+                status = int(self._runtime.cudaHostRegister(address, nbytes, 0))
+        except (AttributeError, RuntimeError, TypeError) as error:
+            status = -1
+            _log.debug("the driver cannot lock memory: %r", error)
+        if not status:
+            return True
+        self._drop_error()
+        if not self._refused:
+            self._refused = True
+            _log.warning(
+                "the driver refused to lock %s of host memory (error %d): copies to %s are slower. "
+                "Raise the limit on locked memory (ulimit -l).",
+                format_size(nbytes),
+                status,
+                self.where,
+            )
+        return False
+
+    def unpin(self, address: int) -> None:
+        """Nothing may be copied out of there any more."""
+        with contextlib.suppress(Exception):  # at exit, the driver may be gone
+            self.synchronize()
+            with torch.accelerator.device_index(self.where.index):
+                status = int(self._runtime.cudaHostUnregister(address))
+            if status:
+                self._drop_error()
+
+    def copy(
+        self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], after: Event | None
+    ) -> Event:
+        """On the one copy stream."""
+        stream = self._copies
+        if isinstance(after, torch.Event):
+            stream.wait_event(after)
+        with stream:
+            for to, values in pairs:
+                to.copy_(values, non_blocking=True)
+        return self._record(stream)
+
+    def copy_now(self, to: torch.Tensor, values: torch.Tensor) -> None:
+        """On this thread's own stream, and waited for."""
+        to.copy_(values)
+        torch.accelerator.current_stream(self.where).synchronize()
+
+    def computed(self) -> Event:
+        """On this thread's stream."""
+        return self._record(torch.accelerator.current_stream(self.where))
+
+    def _record(self, stream: torch.Stream) -> torch.Event:
+        # One that a thread sleeps for: the others would take a core each to look at it.
+        event = torch.Event(device=self.where, blocking=True)
+        event.record(stream)
+        return event
+
+    def wait(self, event: Event) -> None:
+        """By this thread's stream."""
+        assert isinstance(event, torch.Event)  # noqa: S101 - `copy` made it
+        torch.accelerator.current_stream(self.where).wait_event(event)
+
+    def synchronize(self) -> None:
+        """All streams of the device."""
+        torch.accelerator.synchronize(self.where)
+
+    def allocated_bytes(self) -> int:
+        """By the allocator's own count."""
+        return int(torch.accelerator.memory_allocated(self.where))
+
+    def reserved_bytes(self) -> int:
+        """By the allocator's own count."""
+        return int(torch.accelerator.memory_reserved(self.where))
+
+    def peak_bytes(self) -> int:
+        """By the allocator's own count."""
+        return int(torch.accelerator.max_memory_reserved(self.where))
+
+    def free_bytes(self) -> int:
+        """By the driver's count: other processes have their share."""
+        free, _ = torch.accelerator.get_memory_info(self.where)
+        return int(free)
+
+    def link_rate(self) -> float:
+        """By a few copies of one piece."""
+        if self._link_rate is None:
+            self._link_rate = _measure_link(self)
+        return self._link_rate
+
+    def trim(self) -> None:
+        """Only where memory was given back: it waits for the device."""
+        torch.accelerator.empty_cache()
+
+    def cap(self, nbytes: int | None) -> None:
+        """By the allocator: it gives back what nobody uses before it refuses."""
+        if not self.caps:
+            return
+        self.trim()
+        _, total = torch.accelerator.get_memory_info(self.where)
+        share = 1.0 if nbytes is None else min(1.0, nbytes / total)
+        self._module.set_per_process_memory_fraction(share, self.where)
+
+    def _drop_error(self) -> None:
+        """See [Note: an error that stays]."""
+        for _ in range(2):
+            with contextlib.suppress(RuntimeError):
+                torch.ones(1, device=self.where).add_(1)
+                self.synchronize()
+
+
+def _measure_link(device: TorchDevice) -> float:
+    arena = Arena(_LINK_PIECE_BYTES, device=torch.device("cpu"), huge=True)
+    values = arena.tensor(0, "U8", (arena.nbytes,), arena.nbytes)
+    values.zero_()
+    pinned = device.pin(arena.address, arena.nbytes)
+    memory = device.allocate(arena.nbytes)
+    device.copy([(memory, values)], None).synchronize()
+    started = time.perf_counter()
+    for _ in range(_LINK_PIECES):
+        event = device.copy([(memory, values)], None)
+    event.synchronize()
+    seconds = time.perf_counter() - started
+    if pinned:
+        device.unpin(arena.address)
+    return _LINK_PIECES * arena.nbytes / seconds
+
+
+def _runtime(where: torch.device) -> Any:
+    """The driver's calls that torch shows; None where it shows none."""
+    if where.type != "cuda":
+        return None
+    try:
+        return torch.cuda.cudart()
+    except (RuntimeError, AttributeError) as error:
+        _log.debug("no runtime to lock memory with: %r", error)
+        return None

@@ -1,0 +1,278 @@
+"""What is asked of torch's accelerators, by a torch that only writes it down.
+
+No card is needed, so none is proved to do it: that is what tests/gpu is for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import pipeload
+from pipeload import _torch_device
+from pipeload._torch_device import TorchDevice, open_device
+from tests.streaming import load_streamed
+
+
+class Recorded:
+    """A torch of one kind of accelerator, whose memory is the host's."""
+
+    def __init__(self, kind: str | None, count: int = 2) -> None:
+        self.calls: list[str] = []
+        self.fraction: list[float] = []
+        self.status = 0
+        there = None if kind is None else SimpleNamespace(type=kind)
+        self.accelerator = SimpleNamespace(
+            is_available=lambda: there is not None,
+            current_accelerator=lambda: there,
+            current_device_index=lambda: 1,
+            device_count=lambda: count,
+            device_index=lambda _index: contextlib.nullcontext(),
+            current_stream=lambda _where: Stream(self, "compute"),
+            synchronize=lambda _where: self.calls.append("synchronize"),
+            memory_allocated=lambda _where: 10,
+            memory_reserved=lambda _where: 20,
+            max_memory_reserved=lambda _where: 30,
+            get_memory_info=lambda _where: (600, 1000),
+            empty_cache=lambda: self.calls.append("empty_cache"),
+        )
+        runtime = SimpleNamespace(
+            cudaHostRegister=self._register,
+            cudaHostUnregister=self._unregister,
+        )
+        self.cuda = SimpleNamespace(cudart=lambda: runtime)
+
+    def _register(self, address: int, nbytes: int, flags: int) -> int:
+        self.calls.append(f"register {address} {nbytes} {flags}")
+        return self.status
+
+    def _unregister(self, address: int) -> int:
+        self.calls.append(f"unregister {address}")
+        return 0
+
+    def Stream(self, device: torch.device) -> Stream:  # noqa: N802 - as torch calls it
+        return Stream(self, "copies")
+
+    def get_device_module(self, _where: torch.device) -> Any:
+        return SimpleNamespace(
+            set_per_process_memory_fraction=lambda share, _where: self.fraction.append(share)
+        )
+
+    def ones(self, shape: Any, **_options: Any) -> torch.Tensor:
+        self.calls.append("ones")
+        return torch.ones(shape)
+
+    def empty(self, nbytes: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=dtype)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+class RecordedEvent:
+    name = ""
+    _torch: Recorded
+
+    def __init__(self, device: torch.device, *, blocking: bool) -> None:
+        assert blocking, "a thread that waits would take a core"
+
+    def record(self, stream: Stream) -> None:
+        self.name, self._torch = stream.name, stream.torch
+        self._torch.calls.append(f"{stream.name} records")
+
+    def synchronize(self) -> None:
+        self._torch.calls.append(f"wait for {self.name}")
+
+
+class Stream:
+    def __init__(self, torch_: Recorded, name: str) -> None:
+        self.torch, self.name = torch_, name
+
+    def wait_event(self, event: RecordedEvent) -> None:
+        self.torch.calls.append(f"{self.name} waits for {event.name}")
+
+    def synchronize(self) -> None:
+        self.torch.calls.append(f"{self.name} synchronized")
+
+    def __enter__(self) -> None:
+        self.torch.calls.append(f"enter {self.name}")
+
+    def __exit__(self, *_error: object) -> None:
+        self.torch.calls.append(f"leave {self.name}")
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> Recorded:
+    made = Recorded("cuda")
+    monkeypatch.setattr(made, "Event", RecordedEvent, raising=False)
+    monkeypatch.setattr(_torch_device, "torch", made)
+    monkeypatch.setattr(_torch_device, "_opened", {})
+    return made
+
+
+def opened(name: str) -> TorchDevice:
+    device = open_device(name)
+    assert device is not None
+    return device
+
+
+# -- names -----------------------------------------------------------------------------------------
+
+
+def test_names_of_devices(fake: Recorded) -> None:
+    """With an index or the current one; each device is opened once."""
+    assert opened("cuda").where == torch.device("cuda", 1)
+    assert opened("cuda:0").where == torch.device("cuda", 0)
+    assert opened("auto") is opened("cuda:1")
+    assert open_device(torch.device("cuda", 1)) is opened("cuda")
+    assert open_device("cpu") is None
+
+
+@pytest.mark.parametrize("name", ["gpu", "", "cuda:x", "cuda:-1", "auto:0", "cpu:0:1", "meta"])
+def test_names_that_mean_nothing(name: str) -> None:
+    """What, and what would."""
+    with pytest.raises(pipeload.OptionError, match=r"is unknown\. Choose one of auto, cpu, cuda"):
+        open_device(name)
+
+
+@pytest.mark.parametrize("kind", [None, "xpu"])
+def test_a_device_that_is_not_there(monkeypatch: pytest.MonkeyPatch, kind: str | None) -> None:
+    """It says what torch finds, and what to do; "auto" is the CPU then."""
+    monkeypatch.setattr(_torch_device, "torch", Recorded(kind))
+    with pytest.raises(pipeload.OptionError, match=r"'cuda' is not there: torch .* finds .*leave"):
+        open_device("cuda")
+    if kind is None:
+        assert open_device("auto") is None
+
+
+def test_an_index_that_is_not_there(fake: Recorded) -> None:
+    """The highest is named."""
+    with pytest.raises(pipeload.OptionError, match=r"finds 2 of 'cuda'.*cuda:0 to cuda:1"):
+        open_device("cuda:2")
+
+
+def test_unified_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There, nothing would be gained; "auto" streams to the CPU."""
+    monkeypatch.setattr(_torch_device, "torch", Recorded("mps"))
+    with pytest.raises(pipeload.OptionError, match="'mps' shares its memory with the processor"):
+        open_device("mps")
+    assert open_device("auto") is None
+
+
+def test_options_of_a_device_alone(tiny: Any, fake: Recorded) -> None:
+    """Each is refused where it would do nothing."""
+    with pytest.raises(pipeload.OptionError, match="is for models on another device"):
+        pipeload.plan(tiny("llama"), host_memory_limit="2GB")
+    with pytest.raises(pipeload.OptionError, match="pressure='auto' gives weights back"):
+        pipeload.from_pretrained(tiny("llama"), device="cuda", pressure="auto")
+
+
+def test_another_limit_of_the_host_alone(tiny: Any) -> None:
+    """On the CPU there is only one."""
+    model = load_streamed(tiny("llama"))
+    with pytest.raises(pipeload.OptionError, match="on the CPU, memory_limit is the host's"):
+        model.pipeload.set_memory_limit("8GB", host_memory_limit="4GB")
+
+
+# -- what is asked of it ---------------------------------------------------------------------------
+
+
+def test_copies_go_behind_their_event(fake: Recorded) -> None:
+    """On a stream of their own; nobody waits for it."""
+    device = opened("cuda")
+    fake.calls.clear()
+    computed = device.computed()
+    to, values = torch.zeros(4, dtype=torch.uint8), torch.arange(4, dtype=torch.uint8)
+    event = device.copy([(to, values)], computed)
+    device.wait(event)
+    assert fake.calls == [
+        "compute records",
+        "copies waits for compute",
+        "enter copies",
+        "leave copies",
+        "copies records",
+        "compute waits for copies",
+    ]
+    assert torch.equal(to, values)
+    device.copy([], None)
+    assert fake.calls[-3:] == ["enter copies", "leave copies", "copies records"]
+
+
+def test_what_is_loaded_once_is_waited_for(fake: Recorded) -> None:
+    """On the thread's own stream."""
+    device = opened("cuda")
+    to = torch.zeros(4, dtype=torch.uint8)
+    device.copy_now(to, torch.ones(4, dtype=torch.uint8))
+    assert to.sum() == 4
+    assert fake.calls[-1] == "compute synchronized"
+
+
+def test_memory_is_locked_at_its_exact_size(fake: Recorded) -> None:
+    """Registered with the driver, and let go when nothing is copied any more."""
+    device = opened("cuda")
+    assert device.pin(4096, 12288)
+    assert fake.calls[-1] == "register 4096 12288 0"
+    device.unpin(4096)
+    assert fake.calls[-2:] == ["synchronize", "unregister 4096"]
+    assert not device.pin(4096, 0)
+
+
+def test_a_refused_lock_is_recovered_and_said_once(
+    fake: Recorded, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The driver's error does not stay behind; copies are then pageable."""
+    device = opened("cuda")
+    fake.status = 2
+    with caplog.at_level(logging.WARNING, logger="pipeload"):
+        assert not device.pin(4096, 1_000_000)
+        assert not device.pin(4096, 1_000_000)
+    assert "ones" in fake.calls
+    (record,) = caplog.records
+    assert "refused to lock 1.00 MB of host memory (error 2)" in record.message
+    assert "ulimit -l" in record.message
+
+
+def test_no_lock_where_torch_shows_no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other accelerators than CUDA and ROCm."""
+    made = Recorded("xpu")
+    monkeypatch.setattr(made, "Event", RecordedEvent, raising=False)
+    monkeypatch.setattr(_torch_device, "torch", made)
+    monkeypatch.setattr(_torch_device, "_opened", {})
+    assert not opened("xpu").pin(4096, 4096)
+
+
+def test_the_allocators_figures_and_its_limit(fake: Recorded) -> None:
+    """In bytes, and as a share of what the device has."""
+    device = opened("cuda")
+    figures = device.allocated_bytes(), device.reserved_bytes(), device.peak_bytes()
+    assert figures == (10, 20, 30)
+    assert device.free_bytes() == 600
+    assert device.caps
+    for limit in (250, 5000, None):
+        device.cap(limit)
+    assert fake.fraction == [0.25, 1.0, 1.0]
+    device.trim()
+    assert fake.calls[-1] == "empty_cache"
+    assert device.allocate(100).shape == (100,)
+    assert [device.takes(n) for n in (1, 600, 3 << 20, 11 << 20, 12 << 20)] == [
+        512,
+        1024,
+        3 << 20,
+        12 << 20,
+        12 << 20,
+    ]
+
+
+def test_the_links_rate_is_measured_once(fake: Recorded) -> None:
+    """By copies out of locked memory, which is let go."""
+    device = opened("cuda")
+    rate = device.link_rate()
+    assert rate > 0
+    assert device.link_rate() == rate
+    assert sum(call.startswith("register") for call in fake.calls) == 1
+    assert sum(call.startswith("unregister") for call in fake.calls) == 1
