@@ -234,7 +234,7 @@ def test_two_settled_passes_that_both_want_memory(
     folder: Path, plain: Any, pressure: Pressure, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They wait for each other's weights to be free, and not for ever."""
-    monkeypatch.setattr(_governor, "_STEPS", 1 << 40)
+    monkeypatch.setattr(_governor, "STEPS", 1 << 40)
     monkeypatch.setattr(_governor, "MIN_STEP_BYTES", 4096)
     model = load_streamed(folder, spare=ALL)
     logits(model)
