@@ -198,7 +198,9 @@ def _get_quantizer(
             raise
         raise not_loadable(method, error) from error
     if method is None or not is_unpacked(method):
-        return quantizer, config, places
+        # Nobody said where: then quantizers choose an accelerator if they see one.
+        unasked = device_map is None and places is not None
+        return quantizer, config, {"": "cpu"} if unasked else places
     if _has_accelerator() and packed_for_accelerator(method):
         # It is streamed to the CPU, where the library has floats, too, when there is nothing else.
         quantizer.quantization_config.dequantize = True

@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
+from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 
 import pipeload
 from pipeload import _nf4
@@ -180,6 +181,27 @@ def test_unpacked_bytes_count_in_the_dtype_that_is_computed_in(
     if processor == AVX2:  # all of it for a prompt, and what is kept for ranges: here as much
         wanted = 4 if make_fill(torch.ones(16), 64) is None else 8
         assert counted >= wanted * largest.in_features * largest.out_features
+
+
+@pytest.mark.parametrize("form", ["nf4", "int8"])
+def test_an_accelerator_that_nobody_asked_for(
+    form: str, quantised: Callable[[str, str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The library would put a quantised model there; it is streamed to the CPU all the same."""
+    folder = quantised("llama", form)
+    expected = all_outputs(plain(folder))
+    asked = []
+    for method in ("bitsandbytes_4bit", "bitsandbytes_8bit"):
+
+        def places(_self: object, device_map: object) -> object:
+            asked.append(device_map)
+            return device_map or {"": 0}
+
+        monkeypatch.setattr(AUTO_QUANTIZER_MAPPING[method], "update_device_map", places)
+    model = load(folder, limits(folder, 3)[0])
+    assert asked.count(None) > 0
+    assert_same(all_outputs(model), expected, form)
+    assert_streamed(model)
 
 
 def test_packed_bytes_are_what_is_read(quantised: Callable[[str, str], Path]) -> None:
