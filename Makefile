@@ -7,8 +7,6 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 PINS := .ci/constraints.txt
 MODELS := .ci/models.txt
-# One more process of tests than processors: they wait for disks, for children, and for timeouts.
-WORKERS = $(shell $(PYTHON) -c 'import os; print(1 + (os.cpu_count() or 1))')
 
 # While it waits, OpenMP would spin and take the cores from the threads that read.
 export OMP_WAIT_POLICY := passive
@@ -21,7 +19,7 @@ demo: $(VENV)/demo.stamp
 # One file after the other in each process: files share models that take time to make. In their
 # order: by default those with few tests come last, and they are the ones that take long.
 test: dev
-	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder \
+	$(BIN)/python -m pytest --numprocesses auto --dist loadfile --no-loadscope-reorder \
 		$(PYTEST_OPTIONS)
 
 # Apart from the tests, which tracing makes half as slow again.
