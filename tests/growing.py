@@ -56,7 +56,7 @@ class Watch(BaseStreamer):
         if event == "halve" and limit != "plain" and self.count in (new // 4, new // 2):
             small = int(limit) - int(model.pipeload.plan.resident * 0.5)
             model.pipeload.set_memory_limit(small if self.count == new // 4 else int(limit))
-        if event == "list" and self.count % 10 == 0 and self.count >= new // 4:
+        if event == "list" and self.count % 5 == 0 and self.count >= new // 4:
             if len(users) < 30:
                 users.append(bytearray(b"x" * 10_000_000))
     def end(self): pass
