@@ -122,12 +122,19 @@ class Accountant:
             MemoryLimitError: what is there does not fit.
         """
         with self.lock:
-            clients = self.clients
-            for client in clients:
-                client.check_limit(limit)
+            self.check_change(limit)
             self.limit = limit
-            for client in clients:
+            for client in self.clients:
                 client.take_limit(limit)
+
+    def check_change(self, limit: int) -> None:
+        """Whether everybody who is there can do with another limit.
+
+        Raises:
+            MemoryLimitError: somebody cannot.
+        """
+        for client in self.clients:
+            client.check_limit(limit)
 
     def other_bytes(self) -> int:
         """What this process holds beside weights that stream: see [Note: what is measured]."""

@@ -11,8 +11,8 @@ import torch
 
 from pipeload._arena import DTYPES, Arena, Region
 from pipeload._device import aligned
-from pipeload._layout import Cast, Layout, ceil_page, floor_page, lay_out
-from pipeload._placement import CAST_CHUNK_BYTES, Convert, Placement
+from pipeload._layout import Cast, Layout, ceil_page, lay_out
+from pipeload._placement import CAST_CHUNK_BYTES, Convert, Placement, read_into, scratch_of
 from pipeload.errors import ReadError
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ class DeviceSlot:
             self._release_staging()
         if self._arena is None:
             self._arena = Arena(wanted, device=_CPU, huge=True)
-            self._pin(self._arena)
+            self.locked = lock(self._arena, self.device)
         return Region(self._arena, 0, wanted)
 
     def discard(self, start: int = 0) -> None:
@@ -113,13 +113,6 @@ class DeviceSlot:
         if self.copied is not None:
             self.copied.synchronize()
 
-    def _pin(self, arena: Arena) -> None:
-        self.locked = self.device.pin(arena.address, arena.nbytes)
-        if self.locked:
-            # Not here: prepared views may keep the arena for longer than this buffer does.
-            unpin = weakref.finalize(arena, self.device.unpin, arena.address)
-            unpin.atexit = False
-
     def _release(self) -> None:
         self.device.synchronize()
         self._memory = None
@@ -128,6 +121,16 @@ class DeviceSlot:
     def _release_staging(self) -> None:
         self.device.synchronize()
         self._arena = self.copied = None
+
+
+def lock(arena: Arena, device: Device) -> bool:
+    """Lock it in its place for as long as it lives; False if the driver refuses."""
+    locked = device.pin(arena.address, arena.nbytes)
+    if locked:
+        # With the arena: prepared views may keep it for longer than whoever made it.
+        unpin = weakref.finalize(arena, device.unpin, arena.address)
+        unpin.atexit = False
+    return locked
 
 
 def _settle(device: Device) -> None:
@@ -248,17 +251,12 @@ class DevicePlace:
         for start in range(0, weight.nbytes, CAST_CHUNK_BYTES):
             stop = min(start + CAST_CHUNK_BYTES, weight.nbytes)
             into = self._places[weight.name][start:stop]
-            yield partial(self._read_raw, source, start, stop, into)
+            yield partial(self._read_raw, source, start, into)
 
     def _read_raw(
-        self,
-        source: TensorEntry,
-        start: int,
-        stop: int,
-        into: torch.Tensor,
-        scratch: Region | None,
+        self, source: TensorEntry, start: int, into: torch.Tensor, scratch: Region | None
     ) -> int:
-        count, stored = self._fetch(source, source.start + start, source.start + stop, scratch)
+        count, stored = self._fetch(source, start, into.numel(), scratch)
         self._device.copy_now(into, stored)
         return count
 
@@ -270,26 +268,25 @@ class DevicePlace:
         for start in range(0, elements, step):
             stop = min(start + step, elements)
             into = self._places[cast.weight.name][start * made : stop * made]
-            yield partial(self._read_cast, cast, start * item, stop * item, into)
+            yield partial(self._read_cast, cast, start * item, (stop - start) * item, into)
 
     def _read_cast(
-        self, cast: Cast, start: int, stop: int, into: torch.Tensor, scratch: Region | None
+        self, cast: Cast, start: int, nbytes: int, into: torch.Tensor, scratch: Region | None
     ) -> int:
         (source,) = cast.weight.sources
-        count, stored = self._fetch(source, source.start + start, source.start + stop, scratch)
+        count, stored = self._fetch(source, start, nbytes, scratch)
         # A copy at an address of its own: the stored item may lie anywhere.
         values = stored.clone().view(DTYPES[source.dtype]).to(DTYPES[cast.weight.dtype])
         self._device.copy_now(into, flat(values))
         return count
 
     def _fetch(
-        self, source: TensorEntry, start: int, stop: int, scratch: Region | None
+        self, source: TensorEntry, start: int, nbytes: int, scratch: Region | None
     ) -> tuple[int, torch.Tensor]:
-        """Bytes read, and the bytes of the file from `start` to `stop`, in the scratch."""
-        assert scratch is not None  # noqa: S101 - readers for a device always have one
-        first, last = floor_page(start), ceil_page(stop)
-        count = self._files.read_pages(source.file, first, last, scratch.buffer(0, last - first))
-        return count, scratch.tensor(start - first, "U8", (stop - start,), stop - start)
+        """Bytes read, and so many bytes of a tensor from `start` on, in the scratch."""
+        scratch = scratch_of(scratch)
+        count, at = read_into(scratch, self._files, source, start, start + nbytes)
+        return count, scratch.tensor(at, "U8", (nbytes,), nbytes)
 
 
 def fail(device: Device, error: Exception) -> Work:

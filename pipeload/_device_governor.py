@@ -126,9 +126,11 @@ class DeviceGovernor(Governor):
     def set_limit(self, memory_limit: int | str, host_memory_limit: int | str | None) -> None:
         """Change the device's limit, for all models that stream to it, and the process's."""
         limit = device_limit(self._device, memory_limit)
-        if host_memory_limit is not None:
-            ACCOUNTANT.set_limit(parse_limit(host_memory_limit))
-        self._account.set_limit(limit)
+        with self._account.lock:
+            self._account.check_change(limit)  # before the other one has changed
+            if host_memory_limit is not None:
+                ACCOUNTANT.set_limit(parse_limit(host_memory_limit))
+            self._account.set_limit(limit)
         self._device.cap(limit)
 
     def device_figures(self) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from pipeload._arena import Arena
-from pipeload._device_buffers import DevicePlacement, fail
+from pipeload._device_buffers import DevicePlacement, fail, lock
 from pipeload._memory import physical_bytes
 from pipeload._placement import Placement
 
@@ -73,16 +73,15 @@ class _Part:
     """A unit's streamed part in host memory. It goes with the last placement that knows it."""
 
     def __init__(
-        self, plan: UnitPlan, device: Device, files: FileSet, convert: Convert, *, lock: bool
+        self, plan: UnitPlan, device: Device, files: FileSet, convert: Convert, *, locked: bool
     ) -> None:
         layout = plan.streamed
         arena = Arena(layout.nbytes, device=_CPU, huge=False)
         self.plan = plan
         self.host = Placement(layout, arena.take(layout.nbytes), files, convert)
         self.filled = False
-        if lock and device.pin(arena.address, arena.nbytes):
-            unpin = weakref.finalize(arena, device.unpin, arena.address)
-            unpin.atexit = False
+        if locked:
+            lock(arena, device)
 
 
 class Hosting:
@@ -109,8 +108,8 @@ class Hosting:
             return DevicePlacement(plan.streamed, slot, files, convert)
         part = self._parts.get(plan.name)
         if part is None or part.plan is not plan:
-            lock = self.held_bytes + plan.streamed.nbytes <= self._most_locked
-            part = _Part(plan, self._device, files, convert, lock=lock)
+            locked = self.held_bytes + plan.streamed.nbytes <= self._most_locked
+            part = _Part(plan, self._device, files, convert, locked=locked)
             self._parts[plan.name] = part
         return _HostedPlacement(part, slot, files, convert)
 

@@ -137,15 +137,10 @@ class Placement:
     def _read_cast(
         self, cast: Cast, source: TensorEntry, start: int, stop: int, scratch: Region | None
     ) -> int:
-        if scratch is None:
-            raise RuntimeError(
-                "a cast needs a scratch region"
-            )  # a plan with casts always makes one
         item = DTYPES[source.dtype].itemsize
-        begin, end = source.start + start * item, source.start + stop * item
-        first, last = floor_page(begin), ceil_page(end)
-        count = self._files.read_pages(source.file, first, last, scratch.buffer(0, last - first))
-        stored = scratch.tensor(begin - first, source.dtype, (stop - start,), end - begin)
+        scratch = scratch_of(scratch)
+        count, at = read_into(scratch, self._files, source, start * item, stop * item)
+        stored = scratch.tensor(at, source.dtype, (stop - start,), (stop - start) * item)
         self.views[cast.weight.name].view(-1)[start:stop].copy_(stored)
         return count
 
@@ -153,12 +148,11 @@ class Placement:
         self, cast: Cast, source: TensorEntry, start: int, stop: int, scratch: Region | None
     ) -> int:
         how = cast.weight.repacked
-        assert scratch is not None and how is not None  # noqa: S101, PT018 - asked for it
+        assert how is not None  # noqa: S101 - only then there is such a job
         rows, width = stop - start, cast.weight.shape[1]
-        begin, end = source.start + start * width, source.start + stop * width
-        first, last = floor_page(begin), ceil_page(end)
-        count = self._files.read_pages(source.file, first, last, scratch.buffer(0, last - first))
-        stored = scratch.tensor(begin - first, cast.weight.dtype, (rows, width), end - begin)
+        scratch = scratch_of(scratch)
+        count, at = read_into(scratch, self._files, source, start * width, stop * width)
+        stored = scratch.tensor(at, cast.weight.dtype, (rows, width), rows * width)
         repack_as(how, stored, self.views[cast.weight.name][start:stop])
         return count
 
@@ -170,6 +164,25 @@ class Placement:
         with _one_conversion:
             self._convert(conversion, stored, self.views)
         return 0
+
+
+def scratch_of(scratch: Region | None) -> Region:
+    """The reader's own: a plan with such reads always makes one."""
+    assert scratch is not None  # noqa: S101 - see above
+    return scratch
+
+
+def read_into(
+    scratch: Region, files: FileSet, source: TensorEntry, start: int, stop: int
+) -> tuple[int, int]:
+    """Read a tensor's bytes from `start` to `stop`, which may lie anywhere in a page.
+
+    Returns how many bytes were read, and where the first one lies in the scratch.
+    """
+    begin, end = source.start + start, source.start + stop
+    first, last = floor_page(begin), ceil_page(end)
+    count = files.read_pages(source.file, first, last, scratch.buffer(0, last - first))
+    return count, begin - first
 
 
 def place_streamed(plan: UnitPlan, region: Region, files: FileSet, convert: Convert) -> Place:

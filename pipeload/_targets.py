@@ -7,7 +7,7 @@ buffers, seats and governors are simply of one kind or of the other.
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -26,7 +26,7 @@ from pipeload._restore import Restorer
 from pipeload._seats import Seat
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from torch import nn
@@ -39,8 +39,6 @@ if TYPE_CHECKING:
     from pipeload._plan import Plan
     from pipeload._reader import FileSet
     from pipeload._slots import Buffer
-    from pipeload._streamer import Streamer
-    from pipeload_hooks import Companion
 
 _CPU = torch.device("cpu")
 
@@ -85,22 +83,20 @@ class Target(Protocol):
     def needs_scratch(self, layout: Layout, /) -> bool:
         """Whether reading it takes working memory."""
 
-    def governor(self, *args: Any, pressure: bool) -> Governor:
-        """As `Governor` takes them."""
+    @property
+    def governor(self) -> Callable[..., Governor]:
+        """Makes one, of what `Governor` takes."""
 
-    def seat(self, *args: Any, shared: bool) -> Seat:
-        """As `Seat` takes them."""
+    @property
+    def seat(self) -> Callable[..., Seat]:
+        """Makes one, of what `Seat` takes."""
+
+    @property
+    def restorer(self) -> Callable[..., Callable[[nn.Module], None]]:
+        """Makes what puts real weights back, of what `Restorer` takes."""
 
     def settle(self, model: nn.Module, undo: list[Callable[[], None]], /) -> None:
         """Have all else that the model consists of be where its weights are."""
-
-    def restorer(
-        self,
-        streamer: Streamer,
-        parameters: Mapping[str, tuple[nn.Parameter, Weight]],
-        companions: Mapping[str, Sequence[Companion]],
-    ) -> Callable[[nn.Module], None]:
-        """Puts real weights back."""
 
 
 class CpuTarget:
@@ -109,6 +105,7 @@ class CpuTarget:
     def __init__(self) -> None:
         self.where = _CPU
         self.place: MakePlace = place_streamed
+        self.governor, self.seat, self.restorer = Governor, Seat, Restorer
 
     def places(
         self, files: FileSet, convert: Convert, wholes: list[Weight], mapped: list[Path] | None
@@ -130,25 +127,8 @@ class CpuTarget:
         """Only where weights are cast."""
         return bool(layout.casts)
 
-    def governor(self, *args: Any, pressure: bool) -> Governor:
-        """Of the process's memory."""
-        return Governor(*args, pressure=pressure)
-
-    def seat(self, *args: Any, shared: bool) -> Seat:
-        """One that binds and unbinds."""
-        return Seat(*args, shared=shared)
-
     def settle(self, _model: nn.Module, _undo: list[Callable[[], None]]) -> None:
         """It is."""
-
-    def restorer(
-        self,
-        streamer: Streamer,
-        parameters: Mapping[str, tuple[nn.Parameter, Weight]],
-        companions: Mapping[str, Sequence[Companion]],
-    ) -> Callable[[nn.Module], None]:
-        """Puts mapped weights back."""
-        return Restorer(streamer, parameters, companions)
 
 
 class DeviceTarget:
@@ -156,11 +136,13 @@ class DeviceTarget:
 
     def __init__(self, device: Device, build: Build) -> None:
         self._device = device
-        self._size = SlotSize(build.plan.units)
-        self._slots = [DeviceSlot(device, self._size) for _ in range(SLOTS)]
+        size, hosting = SlotSize(build.plan.units), Hosting(device)
+        self._slots = [DeviceSlot(device, size) for _ in range(SLOTS)]
         self.where = device.where
-        self._hosting = Hosting(device)
-        self.place: MakePlace = self._hosting.place
+        self.place: MakePlace = hosting.place
+        self.governor = partial(DeviceGovernor, size=size, slots=self._slots, hosting=hosting)
+        self.seat = partial(DeviceSeat, device)
+        self.restorer = partial(DeviceRestorer, device)
 
     def places(
         self, files: FileSet, convert: Convert, _wholes: list[Weight], _mapped: list[Path] | None
@@ -180,16 +162,6 @@ class DeviceTarget:
         """What stays passes through it."""
         return True
 
-    def governor(self, *args: Any, pressure: bool) -> Governor:
-        """Of the device's memory."""
-        return DeviceGovernor(
-            *args, pressure=pressure, size=self._size, slots=self._slots, hosting=self._hosting
-        )
-
-    def seat(self, *args: Any, shared: bool) -> Seat:
-        """One that orders the device's work."""
-        return DeviceSeat(self._device, *args, shared=shared)
-
     def settle(self, model: nn.Module, undo: list[Callable[[], None]]) -> None:
         """Move what pipeload does not fill, and say where the model is, as pipelines ask."""
         for module in model.modules():
@@ -202,15 +174,6 @@ class DeviceTarget:
         if "hf_device_map" not in vars(model):
             vars(model)["hf_device_map"] = {"": self.where}
             undo.append(partial(vars(model).pop, "hf_device_map", None))
-
-    def restorer(
-        self,
-        streamer: Streamer,
-        parameters: Mapping[str, tuple[nn.Parameter, Weight]],
-        companions: Mapping[str, Sequence[Companion]],
-    ) -> Callable[[nn.Module], None]:
-        """Puts all weights on the device."""
-        return DeviceRestorer(self._device, streamer, parameters, companions)
 
 
 class _DevicePlaces:

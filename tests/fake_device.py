@@ -9,6 +9,7 @@ was done with must not change, which is checked at its end.
 from __future__ import annotations
 
 import ctypes
+import gc
 import queue
 import threading
 import time
@@ -23,7 +24,9 @@ from pipeload._device import ALIGN
 from tests.streaming import WAIT_SECONDS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
+
+    import pytest
 
     from pipeload._device import Event
 
@@ -241,3 +244,21 @@ class _Memory(bytearray):
 
 def _sum(address: int, nbytes: int) -> int:
     return zlib.crc32(ctypes.string_at(address, nbytes))
+
+
+def lend(monkeypatch: pytest.MonkeyPatch, *, hosting: bool = True) -> Iterator[FakeDevice]:
+    """For a fixture: the one that `device="fake"` names.
+
+    Without `hosting` no block stays in host memory: those of small models all would.
+    """
+    made = FakeDevice()
+    monkeypatch.setattr("pipeload._request.open_device", lambda _name: made)
+    if not hosting:
+        for user in ("_device_plan", "_device_governor"):
+            monkeypatch.setattr(f"pipeload.{user}.choose_hosted", lambda *_args: frozenset())
+    yield made
+    gc.collect()
+    made.synchronize()
+    made.close()
+    assert made.torn == [], "memory was written to while it was computed with"
+    assert made.errors == []

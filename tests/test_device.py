@@ -11,17 +11,18 @@ import pytest
 import torch
 
 import pipeload
+from pipeload._accountant import ACCOUNTANT
 from pipeload._device_account import account_of
 from pipeload._device_buffers import DevicePlacement, DeviceSlot
 from pipeload._device_plan import DevicePlan
 from pipeload._device_seats import DeviceSeat
 from tests.exact import prompt
-from tests.fake_device import FakeDevice
+from tests.fake_device import FakeDevice, lend
 from tests.models import load_plain
 from tests.streaming import (
     IDS,
     Reference,
-    assert_nothing_held,
+    check,
     generated,
     logits,
     our_threads,
@@ -40,17 +41,7 @@ HOST = "8GB"
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDevice]:
     """The one that `device="fake"` names."""
-    made = FakeDevice()
-    monkeypatch.setattr("pipeload._request.open_device", lambda _name: made)
-    # These models are small: all would stay in host memory.
-    for user in ("_device_plan", "_device_governor"):
-        monkeypatch.setattr(f"pipeload.{user}.choose_hosted", lambda *_args: frozenset())
-    yield made
-    gc.collect()
-    made.synchronize()
-    made.close()
-    assert made.torn == [], "memory was written to while it was computed with"
-    assert made.errors == []
+    yield from lend(monkeypatch, hosting=False)
 
 
 def smallest(folder: Path, **options: Any) -> int:
@@ -89,13 +80,6 @@ def freshly_allocated(folder: Path) -> Any:
 def reference(folder: Path) -> Reference:
     plain = freshly_allocated(folder)
     return logits(plain), generated(plain)
-
-
-def check(model: Any, expected: Reference) -> None:
-    """A streamed model gives that, and then holds nothing."""
-    assert torch.equal(logits(model), expected[0])
-    assert generated(model) == expected[1]
-    assert_nothing_held(model)
 
 
 # -- exact -----------------------------------------------------------------------------------------
@@ -500,7 +484,8 @@ def test_other_limits(tiny: TinyCheckpoint, device: FakeDevice) -> None:
     model.pipeload.set_memory_limit(least, host_memory_limit=host - 1)
     assert model.pipeload.plan.host_memory_limit == host - 1
     with pytest.raises(pipeload.MemoryLimitError, match="of cpu is too small for this model"):
-        model.pipeload.set_memory_limit(least - 1_000_000)
+        model.pipeload.set_memory_limit(least - 1_000_000, host_memory_limit=host)
+    assert model.pipeload.plan.host_memory_limit == ACCOUNTANT.limit == host - 1
     check(model, expected)
 
 

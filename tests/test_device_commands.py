@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from pipeload import bench, cli
-from tests.fake_device import FakeDevice
+from tests.fake_device import FakeDevice, lend
 from tests.test_device import plan_for, smallest
 
 if TYPE_CHECKING:
@@ -21,10 +21,7 @@ if TYPE_CHECKING:
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDevice]:
     """The one that `--device fake` names."""
-    made = FakeDevice()
-    monkeypatch.setattr("pipeload._request.open_device", lambda _name: made)
-    yield made
-    made.close()
+    yield from lend(monkeypatch)
 
 
 def test_plan_on_a_device(tiny: TinyCheckpoint, device: FakeDevice) -> None:

@@ -10,9 +10,9 @@ import pytest
 import pipeload
 from pipeload._accountant import ACCOUNTANT
 from pipeload._hosting import choose_hosted, worth_hosting
-from tests.fake_device import FakeDevice
-from tests.streaming import logits, streamer_of
-from tests.test_device import PART, assert_ordered, check, load, plan_for, reference, smallest
+from tests.fake_device import FakeDevice, lend
+from tests.streaming import check, logits, streamer_of
+from tests.test_device import PART, assert_ordered, load, plan_for, reference, smallest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -23,13 +23,7 @@ if TYPE_CHECKING:
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDevice]:
     """The one that `device="fake"` names."""
-    made = FakeDevice()
-    monkeypatch.setattr("pipeload._request.open_device", lambda _name: made)
-    yield made
-    gc.collect()
-    made.synchronize()
-    made.close()
-    assert made.torn == []
+    yield from lend(monkeypatch)
 
 
 @pytest.fixture

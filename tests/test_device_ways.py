@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -12,11 +11,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, p
 import pipeload
 from pipeload import _nf4
 from tests.exact import prompt
-from tests.fake_device import FakeDevice
+from tests.fake_device import FakeDevice, lend
 from tests.models import load_plain, save_random
 from tests.plain_loops import use_plain_loops
-from tests.streaming import Reference, generated, logits, streamer_of
-from tests.test_device import HOST, check, freshly_allocated, load, reference, smallest
+from tests.streaming import Reference, check, generated, logits, streamer_of
+from tests.test_device import HOST, freshly_allocated, load, reference, smallest
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -28,15 +27,7 @@ if TYPE_CHECKING:
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDevice]:
     """The one that `device="fake"` names."""
-    made = FakeDevice()
-    monkeypatch.setattr("pipeload._request.open_device", lambda _name: made)
-    for user in ("_device_plan", "_device_governor"):
-        monkeypatch.setattr(f"pipeload.{user}.choose_hosted", lambda *_args: frozenset())
-    yield made
-    gc.collect()
-    made.synchronize()
-    made.close()
-    assert made.torn == []
+    yield from lend(monkeypatch, hosting=False)
 
 
 def test_wrap_moves_a_plain_model_there(tiny: TinyCheckpoint, device: FakeDevice) -> None:
