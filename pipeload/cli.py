@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 import os
 import sys
+from functools import partial
 from pathlib import Path  # noqa: TC003 - typer reads the annotations
 from typing import TYPE_CHECKING, Annotated
 
@@ -359,6 +360,7 @@ def bench(
             new_tokens=new_tokens,
             rounds=rounds,
             as_json=json,
+            progress=None if json else partial(typer.echo, err=True),
         )
 
 
