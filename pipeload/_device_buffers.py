@@ -16,7 +16,7 @@ from pipeload._placement import CAST_CHUNK_BYTES, Convert, Placement, read_into,
 from pipeload.errors import ReadError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from pipeload._checkpoint import TensorEntry
     from pipeload._device import Device, Event
@@ -162,13 +162,20 @@ class DevicePlacement:
         if self._host is None:
             staging = self.slot.staging(self._layout)
             host = Placement(self._layout, staging, self._files, self._convert)
-            self._show(host)
+            self._show(host, staging.arena)
             self._host = host
         return self._host
 
-    def _show(self, host: Placement) -> None:
-        self.views, places = show(self._layout.weights, self.slot.memory(self._layout))
-        self._pairs = [(place, flat(host.views[name])) for name, place in places.items()]
+    def _show(self, host: Placement, arena: Arena) -> None:
+        # In the host's order: neighbours there are neighbours here, and go in one copy.
+        weights = sorted(self._layout.weights, key=lambda w: host.views[w.name].data_ptr())
+        self.views, places = show(weights, self.slot.memory(self._layout))
+        self._pairs = copies(places, host.views, arena)
+
+    @property
+    def quick(self) -> bool:
+        """A copy out of locked memory is only enqueued."""
+        return self.slot.locked and not self._layout.conversions
 
     def convert_jobs(self) -> list[Work]:
         """The conversions and, behind them, the copy."""
@@ -198,6 +205,8 @@ class DevicePlacement:
 
 class DevicePlace:
     """Weights that stay on the device: they get there in pieces, through the readers' scratch."""
+
+    quick = False
 
     def __init__(self, layout: Layout, device: Device, files: FileSet, convert: Convert) -> None:
         self.nbytes = layout.nbytes
@@ -318,6 +327,32 @@ def show(
             views[weight.name] = place.view(DTYPES[weight.dtype]).view(weight.shape)
             offset += aligned(weight.nbytes)
     return views, places
+
+
+def copies(
+    places: Mapping[str, torch.Tensor], views: Mapping[str, torch.Tensor], arena: Arena
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """What goes where, as bytes: (to, from). Neighbours on both sides go in one.
+
+    Args:
+        places: of the weights on the device, by name, in one memory.
+        views: of the same weights in `arena`.
+        arena: host memory.
+    """
+    pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for name, place in places.items():
+        pair = place, flat(views[name])
+        if pairs and all(map(_follows, pairs[-1], pair)):
+            to, source = pairs.pop()
+            nbytes = to.numel() + place.numel()
+            start = source.data_ptr() - arena.address
+            pair = to.as_strided((nbytes,), (1,)), arena.tensor(start, "U8", (nbytes,), nbytes)
+        pairs.append(pair)
+    return pairs
+
+
+def _follows(before: torch.Tensor, after: torch.Tensor) -> bool:
+    return before.data_ptr() + before.numel() == after.data_ptr()
 
 
 def flat(values: torch.Tensor) -> torch.Tensor:

@@ -137,10 +137,22 @@ class Dispatcher:
         if load.pending:
             return
         if load.error is None and not load.converting:
-            load.converting = True
-            if jobs := [job for placement in load.placements for job in placement.convert_jobs()]:
-                self._submit(load, jobs)
-                return
+            self._after_reads(load)
+        else:
+            self._settle(load)
+
+    def _after_reads(self, load: Load) -> None:
+        """Everything was read."""
+        load.converting = True
+        jobs = [job for placement in load.placements for job in placement.convert_jobs()]
+        if jobs and not all(placement.quick for placement in load.placements):
+            self._submit(load, jobs)
+            return
+        try:
+            for job in jobs:
+                job(None)
+        except Exception as error:  # whoever waits for the unit is told
+            load.error = error
         self._settle(load)
 
     # -- decisions -------------------------------------------------------------------------------
@@ -251,7 +263,10 @@ class Dispatcher:
         jobs = [
             job for placement in placements for job in placement.read_jobs(self._chunk(placement))
         ]
-        self._submit(load, jobs or [lambda _scratch: 0])
+        if jobs:
+            self._submit(load, jobs)
+        else:
+            self._after_reads(load)
 
     def _place(self, unit: Unit, index: int, slot: int) -> Place:
         previous = self._slots.occupants[slot]

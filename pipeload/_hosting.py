@@ -76,12 +76,11 @@ class _Part:
         self, plan: UnitPlan, device: Device, files: FileSet, convert: Convert, *, locked: bool
     ) -> None:
         layout = plan.streamed
-        arena = Arena(layout.nbytes, device=_CPU, huge=False)
         self.plan = plan
+        self.arena = arena = Arena(layout.nbytes, device=_CPU, huge=False)
         self.host = Placement(layout, arena.take(layout.nbytes), files, convert)
         self.filled = False
-        if locked:
-            lock(arena, device)
+        self.locked = locked and lock(arena, device)
 
 
 class Hosting:
@@ -129,9 +128,14 @@ class _HostedPlacement(DevicePlacement):
             return [fail(self.slot.device, error)]
         return [] if self._part.filled else self._part.host.read_jobs(chunk_bytes)
 
+    @property
+    def quick(self) -> bool:
+        """What is there needs no more than a copy."""
+        return self._part.locked and (self._part.filled or not self._layout.conversions)
+
     def _prepare(self) -> Placement:
         if not self._pairs:
-            self._show(self._part.host)
+            self._show(self._part.host, self._part.arena)
         return self._part.host
 
     def _convert_all(self, scratch: Region | None) -> None:

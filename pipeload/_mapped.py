@@ -84,6 +84,8 @@ class MappedFiles:
 class MappedPlacement:
     """A layout of raw weights whose views are the files themselves."""
 
+    quick = True
+
     def __init__(self, layout: Layout, files: MappedFiles) -> None:
         self._layout = layout
         self._files = files

@@ -55,12 +55,18 @@ class Place(Protocol):
     def convert_jobs(self) -> list[Work]:
         """What is to be done once all reads are."""
 
+    @property
+    def quick(self) -> bool:
+        """Whether these take no time, so that no reader is needed for them. Known after reads."""
+
     def drop(self) -> None:
         """Give the memory back to the system. The views show nothing of use from then on."""
 
 
 class Placement:
     """Views are prepared once; filling is a list of independent jobs."""
+
+    quick = False
 
     def __init__(self, layout: Layout, region: Region, files: FileSet, convert: Convert) -> None:
         self._layout = layout
