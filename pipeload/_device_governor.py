@@ -233,7 +233,19 @@ class DeviceGovernor(Governor):
         self._recent.clear()
         self._budget = max(self._residency.smallest, self._account.share(self, room))
         self.plan = dataclasses.replace(self._plan_for(self._budget), memory_limit=limit)
-        if self.adopt is not None:
+        if self.adopt is not None and self.adopt(self.plan):
+            self._gather()
+
+    def _gather(self) -> None:
+        """After residents went: what an allocator holds around those that stay may be over a limit.
+
+        Allocators cut tensors of up to 10 MB out of segments that go back as a whole only.
+        """
+        self._device.trim()
+        between = self._device.reserved_bytes() - self._device.allocated_bytes()
+        if 2 * between > self._device.slack_bytes and self.adopt is not None:
+            self.adopt(self._plan_for(self._residency.smallest))
+            self._device.trim()
             self.adopt(self.plan)
 
     # -- arithmetic ------------------------------------------------------------------------------

@@ -95,6 +95,8 @@ class FakeDevice:
         """What a copy or computing ended with."""
         self.pinned: dict[int, int] = {}
         self.trims = 0
+        self.fragments = 0
+        """Bytes that its allocator holds between tensors, as long as any tensor is there."""
         self.closed = False
         self.rate = 10e9
         self.product_rate = 100e9
@@ -146,7 +148,7 @@ class FakeDevice:
         return self.others + sum(nbytes for _, _, nbytes in self._there())
 
     def reserved_bytes(self) -> int:
-        return self.allocated_bytes()
+        return self.allocated_bytes() + self.fragments
 
     def peak_bytes(self) -> int:
         return self.peak

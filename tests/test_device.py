@@ -508,6 +508,28 @@ def test_other_limits(tiny: TinyCheckpoint, device: FakeDevice) -> None:
     check(model, expected)
 
 
+def test_residents_are_put_together_again(tiny: TinyCheckpoint, device: FakeDevice) -> None:
+    """What an allocator holds between those that stayed counts against the limit."""
+    device.slack_bytes = 100_000
+    folder = tiny("llama")
+    expected = reference(folder)
+    model = load(folder, spare=3 * PART)
+    check(model, expected)
+    limit = model.pipeload.plan.smallest_limit + PART
+    model.pipeload.set_memory_limit(limit)
+    check(model, expected)
+    reads, resident = [], model.pipeload.stats().resident_bytes
+    for between in (40_000, 60_000):
+        before = model.pipeload.stats().bytes_read
+        device.fragments = between
+        model.pipeload.set_memory_limit(limit)
+        device.fragments = 0
+        check(model, expected)
+        assert model.pipeload.stats().resident_bytes == resident > 0
+        reads.append(model.pipeload.stats().bytes_read - before)
+    assert reads[1] > reads[0] + resident // 2, "residents were not read into other memory"
+
+
 def test_a_device_that_is_full(tiny: TinyCheckpoint, device: FakeDevice) -> None:
     """Whoever waits for a block is told; once there is memory, it goes on."""
     folder = tiny("llama")

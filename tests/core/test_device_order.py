@@ -16,13 +16,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeload._arena import Arena, Region
-from pipeload._device_buffers import DevicePlace, DevicePlacement, DeviceSlot, SlotSize
+from pipeload._device import aligned
+from pipeload._device_buffers import DevicePlace, DevicePlacement, DeviceSlot, SlotSize, copies
 from pipeload._home import Home
 from pipeload._hosting import Hosting
 from pipeload._layout import lay_out
 from pipeload._placement import SCRATCH_BYTES, scratch_bytes
 from pipeload._plan import UnitPlan
 from pipeload._prefetcher import Prefetcher
+from pipeload._reader_pool import ReaderPool
 from pipeload._unit import Unit
 from tests.core.fake_disk import RESIDENT, STREAMED, FakeFiles, convert, weight
 from tests.fake_device import FakeDevice, FakeEvent
@@ -201,6 +203,42 @@ def test_a_missing_event_is_seen(missing: str, monkeypatch: pytest.MonkeyPatch) 
         rig.run(*range(6), busy=0.01 if missing == "computed" else 0.0)
     with pytest.raises(AssertionError, match=r"(resident|streamed)\.\d"):
         rig.end()
+
+
+def test_neighbours_are_copied_in_one() -> None:
+    """Those that follow each other on both sides; what arrives is the same."""
+    arena = Arena(4 * 4096, device=torch.device("cpu"), huge=False)
+    sizes = {"a": 512, "b": 1024, "c": 100, "d": 512, "far": 512}
+    starts = {"a": 64, "b": 576, "c": 1600, "d": 1700, "far": 9000}
+    views = {name: arena.tensor(starts[name], "U8", (n,), n).random_() for name, n in sizes.items()}
+    memory, places, offset = torch.zeros(4096, dtype=torch.uint8), {}, 0
+    for name, nbytes in sizes.items():
+        places[name] = memory[offset : offset + nbytes]
+        offset += aligned(nbytes)
+    pairs = copies(places, views, arena)
+    # c is padded on the device, so d does not follow it there; far does not follow d in the arena.
+    assert [to.numel() for to, _ in pairs] == [512 + 1024 + 100, 512, 512]
+    for to, values in pairs:
+        to.copy_(values)
+    assert all(torch.equal(places[name], views[name]) for name in sizes)
+
+
+def test_only_what_takes_time_goes_to_a_reader(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks in host memory are copied by the dispatcher itself, once they were read."""
+    rig = BehindRig("HHHH")
+    for _ in range(2):
+        rig.run(*range(4))
+    finish_messages(rig.prefetcher)
+
+    def refuse(*_args: object) -> None:
+        raise AssertionError("a reader is asked")
+
+    monkeypatch.setattr(ReaderPool, "submit", refuse)
+    copied = sum(did.what == "copy" for did in rig.device.log)
+    rig.run(*range(4))
+    finish_messages(rig.prefetcher)
+    assert sum(did.what == "copy" for did in rig.device.log) == copied + 4
+    rig.end()
 
 
 def test_reset_and_another_pass(rig: BehindRig) -> None:
