@@ -128,6 +128,8 @@ def evaluate(
     *,
     text: opt.Text,
     memory_limit: opt.MemoryLimit = "auto",
+    device: opt.Device = "cpu",
+    host_memory_limit: opt.HostMemoryLimit = None,
     window: opt.WindowLength = None,
     stride: opt.Stride = None,
     batch: opt.WindowsPerPass = None,
@@ -146,6 +148,8 @@ def evaluate(
                 models=tuple(models),
                 text=text,
                 memory_limit=memory_limit,
+                device=device,
+                host_memory_limit=host_memory_limit,
                 window=window,
                 stride=stride,
                 batch=batch,
@@ -159,7 +163,10 @@ def evaluate(
 
 @app.command()
 def demo(
+    *,
     memory_limit: opt.DemoLimit = "auto",
+    device: opt.Device = "cpu",
+    host_memory_limit: opt.HostMemoryLimit = None,
     folder: opt.DemoFolder = None,
     json: opt.Json = False,
     quiet: opt.Quiet = False,
@@ -171,12 +178,18 @@ def demo(
 
         model = _cli_plan.make_demo_model(folder)
         if memory_limit == "auto":
-            memory_limit = str(_cli_plan.choose_limit(model, debug=debug))
+            memory_limit = str(
+                _cli_plan.choose_limit(
+                    model, debug=debug, device=device, host_memory_limit=host_memory_limit
+                )
+            )
         _cli_run.run(
             _cli_run.Request(
                 model=model,
                 prompt=DEMO_QUESTION,
                 memory_limit=memory_limit,
+                device=device,
+                host_memory_limit=host_memory_limit,
                 max_new_tokens=64,
                 io_mode=_cli_plan.past_the_cache(model),
                 json=json,
