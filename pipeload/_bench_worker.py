@@ -1,20 +1,21 @@
 """One measured model in a process of its own, driven by JSON lines.
 
-    python -m pipeload._bench_worker MODEL LIMIT_BYTES PROMPT_TOKENS NEW_TOKENS IO_MODE \
-        DEVICE HOST_LIMIT
+    python -m pipeload._bench_worker MODEL PROMPT_TOKENS NEW_TOKENS IO_MODE DEVICE
 
-HOST_LIMIT is "-" for none.
-
-Prints a description of the plan, then answers each line it reads: {"decode": n} with the times and
-counts of n decoded tokens, {"duty": n, "period": s} after decoding n tokens, one every s seconds.
+Answers each line it reads: {"load": bytes, "host": limit} with a description of the plan, where "-"
+is no limit of the host; {"decode": n} with the times and counts of n decoded tokens; {"duty": n,
+"period": s} after decoding n tokens, one every s seconds.
 """
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import json
 import sys
 import time
 from itertools import pairwise
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -137,27 +138,44 @@ def decode(
 
 def main(arguments: list[str]) -> None:
     """Load the model, then answer until the input ends."""
-    name, limit, prompt_tokens, new_tokens, io_mode, device, host_limit = arguments
+    name, prompt_tokens, new_tokens, io_mode, device = arguments
     transformers.utils.logging.disable_progress_bar()
     length = int(prompt_tokens) + int(new_tokens) + 2
-    model = pipeload.from_pretrained(
-        name,
-        memory_limit=int(limit),
-        tokens=max(256, length),
-        io_mode=io_mode,
-        device=device,
-        host_memory_limit=None if host_limit == "-" else host_limit,
-    )
-    vocabulary = int(model.config.get_text_config().vocab_size)
-    prompt = torch.arange(int(prompt_tokens))[None] % (vocabulary - 8) + 4
-    prompt = prompt.to(model.device)
-    model.generation_config.eos_token_id = None  # a timed run never stops early
-    decode(model, prompt, 1)
-    _answer(describe(model))
+    model: Any = None
     for line in sys.stdin:
         command = json.loads(line)
-        count = int(command.get("decode") or command["duty"])
-        _answer(decode(model, prompt, count, float(command.get("period", 0.0))))
+        if "load" in command:
+            if model is not None:
+                del model
+                _forget_peaks(device)
+            model = pipeload.from_pretrained(
+                name,
+                memory_limit=int(command["load"]),
+                tokens=max(256, length),
+                io_mode=io_mode,
+                device=device,
+                host_memory_limit=None if command["host"] == "-" else command["host"],
+            )
+            vocabulary = int(model.config.get_text_config().vocab_size)
+            prompt = torch.arange(int(prompt_tokens))[None] % (vocabulary - 8) + 4
+            prompt = prompt.to(model.device)
+            model.generation_config.eos_token_id = None  # a timed run never stops early
+            decode(model, prompt, 1)
+            _answer(describe(model))
+        else:
+            count = int(command.get("decode") or command["duty"])
+            _answer(decode(model, prompt, count, float(command.get("period", 0.0))))
+
+
+def _forget_peaks(device: str) -> None:
+    """Of a model that was dropped: give back what it held, and count anew."""
+    gc.collect()
+    if device != "cpu" and torch.accelerator.is_available():
+        torch.accelerator.synchronize()
+        torch.accelerator.empty_cache()
+        torch.accelerator.reset_peak_memory_stats()
+    with contextlib.suppress(OSError):  # Linux alone
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
 
 
 def _answer(value: dict[str, Any]) -> None:

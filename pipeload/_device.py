@@ -17,7 +17,8 @@ everything (`synchronize`) comes only where memory is given back, which is rare.
 Device memory is first: a byte that stays there is neither read nor copied any more. What the host's
 limit leaves after the staging keeps whole units in host memory, which are copied but not read. With
 B bytes per second from disk and L over the link, a pass takes no less than
-T* = max(disk bytes / B, (disk + host bytes) / L, C).
+T* = max(disk bytes / B, (disk + host bytes) / L, C), and no more stays in host memory than that
+asks for.
 
 [Note: another alignment] Copies go weight by weight to multiples of `ALIGN`, as the device's own
 allocator lays out what a plain load puts there: kernels are chosen by address.
@@ -57,6 +58,13 @@ class Device(Protocol):
     @property
     def slack_bytes(self) -> int:
         """What its libraries take on later, and its allocator between tensors."""
+
+    @property
+    def host_slack_bytes(self) -> int:
+        """What its libraries take on later in host memory: code of kernels that run first then."""
+
+    def warm_up(self) -> None:
+        """Have its libraries take what computing takes, before anybody measures."""
 
     def takes(self, nbytes: int) -> int:
         """What its allocator takes for that many."""
@@ -106,11 +114,18 @@ class Device(Protocol):
     def link_rate(self) -> float:
         """Bytes per second from locked host memory, measured when first asked for."""
 
+    def compute_rate(self) -> float:
+        """Bytes of weights per second in products with one row, measured when first asked for."""
+
     def trim(self) -> None:
         """Give back what the allocator keeps and nobody uses."""
 
     def cap(self, nbytes: int | None) -> None:
-        """Have the allocator refuse, and first give back, what is over a limit; None: no more."""
+        """Have the allocator refuse, and first give back, what is over a limit.
+
+        None: over what it refused before anybody called this. That may be asked in any thread, at
+        any moment, and so waits for nothing.
+        """
 
 
 def aligned(nbytes: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,7 @@ from pipeload._sizes import format_size
 from pipeload.errors import OptionError
 
 if TYPE_CHECKING:
+    from pipeload._accountant import Client
     from pipeload._device import Device
 
 
@@ -22,6 +24,35 @@ class DeviceAccount(Accountant):
         self._device = weakref.ref(device)
         self._name = str(device.where)
         self.lock = ACCOUNTANT.lock  # one order for host and devices
+        # Of its own: a model may be collected in a thread that the accounts' lock waits for.
+        self._capping = threading.RLock()
+
+    def join(self, client: Client, limit: int) -> None:
+        """Count `client`, as long as it lives; the allocator learns the limit."""
+        super().join(client, limit)
+        weakref.finalize(client, self._uncap_if_alone).atexit = False
+        self._cap(limit)
+
+    def leave(self, client: Client) -> None:
+        """Forget `client`; after the last one, the allocator has no limit of ours any more."""
+        super().leave(client)
+        self._uncap_if_alone()
+
+    def set_limit(self, limit: int) -> None:
+        """Change the limit of everybody, the allocator's too. Nothing changes when this raises."""
+        super().set_limit(limit)
+        self._cap(limit)
+
+    def _cap(self, limit: int | None) -> None:
+        device = self._device()
+        with self._capping:
+            if device is not None:
+                device.cap(limit)
+
+    def _uncap_if_alone(self) -> None:
+        with self._capping:
+            if not any(True for _ in self._clients):  # those that live: without the accounts' lock
+                self._cap(None)
 
     def check_limit(self, limit: int) -> None:
         """Whether a model may be loaded with `limit` beside those that are there.

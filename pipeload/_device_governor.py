@@ -110,18 +110,15 @@ class DeviceGovernor(Governor):
     # -- both accounts ---------------------------------------------------------------------------
 
     def join(self) -> None:
-        """Count from now on; the device's allocator learns the limit."""
+        """Count from now on."""
         plan = self.device_plan
         ACCOUNTANT.join(self._host, plan.host_memory_limit)
         self._account.join(self, plan.memory_limit)
-        self._device.cap(plan.memory_limit)
 
     def leave(self) -> None:
         """Count no more."""
         ACCOUNTANT.leave(self._host)
         self._account.leave(self)
-        if not self._account.clients:
-            self._device.cap(None)
 
     def set_limit(self, memory_limit: int | str, host_memory_limit: int | str | None) -> None:
         """Change the device's limit, for all models that stream to it, and the process's."""
@@ -131,7 +128,6 @@ class DeviceGovernor(Governor):
             if host_memory_limit is not None:
                 ACCOUNTANT.set_limit(parse_limit(host_memory_limit))
             self._account.set_limit(limit)
-        self._device.cap(limit)
 
     def device_figures(self) -> dict[str, Any]:
         """What `Stats` shows of a device."""

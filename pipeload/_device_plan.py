@@ -53,6 +53,10 @@ class DevicePlan(Plan):
     """Working memory of the readers."""
     link_rate: float | None
     """Bytes per second from host memory to the device; None when nobody measured."""
+    compute_rate: float | None
+    """Bytes of weights per second in products with one row; None when nobody measured."""
+    host_slack_bytes: int
+    """Host memory that the device's libraries take on later."""
 
     @property
     def hosted_bytes(self) -> int:
@@ -82,11 +86,13 @@ class DevicePlan(Plan):
 
     @property
     def seconds_per_pass(self) -> float | None:
-        """Least time that reading and copying take per pass, None without a disk rate."""
+        """Least time that reading, copying and computing one row take; None without a disk rate."""
         if self.disk_rate is None:
             return None
         copying = self.link_bytes_per_pass / self.link_rate if self.link_rate else 0.0
-        return max(self.bytes_per_pass / self.disk_rate, copying)
+        weights = self.resident + self.link_bytes_per_pass
+        computing = weights / self.compute_rate if self.compute_rate else 0.0
+        return max(self.bytes_per_pass / self.disk_rate, copying, computing)
 
     @property
     def host_unused(self) -> int:
@@ -106,6 +112,7 @@ class DevicePlan(Plan):
             "hosted_bytes": self.hosted_bytes,
             "link_bytes_per_pass": self.link_bytes_per_pass,
             "link_bytes_per_second": self.link_rate,
+            "compute_bytes_per_second": self.compute_rate,
         }
 
     def _rows(self) -> list[Row]:
@@ -123,7 +130,7 @@ class DevicePlan(Plan):
             ("unused", self.unused, "smaller than the smallest piece"),
             ("device limit", self.memory_limit, smallest),
             ("process floor", self.host_floor_bytes, "interpreter, libraries"),
-            ("host reserve", self.host_reserve_bytes, "conversions; kernel tables"),
+            ("host reserve", self.host_reserve_bytes, "conversions; libraries; kernel tables"),
             ("staging", self.staging_bytes, buffers),
             ("scratch", self.staging_scratch_bytes, "what is read once passes through it"),
             ("kept in host", self.hosted_bytes, "whole blocks: copied, not read"),
@@ -194,9 +201,11 @@ def make_device_plan(
     readers = options.readers or (_CASTING_READERS if parts.needs_scratch else _READERS)
     streamed = sum(unit.streamed_bytes for unit in units)
     lower_floor()
+    device.warm_up()  # what computing needs of the libraries' code comes back
     host_limit = options.memory_limit
     host_floor = rss_bytes() + ACCOUNTANT.untouched_bytes() - leaving
-    host_reserve = process_bytes(host_limit) + parts.conversion_bytes + _converted(units)
+    host_reserve = process_bytes(host_limit) + device.host_slack_bytes
+    host_reserve += parts.conversion_bytes + _converted(units)
     slots = 0 if not streamed else SLOTS
     staging = slots * max(unit.streamed.nbytes for unit in units)
     scratch = scratch_bytes(readers)
@@ -205,7 +214,14 @@ def make_device_plan(
     if needed > host_limit:
         raise _host_too_small(host_limit, host_least, host_floor, staging)
     link_rate = device.link_rate() if options.disk_rate else None
-    worth = worth_hosting(streamed, disk_rate=options.disk_rate, link_rate=link_rate)
+    compute_rate = device.compute_rate() if options.disk_rate else None
+    blocks = sum(unit.resident_bytes + unit.streamed_bytes for unit in units)
+    worth = worth_hosting(
+        streamed,
+        disk_rate=options.disk_rate,
+        link_rate=link_rate,
+        compute_seconds=(pinned + blocks) / compute_rate if compute_rate else 0.0,
+    )
     units = with_hosted(units, choose_hosted(units, min(worth, host_limit - needed)))
     streamed = sum(unit.streamed_bytes for unit in units if not unit.hosted)
     room = free_page_cache_bytes() - max(0, host_limit - host_floor)
@@ -228,6 +244,8 @@ def make_device_plan(
         host_reserve_bytes=host_reserve,
         staging_scratch_bytes=scratch,
         link_rate=link_rate,
+        compute_rate=compute_rate,
+        host_slack_bytes=device.host_slack_bytes,
     )
     return Build(parts, residency, plan, stream_mode, options.read_timeout, device)
 

@@ -86,7 +86,8 @@ class HostShare:
         """What may stay in host memory, measured now."""
         overhead = KERNEL_BYTES + page_table_bytes(limit) + self.least_bytes()
         others = ACCOUNTANT.promised_to_others(self)
-        floor = self.plan.host_floor_bytes + WARM_UP_BYTES  # it will be that much soon
+        # It will be that much soon.
+        floor = self.plan.host_floor_bytes + WARM_UP_BYTES + self.plan.host_slack_bytes
         return limit - max(ACCOUNTANT.other_bytes(), floor) - overhead - others
 
     def shrink(self, budget: int) -> bool:

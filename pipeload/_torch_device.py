@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -38,7 +39,10 @@ _OWN_SEGMENT_BYTES = 10 << 20
 _SEGMENT_STEP = 2 << 20
 _LINK_PIECE_BYTES = 32 << 20
 _LINK_PIECES = 4
+_PRODUCTS = 16
+_PRODUCT_SIDE = 4096
 _SLACK_BYTES = 64_000_000
+_HOST_SLACK_BYTES = 192_000_000
 _log = logging.getLogger("pipeload")
 
 
@@ -106,22 +110,31 @@ class TorchDevice:
         self._runtime = _runtime(where)
         self._refused = False
         self._link_rate: float | None = None
+        self._compute_rate: float | None = None
+        self._share_before: float | None = None
         self.warm_up()
 
     @property
     def caps(self) -> bool:
         """Whether the allocator can be given a limit."""
-        return hasattr(self._module, "set_per_process_memory_fraction")
+        return hasattr(self._module, "get_per_process_memory_fraction")
 
     @property
     def slack_bytes(self) -> int:
         """A guess: workspaces of further streams, and parts of segments of 2 and 20 MB."""
         return _SLACK_BYTES
 
+    @property
+    def host_slack_bytes(self) -> int:
+        """A guess: pages of the libraries' code, whose kernels are loaded when they first run."""
+        return _HOST_SLACK_BYTES
+
     def warm_up(self) -> None:
-        """Have the libraries take what they take, before anybody measures."""
+        """What a block is made of, small: products of several and of one row, attention."""
         side = torch.ones((_WARM_UP_SIDE, _WARM_UP_SIDE), device=self.where, dtype=torch.float16)
-        (side @ side).sum().item()
+        heads = side.view(1, 4, _WARM_UP_SIDE // 4, _WARM_UP_SIDE)[..., :64]
+        attended = torch.nn.functional.scaled_dot_product_attention(heads, heads, heads)
+        ((side @ side).sum() + (side[:1] @ side).sum() + attended.sum()).item()
 
     def takes(self, nbytes: int) -> int:
         """Large ones get a segment of their own, in steps of 2 MB."""
@@ -220,10 +233,22 @@ class TorchDevice:
         return int(free)
 
     def link_rate(self) -> float:
-        """By a few copies of one piece."""
+        """By a few copies of one piece; infinite while there is no room to measure."""
         if self._link_rate is None:
-            self._link_rate = _measure_link(self)
+            try:
+                self._link_rate = _measure_link(self)
+            except torch.OutOfMemoryError:
+                return math.inf
         return self._link_rate
+
+    def compute_rate(self) -> float:
+        """By a few products; infinite while there is no room to measure."""
+        if self._compute_rate is None:
+            try:
+                self._compute_rate = _measure_products(self)
+            except torch.OutOfMemoryError:
+                return math.inf
+        return self._compute_rate
 
     def trim(self) -> None:
         """Only where memory was given back: it waits for the device."""
@@ -233,9 +258,13 @@ class TorchDevice:
         """By the allocator: it gives back what nobody uses before it refuses."""
         if not self.caps:
             return
-        self.trim()
-        _, total = torch.accelerator.get_memory_info(self.where)
-        share = 1.0 if nbytes is None else min(1.0, nbytes / total)
+        if self._share_before is None:
+            self._share_before = float(self._module.get_per_process_memory_fraction(self.where))
+        share = self._share_before
+        if nbytes is not None:
+            self.trim()
+            _, total = torch.accelerator.get_memory_info(self.where)
+            share = min(share, nbytes / total)
         self._module.set_per_process_memory_fraction(share, self.where)
 
     def _drop_error(self) -> None:
@@ -261,6 +290,18 @@ def _measure_link(device: TorchDevice) -> float:
     if pinned:
         device.unpin(arena.address)
     return _LINK_PIECES * arena.nbytes / seconds
+
+
+def _measure_products(device: TorchDevice) -> float:
+    side = _PRODUCT_SIDE
+    weights = torch.ones((side, side), device=device.where, dtype=torch.float16)
+    for _ in range(2):
+        device.synchronize()
+        started = time.perf_counter()
+        for _ in range(_PRODUCTS):
+            torch.nn.functional.linear(weights[:1], weights)
+        device.synchronize()
+    return _PRODUCTS * weights.nbytes / (time.perf_counter() - started)
 
 
 def _runtime(where: torch.device) -> Any:

@@ -12,6 +12,7 @@ absolute figure says nothing on a shared machine; medians are shown.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import statistics
@@ -86,18 +87,18 @@ class Worker:
             text=True,
             env=environment,
         )
-        self.description = self._receive()
 
-    def ask(self, **command: float) -> dict[str, Any]:
+    def ask(self, **command: float | str) -> dict[str, Any]:
         """Send a command and wait for its answer."""
         self.send(**command)
         return self._receive()
 
-    def send(self, **command: float) -> None:
+    def send(self, **command: float | str) -> None:
         """Send a command without waiting."""
         assert self._process.stdin is not None  # noqa: S101 - it was asked for
-        self._process.stdin.write(json.dumps(command) + "\n")
-        self._process.stdin.flush()
+        with contextlib.suppress(BrokenPipeError):  # its answer will tell
+            self._process.stdin.write(json.dumps(command) + "\n")
+            self._process.stdin.flush()
 
     def receive(self) -> dict[str, Any]:
         """The answer to a command that was sent."""
@@ -107,7 +108,7 @@ class Worker:
         assert self._process.stdout is not None  # noqa: S101 - it was asked for
         line = self._process.stdout.readline()
         if not line:
-            self._process.communicate()
+            self._end()
             self._errors.seek(0)
             last = ["", *self._errors.read().strip().splitlines()][-1]
             self._errors.close()
@@ -128,8 +129,12 @@ class Worker:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._process.communicate()  # closes its input, which ends it
+        self._end()
         self._errors.close()
+
+    def _end(self) -> None:
+        with contextlib.suppress(BrokenPipeError):  # what it was sent last, it will not read
+            self._process.communicate()  # closes its input, which ends it
 
 
 def measure_disk(files: Sequence[str], seconds: float = _READ_SECONDS) -> float:
@@ -159,6 +164,7 @@ def run(
     as_json: bool = False,
     device: str = "cpu",
     host_memory_limits: Sequence[str | int | None] = (None,),
+    progress: Callable[[str], None] | None = None,
 ) -> list[Row]:
     """Measure `model` at each limit and print a table, or JSON.
 
@@ -171,6 +177,7 @@ def run(
         as_json: print one JSON object instead of the table.
         device: where it computes; the limits are the device's then.
         host_memory_limits: as for `pipeload.from_pretrained`; each limit is measured with each.
+        progress: called with a line after each that was measured.
 
     Raises:
         PipeloadError: a measured process failed; says its last line.
@@ -182,7 +189,8 @@ def run(
         )
     shape = (str(prompt_tokens), str(new_tokens), "direct", device)
     pairs = [(size, str(host or "-")) for host in host_memory_limits for size in sizes]
-    samples = [_round(model, pairs, new_tokens, shape) for _ in range(rounds)]
+    measured = _Progress(progress, rounds * len(pairs))
+    samples = [_round(model, pairs, new_tokens, shape, measured) for _ in range(rounds)]
     rows = [_row([sample[index] for sample in samples]) for index in range(len(pairs))]
     if as_json:
         report = {"model": model, "rounds": rounds, "rows": [asdict(row) for row in rows]}
@@ -193,18 +201,28 @@ def run(
 
 
 def _round(
-    model: str, limits: Sequence[tuple[int, str]], new_tokens: int, shape: Sequence[str]
+    model: str,
+    limits: Sequence[tuple[int, str]],
+    new_tokens: int,
+    shape: Sequence[str],
+    progress: _Progress,
 ) -> list[dict[str, Any]]:
     """Everything once: for each limit B, T, B; then C, and B while C's process computes alike."""
     results = []
-    for limit, host in limits:
-        with Worker(model, str(limit), *shape, host) as worker:
-            result = worker.description
-            before = measure_disk(result["files"])
-            result |= worker.ask(decode=new_tokens)
-            result["disk_rate"] = (before + measure_disk(result["files"])) / 2
-            results.append(result)
-    with Worker(model, str(_ALL), *shape, "-") as resident:
+    with contextlib.ExitStack() as stack:
+        # What a process holds in host memory is told from its start; on a device that is the lesser
+        # part, and a start takes long.
+        one = stack.enter_context(Worker(model, *shape)) if shape[-1] != "cpu" else None
+        for limit, host in limits:
+            with Worker(model, *shape) if one is None else contextlib.nullcontext(one) as worker:
+                result = worker.ask(load=limit, host=host)
+                before = measure_disk(result["files"])
+                result |= worker.ask(decode=new_tokens)
+                result["disk_rate"] = (before + measure_disk(result["files"])) / 2
+                results.append(result)
+                progress.tell(result)
+        resident = one or stack.enter_context(Worker(model, *shape))
+        resident.ask(load=_ALL, host="-")
         for result in results:
             result["resident_seconds"] = resident.ask(decode=new_tokens)["seconds"]
             count = max(2, round(2 * _READ_SECONDS / result["seconds"]))
@@ -212,6 +230,22 @@ def _round(
             result["busy_disk_rate"] = measure_disk(result["files"], count * result["seconds"])
             resident.receive()
     return results
+
+
+class _Progress:
+    """Says how far it is, to whoever wants to know."""
+
+    def __init__(self, tell: Callable[[str], None] | None, count: int) -> None:
+        self._tell = tell
+        self._count = count
+        self._done = 0
+
+    def tell(self, result: dict[str, Any]) -> None:
+        """One more was measured."""
+        self._done += 1
+        if self._tell is not None:
+            limit, seconds = format_size(result["memory_limit"]), result["seconds"]
+            self._tell(f"{self._done} of {self._count}: {limit}, {seconds:.3g} s per token")
 
 
 def _row(samples: Sequence[dict[str, Any]]) -> Row:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+from functools import partial
 from typing import Annotated
 
 import typer
@@ -233,6 +234,7 @@ def bench(
             new_tokens=new_tokens,
             rounds=rounds,
             as_json=json,
+            progress=None if json else partial(typer.echo, err=True),
         )
 
 

@@ -78,6 +78,7 @@ class FakeDevice:
     where = torch.device("cpu")
     caps = False
     slack_bytes = 0
+    host_slack_bytes = 0
 
     def __init__(
         self, nbytes: int = 1 << 40, *, slow: float = 0.001, pins: bool = True, workspace: int = 0
@@ -96,8 +97,10 @@ class FakeDevice:
         self.trims = 0
         self.closed = False
         self.rate = 10e9
+        self.product_rate = 100e9
         self.peak = 0
         self.capped: list[int | None] = []
+        self._noise = torch.Generator().manual_seed(0)
         self._lock = threading.Lock()
         self._memory: list[tuple[weakref.ref[_Memory], int, int]] = []
         self._numbers = 0
@@ -123,7 +126,8 @@ class FakeDevice:
         memory = _Memory(nbytes + ALIGN)
         with torch.inference_mode(False):
             whole = torch.frombuffer(memory, dtype=torch.uint8)
-            whole.random_()  # never what was there before
+            # Never what was there before; the user's own numbers are not touched.
+            whole.random_(generator=self._noise)
             shown = whole[-whole.data_ptr() % ALIGN :][:nbytes]
         with self._lock:
             self._memory.append((weakref.ref(memory), shown.data_ptr(), nbytes))
@@ -152,6 +156,12 @@ class FakeDevice:
 
     def link_rate(self) -> float:
         return self.rate
+
+    def compute_rate(self) -> float:
+        return self.product_rate
+
+    def warm_up(self) -> None:
+        pass
 
     def trim(self) -> None:
         self.trims += 1

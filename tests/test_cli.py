@@ -430,6 +430,8 @@ def test_bench_hands_its_options_on(talker: Path, monkeypatch: pytest.MonkeyPatc
         "as_json": True,
         "device": "cpu",
         "host_memory_limits": [None],
+        "progress": None,
     }
+    assert calls[1]["progress"] is not None
     assert calls[1]["limits"][0] == pytest.approx(smallest, rel=0.01)
     assert not calls[1]["as_json"]

@@ -318,6 +318,25 @@ def test_nothing_is_left_of_a_model_that_is_gone(tiny: TinyCheckpoint, device: F
     gc.collect()
     assert device.allocated_bytes() == 0
     assert account_of(device).clients == []
+    assert device.capped[-1] is None, "the allocator still has its limit"
+
+
+def test_the_allocators_limit_goes_with_the_last_model(
+    tiny: TinyCheckpoint, device: FakeDevice
+) -> None:
+    """And not before, whichever way they go."""
+    first = load(tiny("llama"), spare=EVERYTHING)
+    limit = first.pipeload.plan.memory_limit
+    options: dict[str, Any] = {"dtype": "auto", "host_memory_limit": HOST, "device": "fake"}
+    second: Any = pipeload.from_pretrained(tiny("llama"), memory_limit=limit, **options)
+    assert device.capped == [limit, limit]
+    del first
+    gc.collect()
+    assert device.capped[-1] == limit
+    second.pipeload.set_memory_limit(limit - PART)
+    assert device.capped[-1] == limit - PART
+    second.pipeload.remove()
+    assert device.capped[-1] is None
 
 
 # -- failures --------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import torch
 from typer.testing import CliRunner
 
 import pipeload
-from pipeload import _cli_plan, bench, cli
+from pipeload import _bench_worker, _cli_plan, bench, cli
 from pipeload._perplexity import Losses, measure
 from pipeload._windows import slide
 from tests.fake_device import FakeDevice, lend
@@ -285,6 +285,39 @@ def test_the_bound_has_three_terms(others: dict[str, Any], least: float) -> None
     row = bench._row([sample(**others)])
     assert row.least_seconds == pytest.approx(least)
     assert row.rho == pytest.approx(least / 10.0)
+
+
+def test_one_process_measures_all_limits(
+    tiny: TinyCheckpoint,
+    device: FakeDevice,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Each load drops the model before, whose limit would be in the way."""
+    monkeypatch.setattr(_bench_worker, "open_device", lambda _name: device)
+    folder = tiny("llama")
+    # Where the fake is, the worker's own process looks for no other.
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    limits = [plan_for(folder, memory_limit=1 << 30).smallest_limit + more for more in (0, 100_000)]
+    lines = [{"load": limit, "host": "4GB"} for limit in limits] + [{"load": 1 << 50, "host": "-"}]
+    commands = [json.dumps(each) for line in lines for each in (line, {"decode": 2})]
+    monkeypatch.setattr("sys.stdin", commands)
+    _bench_worker.main([str(folder), "4", "2", "auto", "fake"])
+    answers = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [answer["memory_limit"] for answer in answers[::2]] == [*limits, 1 << 50]
+    assert [answer["tokens"] for answer in answers[1::2]] == [2, 2, 2]
+    assert answers[1]["copied"] > answers[5]["copied"] == 0
+
+
+def test_progress_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    """Where somebody listens."""
+    told: list[str] = []
+    progress = bench._Progress(told.append, 2)
+    for seconds in (0.5, 0.25):
+        progress.tell({"memory_limit": 10**9, "seconds": seconds})
+    bench._Progress(None, 1).tell({})
+    assert told == ["1 of 2: 1.00 GB, 0.5 s per token", "2 of 2: 1.00 GB, 0.25 s per token"]
+    assert capsys.readouterr().out == ""
 
 
 def test_the_table_has_the_devices_columns() -> None:

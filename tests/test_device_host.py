@@ -208,6 +208,21 @@ def test_the_plan_weighs_measured_rates(tiny: TinyCheckpoint, device: FakeDevice
     assert fast.seconds_per_pass >= fast.link_bytes_per_pass / 50e9
 
 
+def test_computing_hides_reads(tiny: TinyCheckpoint, device: FakeDevice) -> None:
+    """Where a device computes slowly, nothing stays in host memory: a pass takes that long."""
+    folder = tiny("llama")
+    least = smallest(folder)
+    device.rate = 50e9
+    fast = plan_for(folder, memory_limit=least, disk_rate=1e9)
+    assert fast.hosted_bytes > 0
+    device.product_rate = 0.5e9
+    slow = plan_for(folder, memory_limit=least, disk_rate=1e9)
+    assert slow.hosted_bytes == 0
+    assert slow.seconds_per_pass is not None
+    weights = slow.resident + slow.link_bytes_per_pass
+    assert slow.seconds_per_pass == pytest.approx(weights / 0.5e9)
+
+
 def test_units_that_stay_are_spread(tiny: TinyCheckpoint, device: FakeDevice) -> None:
     """Half of the blocks: no more than two next to each other."""
     plan = plan_for(tiny("llama"), memory_limit=smallest(tiny("llama")))

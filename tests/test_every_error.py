@@ -380,7 +380,7 @@ def test_a_measured_process_that_dies(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its last line and its status are told."""
     monkeypatch.setattr(sys, "executable", "/bin/false")
     with pytest.raises(PipeloadError, match="ended with status 1"):
-        bench.Worker("x")
+        bench.Worker("x").ask(load=1, host="-")
 
 
 def test_a_disk_without_direct_reads(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,7 +25,7 @@ class Recorded:
 
     def __init__(self, kind: str | None, count: int = 2) -> None:
         self.calls: list[str] = []
-        self.fraction: list[float] = []
+        self.fraction = [0.75]
         self.status = 0
         there = None if kind is None else SimpleNamespace(type=kind)
         self.accelerator = SimpleNamespace(
@@ -60,7 +61,8 @@ class Recorded:
 
     def get_device_module(self, _where: torch.device) -> Any:
         return SimpleNamespace(
-            set_per_process_memory_fraction=lambda share, _where: self.fraction.append(share)
+            get_per_process_memory_fraction=lambda _where: self.fraction[-1],
+            set_per_process_memory_fraction=lambda share, _where: self.fraction.append(share),
         )
 
     def ones(self, shape: Any, **_options: Any) -> torch.Tensor:
@@ -255,7 +257,7 @@ def test_the_allocators_figures_and_its_limit(fake: Recorded) -> None:
     assert device.caps
     for limit in (250, 5000, None):
         device.cap(limit)
-    assert fake.fraction == [0.25, 1.0, 1.0]
+    assert fake.fraction[1:] == [0.25, 0.75, 0.75], "more than the user's own limit"
     device.trim()
     assert fake.calls[-1] == "empty_cache"
     assert device.allocate(100).shape == (100,)
@@ -266,6 +268,38 @@ def test_the_allocators_figures_and_its_limit(fake: Recorded) -> None:
         12 << 20,
         12 << 20,
     ]
+
+
+def test_rates_where_there_is_no_room_to_measure(
+    fake: Recorded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They bind nothing, and are measured later."""
+    device = opened("cuda")
+
+    def refuse(*_args: object, **_options: object) -> None:
+        raise torch.OutOfMemoryError("full")
+
+    with monkeypatch.context() as full:
+        full.setattr(fake, "empty", refuse, raising=False)
+        full.setattr(fake, "ones", refuse, raising=False)
+        assert (device.link_rate(), device.compute_rate()) == (math.inf, math.inf)
+    assert device.link_rate() < math.inf
+    assert device.compute_rate() < math.inf
+
+
+def test_the_products_rate_is_measured_once(
+    fake: Recorded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the device waited for before the clock is looked at."""
+    monkeypatch.setattr(_torch_device, "_PRODUCT_SIDE", 64)
+    device = opened("cuda")
+    fake.calls.clear()
+    rate = device.compute_rate()
+    assert rate > 0
+    assert fake.calls[-1] == "synchronize"
+    fake.calls.clear()
+    assert device.compute_rate() == rate
+    assert fake.calls == []
 
 
 def test_the_links_rate_is_measured_once(fake: Recorded) -> None:
