@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import json as json_module
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import transformers
@@ -13,11 +13,13 @@ import transformers
 import pipeload
 from pipeload import _eval_report as report
 from pipeload._cli_output import log, silence_libraries
+from pipeload._cli_report import describe_limits
 from pipeload._cli_run import DTYPES, check_model, explained, load_tokenizer, load_whole
 from pipeload._eval_progress import all_passes
 from pipeload._eval_text import Encoded, encode, read_text
-from pipeload._loading import check_source, needs_of
+from pipeload._loading import check_source, needs_of, refuse_quantised
 from pipeload._perplexity import measure, tokens_to_hint
+from pipeload._request import make_request
 from pipeload._sizes import format_size
 from pipeload._takeover import peek
 from pipeload._windows import slide
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
+    from pipeload._device import Device
     from pipeload._pass_needs import PassNeeds
 
 WINDOW = 1024
@@ -39,7 +42,9 @@ class Request:
 
     models: tuple[str, ...]
     text: Path
-    memory_limit: str = "auto"
+    memory_limit: int | str = "auto"
+    device: str = "cpu"
+    host_memory_limit: int | str | None = None
     window: int | None = None
     stride: int | None = None
     batch: int | None = None
@@ -75,7 +80,11 @@ def run(request: Request, *, debug: bool) -> None:
     text = read_text(request.text)
     for model in request.models:
         check_model(model)
-    subjects = [_prepare(model, text, request) for model in request.models]
+    asked = make_request(
+        request.memory_limit, device=request.device, host_memory_limit=request.host_memory_limit
+    )
+    device = asked.options.device
+    subjects = [_prepare(model, text, request, device) for model in request.models]
     window = _choose_window(request, subjects)
     stride = max(1, window // 2) if request.stride is None else request.stride
     if stride > window:
@@ -85,13 +94,17 @@ def run(request: Request, *, debug: bool) -> None:
         )
     table = report.Table(request.models)
     rows: list[report.Row] = []
-    limit: int | str = request.memory_limit
     for subject in subjects:
         alike = subject.encoded.same_tokens(subjects[0].encoded)
-        row = _evaluate(subject, request, limit, window=window, stride=stride)
+        row = _evaluate(subject, request, window=window, stride=stride)
         gc.collect()  # the next one needs its memory
         rows.append(report.compared(row, rows[0] if rows else row, same_tokens=alike))
-        limit = row.memory_limit  # for all of them the same, whatever "auto" meant
+        # For all of them the same, whatever "auto" meant.
+        request = replace(
+            request,
+            memory_limit=row.memory_limit,
+            host_memory_limit=None if device is None else row.host_memory_limit,
+        )
         if not request.json:
             sys.stdout.write((table.head() if len(rows) == 1 else "") + table.line(rows[-1]))
             sys.stdout.flush()  # a model may take hours
@@ -103,7 +116,7 @@ def run(request: Request, *, debug: bool) -> None:
         sys.stdout.write(report.notes(rows, shortened=request.max_tokens is not None))
 
 
-def _prepare(model: str, text: str, request: Request) -> _Subject:
+def _prepare(model: str, text: str, request: Request, device: Device | None) -> _Subject:
     encoded = encode(load_tokenizer(model), text, most=request.max_tokens)
     if len(encoded.ids) < 2:
         raise OptionError(
@@ -117,6 +130,8 @@ def _prepare(model: str, text: str, request: Request) -> _Subject:
         pending = peek(lambda: auto.from_pretrained(model, **passed_on))
     if pending is None:
         raise CheckpointError(f"{model!r} has no weights. Name a folder that holds some.")
+    if device is not None:
+        refuse_quantised(pending, device)  # now, not when those before it are measured
     known = getattr(pending.model.get_input_embeddings(), "num_embeddings", None)
     largest = int(encoded.ids.max())
     if known is not None and largest >= known:
@@ -150,9 +165,7 @@ def _choose_window(request: Request, subjects: Sequence[_Subject]) -> int:
     return request.window
 
 
-def _evaluate(
-    subject: _Subject, request: Request, limit: int | str, *, window: int, stride: int
-) -> report.Row:
+def _evaluate(subject: _Subject, request: Request, *, window: int, stride: int) -> report.Row:
     encoded = subject.encoded
     tokens = len(encoded.ids)
     windows = slide(tokens, window=window, stride=stride)
@@ -160,18 +173,20 @@ def _evaluate(
         log.info("%d tokens, less than a window of %d: all are seen at once", tokens, window)
     model = load_whole(
         subject.name,
-        memory_limit=limit,
+        memory_limit=request.memory_limit,
+        device=request.device,
+        host_memory_limit=request.host_memory_limit,
         tokens=tokens_to_hint(subject.needs, subject.forward, windows, subject.batch or 1),
         batch=subject.batch or 1,
         dtype=DTYPES[request.dtype],
     )
     handle = pipeload.handle(model)
     log.info(
-        "%s: %d tokens in %d windows; memory limit %s, %s read per pass",
+        "%s: %d tokens in %d windows; %s, %s read per pass",
         subject.name,
         tokens,
         len(windows),
-        format_size(handle.plan.memory_limit),
+        describe_limits(handle.plan),
         format_size(handle.plan.bytes_per_pass),
     )
     scored = sum(one.scored for one in windows)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
+from pipeload._device_plan import DevicePlan
 from pipeload._sizes import format_size
 from pipeload._stats import work_rows
 from pipeload._tabled import Row, Tabled
@@ -47,6 +48,14 @@ class Figures(Tabled):
     """Share of that time in which a block computed."""
     bottleneck: str
     """"disk" or "compute": whichever was busy for longer."""
+    device: str
+    """Where the model computed. What follows is of a device alone."""
+    host_memory_limit: int
+    """The process's; `memory_limit` is the device's then."""
+    copied_bytes: int
+    peak_device_bytes: int
+    locked: bool
+    """Whether copies came out of locked memory."""
 
     def as_dict(self) -> dict[str, object]:
         """For JSON."""
@@ -58,6 +67,7 @@ class Figures(Tabled):
         busy = f"(disk busy {self.disk_busy:.0%}, compute {self.compute_busy:.0%} of the time)"
         return [
             *work_rows(self),
+            Row("computed on", self.device),
             Row("first token", f"after {self.load_seconds + self.first_token_seconds:.3g} s"),
             Row("speed", f"{speed} tokens/s after the first, {self.new_tokens} tokens"),
             Row("tokens per pass", f"{self.tokens_per_pass:.3g}"),
@@ -104,22 +114,37 @@ def count(
         disk_busy=disk,
         compute_busy=compute,
         bottleneck="disk" if disk > compute else "compute",
+        device=stats.device,
+        host_memory_limit=stats.host_memory_limit,
+        copied_bytes=stats.copied_bytes,
+        peak_device_bytes=stats.peak_device_bytes,
+        locked=stats.locked,
     )
+
+
+def describe_limits(plan: Plan) -> str:
+    """The limit, or both with the device that one of them is of."""
+    limit = f"memory limit {format_size(plan.memory_limit)}"
+    if isinstance(plan, DevicePlan):
+        limit += f" of {plan.device}, {format_size(plan.host_memory_limit)} of host memory"
+    return limit
 
 
 def describe_plan(plan: Plan) -> str:
     """What is going to happen, in a line or two."""
-    limit = format_size(plan.memory_limit)
+    limits = describe_limits(plan)
     if plan.fits:
-        return f"memory limit {limit}: all weights fit; after the first pass nothing is read"
+        return f"{limits}: all weights fit; after the first pass nothing is read"
+    copied = plan.link_bytes_per_pass if isinstance(plan, DevicePlan) else None
     kept = plan.resident - plan.pinned_bytes
-    share = kept / (kept + plan.bytes_per_pass)
+    share = kept / (kept + (plan.bytes_per_pass if copied is None else copied))
     text = (
-        f"memory limit {limit}: {share:.0%} of the layers' weights stay in memory,\n"
+        f"{limits}: {share:.0%} of the layers' weights stay "
+        f"{'in memory' if copied is None else 'on the device'},\n"
         f"{format_size(plan.bytes_per_pass)} are read per token "
         f"({plan.io_mode}, {plan.readers} readers)"
     )
-    if (copied := getattr(plan, "link_bytes_per_pass", 0)) != 0:
+    if copied is not None:
         text += f",\n{format_size(copied)} are copied to the device"
     if plan.seconds_per_pass is not None and plan.disk_rate is not None:
         rate = format_size(round(plan.disk_rate))

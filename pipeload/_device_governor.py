@@ -133,6 +133,7 @@ class DeviceGovernor(Governor):
         """What `Stats` shows of a device."""
         return {
             "device": str(self._device.where),
+            "host_memory_limit": self.device_plan.host_memory_limit,
             "copied_bytes": sum(slot.copied_bytes for slot in self._slots),
             "peak_device_bytes": self._device.peak_bytes(),
             "locked": all(slot.locked for slot in self._slots),
@@ -193,14 +194,16 @@ class DeviceGovernor(Governor):
         return self.hosted_budget != was and not self.plan.fits
 
     def pass_bytes(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | None:
-        """What a pass with these arguments would read from disk now; None where it does not fit."""
+        """What such a pass would copy to the device now, read first or not; None: does not fit."""
         with self._account.lock:
             need = self._needs.for_pass(args, kwargs)
             limit = self.plan.memory_limit
             room = self._room(limit, self._account.other_bytes()) - need
             budget = min(room, self._cap(limit))
             fits = budget >= self._residency.smallest
-            return self._plan_for(budget).bytes_per_pass if fits else None
+            if not fits:
+                return None
+            return cast("DevicePlan", self._plan_for(budget)).link_bytes_per_pass
 
     def inside_pass(self) -> None:
         """See [Note: what holds a device's limit]."""

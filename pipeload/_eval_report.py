@@ -58,6 +58,11 @@ class Row:
     bytes_read: int
     memory_limit: int
     peak_rss_bytes: int
+    device: str
+    """Where the model computed. What follows is of a device alone."""
+    host_memory_limit: int
+    """The process's; `memory_limit` is the device's then."""
+    peak_device_bytes: int
 
     def as_dict(self) -> dict[str, object]:
         """For JSON, which has no infinity."""
@@ -100,6 +105,9 @@ def make_row(
         bytes_read=stats.bytes_read,
         memory_limit=stats.memory_limit,
         peak_rss_bytes=stats.peak_rss_bytes,
+        device=stats.device,
+        host_memory_limit=stats.host_memory_limit,
+        peak_device_bytes=stats.peak_device_bytes,
     )
 
 

@@ -75,8 +75,9 @@ class Handle:
         self._streamer.governor.set_limit(memory_limit, host_memory_limit)
 
     def pass_bytes(self, *args: Any, **kwargs: Any) -> int | None:
-        """Bytes that a call of the model with these arguments would read from disk now.
+        """Bytes that a call of the model with these arguments would stream now.
 
+        From disk to memory; of a model on a device, from there or host memory to the device.
         Tensors may be on the meta device: only their shapes count. None where such a pass does not
         fit the limit; 0 once the model is not streamed any more.
         """

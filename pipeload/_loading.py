@@ -169,7 +169,7 @@ def plan_pending(pending: PendingLoad, needs: PassNeeds, request: Request) -> Bu
     model = pending.model
     tied = model.all_tied_weights_keys or {}
     if request.options.device is not None:
-        _refuse_quantised(pending, request.options.device)
+        refuse_quantised(pending, request.options.device)
     if pending.disable_mmap:
         request = replace(request, options=replace(request.options, may_map=False))
     return plan_model(
@@ -177,7 +177,12 @@ def plan_pending(pending: PendingLoad, needs: PassNeeds, request: Request) -> Bu
     )
 
 
-def _refuse_quantised(pending: PendingLoad, device: Device) -> None:
+def refuse_quantised(pending: PendingLoad, device: Device) -> None:
+    """Refuse a checkpoint whose form is not streamed to devices.
+
+    Raises:
+        UnsupportedModelError: it is quantised, and not by bitsandbytes.
+    """
     if pending.own_formats or pending.quantised_by not in {None, "bitsandbytes"}:
         raise UnsupportedModelError(
             f"this checkpoint is quantised by {pending.quantised_by!r}, which is streamed to the "

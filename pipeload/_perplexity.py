@@ -77,11 +77,11 @@ def measure(
     """Run the model over all windows.
 
     Args:
-        model: a causal language model that is streamed.
+        model: a causal language model that is streamed; losses are computed on its device.
         handle: its handle.
-        ids: the text, int64, `[tokens]`.
+        ids: the text, int64, `[tokens]`; on the CPU.
         windows: of it.
-        batch: windows per pass; when None, as many as make the least reading within the limit.
+        batch: windows per pass; when None, as many as make the least streaming within the limit.
         pass_begins: called with the tokens scored so far and those that the pass will score.
 
     Raises:
@@ -125,10 +125,10 @@ def tokens_to_hint(
 
 
 def _batch_for(model: Any, handle: Handle, group: Sequence[Window]) -> int:
-    def bytes_read(batch: int) -> int | None:
+    def bytes_streamed(batch: int) -> int | None:
         return handle.pass_bytes(**_shaped(model.forward, group, batch))
 
-    return choose_batch(len(group), _MOST_TOKENS // group[0].tokens, bytes_read)
+    return choose_batch(len(group), _MOST_TOKENS // group[0].tokens, bytes_streamed)
 
 
 def _shaped(forward: Callable[..., Any], group: Sequence[Window], batch: int) -> dict[str, Any]:
@@ -140,14 +140,14 @@ def _shaped(forward: Callable[..., Any], group: Sequence[Window], batch: int) ->
 def _score(model: Any, ids: torch.Tensor, part: Sequence[Window], nats: torch.Tensor) -> None:
     """One pass; fills in the losses of its windows."""
     kept = part[0].scored
-    batch = torch.stack([ids[window.begin : window.end] for window in part])
+    batch = torch.stack([ids[window.begin : window.end] for window in part]).to(model.device)
     logits = model(**_arguments(model.forward, batch, kept)).logits
     step = max(1, _MOST_LOGITS // logits.shape[-1])
-    for row, window in zip(logits, part, strict=True):
+    for row, seen, window in zip(logits, batch, part, strict=True):
         # The last position's are for the token after the window.
         for before, wanted, into in zip(
             row[-kept - 1 : -1].split(step),
-            ids[window.first : window.end].split(step),
+            seen[-kept:].split(step),
             nats[window.first : window.end].split(step),
             strict=True,
         ):

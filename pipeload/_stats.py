@@ -51,17 +51,50 @@ class Work(Protocol):
     def compute_seconds(self) -> float:
         """Time that passes computed."""
 
+    @property
+    def device(self) -> str:
+        """Where the model computes."""
+
+    @property
+    def host_memory_limit(self) -> int:
+        """The process's limit where the other one is a device's; else 0."""
+
+    @property
+    def copied_bytes(self) -> int:
+        """Copied to a device out of host memory."""
+
+    @property
+    def peak_device_bytes(self) -> int:
+        """The most that a device's allocator ever held."""
+
+    @property
+    def locked(self) -> bool:
+        """Whether copies come out of locked memory."""
+
 
 def work_rows(work: Work) -> list[Row]:
     """Memory, disk and computing, for people."""
     rate = work.bytes_read / work.read_seconds / 1e9 if work.read_seconds else 0.0
     reading = f"{format_size(work.bytes_read)}, {rate:.3g} GB/s while reading"
     return [
-        Row("memory limit", format_size(work.memory_limit)),
-        Row("peak memory", format_size(work.peak_rss_bytes)),
+        *_memory_rows(work),
         Row("read from disk", reading),
         Row("waited for disk", f"{work.stall_seconds:.3g} s"),
         Row("computed", f"{work.compute_seconds:.3g} s"),
+    ]
+
+
+def _memory_rows(work: Work) -> list[Row]:
+    peak = Row("peak memory", format_size(work.peak_rss_bytes))
+    if not work.host_memory_limit:
+        return [Row("memory limit", format_size(work.memory_limit)), peak]
+    how = "" if work.locked else ", out of memory that is not locked"
+    return [
+        Row("device limit", format_size(work.memory_limit)),
+        Row(f"peak on {work.device}", format_size(work.peak_device_bytes)),
+        Row("host limit", format_size(work.host_memory_limit)),
+        peak,
+        Row(f"copied to {work.device}", f"{format_size(work.copied_bytes)}{how}"),
     ]
 
 
@@ -98,6 +131,8 @@ class Stats(Tabled):
     """The limit it must stay under."""
     device: str = "cpu"
     """Where the model computes. What follows is of a device alone."""
+    host_memory_limit: int = 0
+    """The limit of this process: `memory_limit` is the device's then."""
     copied_bytes: int = 0
     """Bytes copied to the device out of host memory, in passes."""
     peak_device_bytes: int = 0
@@ -124,14 +159,4 @@ class Stats(Tabled):
             Row("units read late", f"{self.misses} of {self.hits + self.misses}"),
             Row("passes", f"{self.passes}"),
             Row("tokens", f"{self.tokens}, {self.tokens_per_pass:.3g} per pass"),
-            *self._device_rows(),
-        ]
-
-    def _device_rows(self) -> list[Row]:
-        if self.device == "cpu":
-            return []
-        how = "" if self.locked else ", out of memory that is not locked"
-        return [
-            Row(f"copied to {self.device}", f"{format_size(self.copied_bytes)}{how}"),
-            Row(f"peak on {self.device}", format_size(self.peak_device_bytes)),
         ]

@@ -68,13 +68,13 @@ def groups(windows: Sequence[Window]) -> list[list[Window]]:
     return [list(group) for _, group in alike]
 
 
-def choose_batch(count: int, most: int, bytes_read: Callable[[int], int | None]) -> int:
-    """Windows per pass with which least is read from disk in all; of equal ones the smallest.
+def choose_batch(count: int, most: int, bytes_streamed: Callable[[int], int | None]) -> int:
+    """Windows per pass with which least is streamed in all; of equal ones the smallest.
 
     Args:
         count: windows that are to run.
         most: the largest batch to consider.
-        bytes_read: bytes that a pass over so many windows reads; None where it does not fit.
+        bytes_streamed: by a pass over so many windows; None where it does not fit.
 
     Returns:
         1 also where nothing fits: whoever tries learns why.
@@ -83,7 +83,7 @@ def choose_batch(count: int, most: int, bytes_read: Callable[[int], int | None])
     even = {math.ceil(count / passes) for passes in range(1, count + 1)}
     best, least = 1, math.inf
     for batch in sorted(size for size in even if size <= max(1, most)):
-        nbytes = bytes_read(batch)
+        nbytes = bytes_streamed(batch)
         if nbytes is None:
             break
         if (total := nbytes * math.ceil(count / batch)) < least:

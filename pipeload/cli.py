@@ -6,22 +6,17 @@ OMP_WAIT_POLICY is set before torch reads it.
 
 from __future__ import annotations
 
-import enum
 import os
 import sys
 from functools import partial
-from pathlib import Path  # noqa: TC003 - typer reads the annotations
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from pipeload import __version__
+from pipeload import _cli_options as opt
 from pipeload._cli_output import Commands, replace_unprintable, reported
-from pipeload._sizes import parse_share, parse_size
-from pipeload.errors import OptionError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from pipeload._sizes import parse_size
 
 _NO_TEXT = "the prompt is no text in UTF-8"
 DEMO_QUESTION = "What is the capital of France? Answer in one sentence."
@@ -38,105 +33,6 @@ app = typer.Typer(
 )
 
 
-class IoMode(str, enum.Enum):
-    """How the checkpoint is read."""
-
-    AUTO = "auto"
-    DIRECT = "direct"
-    BUFFERED = "buffered"
-    UNCACHED = "uncached"
-
-
-class Dtype(str, enum.Enum):
-    """The dtype that weights have in memory."""
-
-    AUTO = "auto"
-    BF16 = "bf16"
-    FP16 = "fp16"
-    FP32 = "fp32"
-
-
-class Method(str, enum.Enum):
-    """What weights become."""
-
-    INT8 = "int8"
-    INT4 = "int4"
-    NF4 = "nf4"
-    FP4 = "fp4"
-
-
-class ZeroPoints(str, enum.Enum):
-    """How the zeros of int4 groups are found."""
-
-    RTN = "rtn"
-    HQQ = "hqq"
-
-
-def _limit(text: str, name: str) -> str:
-    if text == "auto":
-        return text
-    parse = parse_share if text.rstrip().endswith("%") else parse_size
-    return _checked(text, name, parse)
-
-
-def _process_limit(text: str) -> str:
-    return _limit(text, "--memory-limit")
-
-
-def _host_limit(text: str | None) -> str | None:
-    return None if text is None else _limit(text, "--host-memory-limit")
-
-
-def _rate(text: str | None) -> str | None:
-    return None if text is None else _size(text, "--disk-rate")
-
-
-def _size(text: str, name: str) -> str:
-    return _checked(text, name, parse_size)
-
-
-def _checked(text: str, name: str, parse: Callable[..., object]) -> str:
-    try:
-        parse(text, name=name)
-    except OptionError as error:
-        raise typer.BadParameter(str(error)) from None
-    return text
-
-
-Model = Annotated[
-    str, typer.Argument(help="Folder with a safetensors checkpoint, or a model hub id.")
-]
-MemoryLimit = Annotated[
-    str,
-    typer.Option(
-        callback=_process_limit,
-        help='What the whole process may hold: "2GB", "1.5GiB", "50%" or "auto".',
-    ),
-]
-Device = Annotated[
-    str,
-    typer.Option(
-        help='Where the model computes: "cpu", "cuda", "xpu", or "auto"; then the memory limit is '
-        "the device's."
-    ),
-]
-HostMemoryLimit = Annotated[
-    str | None,
-    typer.Option(
-        callback=_host_limit, help="With a device: what the process may hold in host memory."
-    ),
-]
-NewTokens = Annotated[int, typer.Option(min=1, help="The most tokens to generate.")]
-DtypeOption = Annotated[Dtype, typer.Option(help='"auto" keeps what the checkpoint has.')]
-IoModeOption = Annotated[
-    IoMode,
-    typer.Option(help='"direct" reads past the page cache; "auto" uses it when everything fits.'),
-]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object; sizes in bytes.")]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print the text and errors only.")]
-Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks and the libraries' notes.")]
-
-
 @app.callback(invoke_without_command=True)
 def _root(
     version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
@@ -151,27 +47,21 @@ def _root(
 
 @app.command()
 def run(
-    model: Model,
-    prompt: Annotated[
-        str, typer.Argument(help='The prompt; "-" or nothing reads standard input.')
-    ] = "-",
+    model: opt.Model,
+    prompt: opt.Prompt = "-",
     *,
-    memory_limit: MemoryLimit = "auto",
-    device: Device = "cpu",
-    host_memory_limit: HostMemoryLimit = None,
-    max_new_tokens: NewTokens = 128,
-    dtype: DtypeOption = Dtype.AUTO,
-    seed: Annotated[
-        int | None, typer.Option(min=0, help="Sample with this seed; without one, greedy.")
-    ] = None,
-    system: Annotated[str | None, typer.Option(help="System message for the model.")] = None,
-    no_chat_template: Annotated[
-        bool, typer.Option("--no-chat-template", help="Continue the prompt as plain text.")
-    ] = False,
-    io_mode: IoModeOption = IoMode.AUTO,
-    json: Json = False,
-    quiet: Quiet = False,
-    debug: Debug = False,
+    memory_limit: opt.MemoryLimit = "auto",
+    device: opt.Device = "cpu",
+    host_memory_limit: opt.HostMemoryLimit = None,
+    max_new_tokens: opt.NewTokens = 128,
+    dtype: opt.DtypeOption = opt.Dtype.AUTO,
+    seed: opt.Seed = None,
+    system: opt.System = None,
+    no_chat_template: opt.NoChatTemplate = False,
+    io_mode: opt.IoModeOption = opt.IoMode.AUTO,
+    json: opt.Json = False,
+    quiet: opt.Quiet = False,
+    debug: opt.Debug = False,
 ) -> None:
     """Answer a prompt; the text appears token by token, statistics at the end on stderr."""
     if system is not None and no_chat_template:
@@ -201,23 +91,18 @@ def run(
 
 @app.command()
 def plan(
-    model: Model,
+    model: opt.Model,
     *,
-    memory_limit: MemoryLimit = "auto",
-    device: Device = "cpu",
-    host_memory_limit: HostMemoryLimit = None,
-    tokens: Annotated[
-        int, typer.Option(min=1, help="Longest sequence, prompt and answer together.")
-    ] = 256,
-    batch: Annotated[int, typer.Option(min=1, help="Sequences at once.")] = 1,
-    dtype: DtypeOption = Dtype.AUTO,
-    io_mode: IoModeOption = IoMode.AUTO,
-    disk_rate: Annotated[
-        str | None,
-        typer.Option(callback=_rate, help='Bytes per second, as "1GB"; measured when not given.'),
-    ] = None,
-    json: Json = False,
-    debug: Debug = False,
+    memory_limit: opt.MemoryLimit = "auto",
+    device: opt.Device = "cpu",
+    host_memory_limit: opt.HostMemoryLimit = None,
+    tokens: opt.Tokens = 256,
+    batch: opt.Batch = 1,
+    dtype: opt.DtypeOption = opt.Dtype.AUTO,
+    io_mode: opt.IoModeOption = opt.IoMode.AUTO,
+    disk_rate: opt.DiskRate = None,
+    json: opt.Json = False,
+    debug: opt.Debug = False,
 ) -> None:
     """Show what a memory limit buys: what stays in memory, what is read per token, how fast."""
     with reported(debug=debug, quiet=json):
@@ -240,32 +125,20 @@ def plan(
 
 @app.command("eval")
 def evaluate(
-    models: Annotated[
-        list[str], typer.Argument(help="Folders or hub ids, float or quantised; one row for each.")
-    ],
+    models: opt.Models,
     *,
-    text: Annotated[Path, typer.Option(help="The text that is to be predicted, in UTF-8.")],
-    memory_limit: MemoryLimit = "auto",
-    window: Annotated[
-        int | None,
-        typer.Option(min=2, help="Tokens seen at once; 1024, or all that the models know."),
-    ] = None,
-    stride: Annotated[
-        int | None, typer.Option(min=1, help="Tokens scored per window; half of it by default.")
-    ] = None,
-    batch: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help="Windows per pass; by default as many as save reading, with LLM.int8 one."
-        ),
-    ] = None,
-    max_tokens: Annotated[
-        int | None, typer.Option(min=2, help="Stop after this many tokens of the text.")
-    ] = None,
-    dtype: DtypeOption = Dtype.AUTO,
-    json: Json = False,
-    quiet: Quiet = False,
-    debug: Debug = False,
+    text: opt.Text,
+    memory_limit: opt.MemoryLimit = "auto",
+    device: opt.Device = "cpu",
+    host_memory_limit: opt.HostMemoryLimit = None,
+    window: opt.WindowLength = None,
+    stride: opt.Stride = None,
+    batch: opt.WindowsPerPass = None,
+    max_tokens: opt.MaxTokens = None,
+    dtype: opt.DtypeOption = opt.Dtype.AUTO,
+    json: opt.Json = False,
+    quiet: opt.Quiet = False,
+    debug: opt.Debug = False,
 ) -> None:
     """Measure perplexity: how well models predict a text, by a sliding window."""
     with reported(debug=debug, quiet=quiet or json):
@@ -276,6 +149,8 @@ def evaluate(
                 models=tuple(models),
                 text=text,
                 memory_limit=memory_limit,
+                device=device,
+                host_memory_limit=host_memory_limit,
                 window=window,
                 stride=stride,
                 batch=batch,
@@ -289,18 +164,14 @@ def evaluate(
 
 @app.command()
 def demo(
-    memory_limit: Annotated[
-        str,
-        typer.Option(
-            callback=_process_limit, help='"auto" is a limit that holds only part of the layers.'
-        ),
-    ] = "auto",
-    folder: Annotated[
-        Path | None, typer.Option(help="Where to make the model; the user's cache by default.")
-    ] = None,
-    json: Json = False,
-    quiet: Quiet = False,
-    debug: Debug = False,
+    *,
+    memory_limit: opt.DemoLimit = "auto",
+    device: opt.Device = "cpu",
+    host_memory_limit: opt.HostMemoryLimit = None,
+    folder: opt.DemoFolder = None,
+    json: opt.Json = False,
+    quiet: opt.Quiet = False,
+    debug: opt.Debug = False,
 ) -> None:
     """Try pipeload on a small real model, SmolLM2-135M-Instruct, with too little memory for it."""
     with reported(debug=debug, quiet=quiet or json):
@@ -308,12 +179,18 @@ def demo(
 
         model = _cli_plan.make_demo_model(folder)
         if memory_limit == "auto":
-            memory_limit = str(_cli_plan.choose_limit(model, debug=debug))
+            memory_limit = str(
+                _cli_plan.choose_limit(
+                    model, debug=debug, device=device, host_memory_limit=host_memory_limit
+                )
+            )
         _cli_run.run(
             _cli_run.Request(
                 model=model,
                 prompt=DEMO_QUESTION,
                 memory_limit=memory_limit,
+                device=device,
+                host_memory_limit=host_memory_limit,
                 max_new_tokens=64,
                 io_mode=_cli_plan.past_the_cache(model),
                 json=json,
@@ -324,23 +201,20 @@ def demo(
 
 @app.command()
 def bench(
-    model: Annotated[
-        str | None, typer.Argument(help="Folder or hub id; the demo's model by default.")
-    ] = None,
+    model: opt.BenchModel = None,
     *,
-    memory_limit: Annotated[
-        list[str] | None,
-        typer.Option(help="A limit to measure at; may be given several times."),
-    ] = None,
-    device: Device = "cpu",
-    host_memory_limit: HostMemoryLimit = None,
-    new_tokens: Annotated[int, typer.Option(min=1, help="Tokens timed in each run.")] = 8,
-    rounds: Annotated[int, typer.Option(min=1, help="Runs of everything; medians count.")] = 3,
-    json: Json = False,
-    debug: Debug = False,
+    memory_limit: opt.BenchLimits = None,
+    device: opt.Device = "cpu",
+    host_memory_limit: opt.HostMemoryLimit = None,
+    new_tokens: opt.TimedTokens = 8,
+    rounds: opt.Rounds = 3,
+    json: opt.Json = False,
+    debug: opt.Debug = False,
 ) -> None:
     """Measure how close streaming comes to what this machine's disk and processor allow."""
-    limits: list[str | int] = [_size(text, "--memory-limit") for text in memory_limit or []]
+    limits: list[str | int] = [
+        opt.check_size(text, "--memory-limit") for text in memory_limit or []
+    ]
     with reported(debug=debug, quiet=json):
         from pipeload import _cli_plan, _cli_run
         from pipeload import bench as benchmark
@@ -366,32 +240,18 @@ def bench(
 
 @app.command()
 def quantize(
-    source: Annotated[
-        str, typer.Argument(metavar="SRC", help="Folder with a float checkpoint, or a hub id.")
-    ],
-    target: Annotated[Path, typer.Argument(metavar="DST", help="The folder to make.")],
+    source: opt.Source,
+    target: opt.Target,
     *,
-    method: Annotated[
-        Method,
-        typer.Option(
-            help="int8: close to the original; int4: half the size again; nf4, fp4: what "
-            "bitsandbytes makes."
-        ),
-    ] = Method.INT8,
-    group_size: Annotated[
-        int, typer.Option(help="Of int4: 32, 64 or 128 weights share a scale and a zero.")
-    ] = 64,
-    zero_points: Annotated[
-        ZeroPoints, typer.Option(help='Of int4: "hqq" takes longer and is closer than "rtn".')
-    ] = ZeroPoints.RTN,
-    double_quant: Annotated[
-        bool, typer.Option("--double-quant", help="Of nf4 and fp4: scales are quantised, too.")
-    ] = False,
-    memory_limit: MemoryLimit = "auto",
-    max_shard_size: Annotated[str, typer.Option(help="The most that one file takes.")] = "2GB",
-    json: Json = False,
-    quiet: Quiet = False,
-    debug: Debug = False,
+    method: opt.MethodOption = opt.Method.INT8,
+    group_size: opt.GroupSize = 64,
+    zero_points: opt.ZeroPointsOption = opt.ZeroPoints.RTN,
+    double_quant: opt.DoubleQuant = False,
+    memory_limit: opt.MemoryLimit = "auto",
+    max_shard_size: opt.ShardSize = "2GB",
+    json: opt.Json = False,
+    quiet: opt.Quiet = False,
+    debug: opt.Debug = False,
 ) -> None:
     """Make a quantised copy of a checkpoint; run again after a kill, it goes on."""
     with reported(debug=debug, quiet=quiet or json):

@@ -2,27 +2,61 @@
 
 from __future__ import annotations
 
+import gc
 import json
-from typing import TYPE_CHECKING, Any
+import math
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
-from pipeload import _bench_worker, bench, cli
+import pipeload
+from pipeload import _bench_worker, _cli_plan, bench, cli
+from pipeload._perplexity import Losses, measure
+from pipeload._windows import slide
 from tests.fake_device import FakeDevice, lend
-from tests.test_device import plan_for, smallest
+from tests.models import save_random, tiny_config
+from tests.test_device import freshly_allocated, plan_for, smallest
+from tests.test_eval import WORDS, plain_nats, save_tokenizer
+from tests.test_eval import loud_libraries as loud_libraries  # noqa: PLC0414 - a fixture
+from tests.test_eval import text as text  # noqa: PLC0414 - a fixture
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
     from tests.conftest import TinyCheckpoint
+
+# What is typed but for the model, which stands behind the first word.
+COMMANDS = [["run", "w3 w4"], ["plan"], ["bench"], ["eval", "--text", "TEXT"], ["demo"]]
 
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDevice]:
     """The one that `--device fake` names."""
     yield from lend(monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def speaker(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random fp32 model with a tokenizer."""
+    folder = tmp_path_factory.mktemp("speaker")
+    save_random("llama", folder, "fp32", seed=3)
+    save_tokenizer(folder)
+    (folder / "TEXT").write_text(" ".join(WORDS))
+    return folder
+
+
+def invoke(words: list[str], model: Path, monkeypatch: pytest.MonkeyPatch, *options: object) -> Any:
+    """Run one of the commands with the model, in its folder; the demo takes it for its own."""
+    monkeypatch.setattr(_cli_plan, "make_demo_model", lambda _folder: str(model))
+    monkeypatch.chdir(model)
+    gc.collect()  # a command has a process to itself
+    named = [] if words[0] == "demo" else [str(model)]
+    return CliRunner().invoke(cli.app, [words[0], *named, *words[1:], *map(str, options)])
 
 
 def test_plan_on_a_device(tiny: TinyCheckpoint, device: FakeDevice) -> None:
@@ -44,11 +78,162 @@ def test_plan_on_a_device(tiny: TinyCheckpoint, device: FakeDevice) -> None:
     assert "host limit" in table.stdout
 
 
-def test_a_host_limit_that_is_no_size() -> None:
+@pytest.mark.parametrize("words", COMMANDS, ids=lambda words: words[0])
+def test_a_host_limit_that_is_no_size(words: list[str]) -> None:
     """The option is named."""
-    result = CliRunner().invoke(cli.app, ["plan", "x", "--host-memory-limit", "much"])
+    result = CliRunner().invoke(cli.app, [*words, "--host-memory-limit", "much"])
     assert result.exit_code == 2
     assert "--host-memory-limit='much'" in result.output
+
+
+@pytest.mark.parametrize("words", COMMANDS, ids=lambda words: words[0])
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--host-memory-limit", "4GB"], "host_memory_limit='4GB' is for models on another device"),
+        (["--device", "toaster"], "device='toaster'"),
+    ],
+)
+def test_what_is_refused(
+    words: list[str],
+    options: list[str],
+    message: str,
+    speaker: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By every command alike, in one line."""
+    refused(message, invoke(words, speaker, monkeypatch, *options))
+
+
+@pytest.mark.parametrize(
+    "words", [words for words in COMMANDS if words[0] != "bench"], ids=lambda words: words[0]
+)
+def test_limits_that_are_too_small(
+    words: list[str], speaker: Path, device: FakeDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each says which one it is. (What bench measures runs in another process.)"""
+    options = ("--device", "fake", "--memory-limit")
+    result = invoke(words, speaker, monkeypatch, *options, "1GB", "--host-memory-limit", "1MB")
+    refused("host_memory_limit=1000000 bytes", result)
+    result = invoke(words, speaker, monkeypatch, *options, "1MB")
+    refused("memory_limit=1000000 bytes (1.00 MB) of cpu", result)
+
+
+def refused(message: str, result: Any) -> None:
+    """The last line on stderr, nothing on stdout, exit status 1."""
+    assert (result.exit_code, result.stdout) == (1, ""), result.output
+    last = result.stderr.splitlines()[-1]
+    assert last.startswith("error: ")
+    assert message in last
+
+
+# -- eval ------------------------------------------------------------------------------------------
+
+
+def perplexity(folder: Path, text: Path, *options: object) -> dict[str, Any]:
+    """What `eval --device fake --json` says of one model."""
+    words = ["eval", folder, "--text", text, "--device", "fake", "--json", *options]
+    result = CliRunner().invoke(cli.app, list(map(str, words)))
+    assert result.exit_code == 0, result.output
+    (row,) = json.loads(result.stdout)["models"]
+    return cast("dict[str, Any]", row)
+
+
+def test_eval_on_a_device(speaker: Path, text: Path, device: FakeDevice) -> None:
+    """The plain model's perplexity, bit for bit, at the smallest limit; both limits and peaks."""
+    limit = smallest(speaker, tokens=40)
+    options = ("--memory-limit", limit, "--host-memory-limit", "4GB", "--window", 16)
+    row = perplexity(speaker, text, *options, "--batch", 2)
+    ids = torch.tensor([int(word[1:]) for word in WORDS])
+    plain = freshly_allocated(speaker)
+    handle: Any = SimpleNamespace()
+    windows = slide(len(ids), window=16, stride=8)
+    wanted = measure(plain, handle, ids, windows, batch=2, pass_begins=lambda *_: None)
+    assert row["perplexity"] == wanted.perplexity
+    nats, count = plain_nats(plain, ids, 16, 8)
+    assert row["perplexity"] == pytest.approx(math.exp(nats / count), rel=1e-6)
+    assert row["device"] == "cpu"
+    assert (row["memory_limit"], row["host_memory_limit"]) == (limit, 4_000_000_000)
+    assert 0 < row["peak_device_bytes"] == device.peak <= limit
+    # All blocks are in host memory: copying is what several windows in a pass save.
+    assert perplexity(speaker, text, *options)["windows_per_pass"] > 1
+    row = perplexity(speaker, text, "--memory-limit", "1GB", "--window", 16)
+    assert row["windows_per_pass"] == 1  # where everything is on the device nothing is saved
+
+
+def test_models_are_measured_at_the_same_limits(
+    speaker: Path, text: Path, device: FakeDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever "auto" means by then: somebody else may have taken memory of the device."""
+
+    def measure_and_take(*args: Any, **options: Any) -> Losses:
+        losses = measure(*args, **options)
+        device.nbytes -= 1 << 30
+        return losses
+
+    monkeypatch.setattr("pipeload._cli_eval.measure", measure_and_take)
+    words = ["eval", speaker, speaker, "--text", text, "--device", "fake"]
+    result = CliRunner().invoke(cli.app, [*map(str, words), "--json"])
+    one, other = json.loads(result.stdout)["models"]
+    for name in ("memory_limit", "host_memory_limit", "perplexity", "device"):
+        assert one[name] == other[name]
+    result = CliRunner().invoke(cli.app, list(map(str, words)))
+    assert result.stderr.count(" of cpu, ") == result.stderr.count(" of host memory, ") == 2
+
+
+def test_what_no_device_takes_is_refused_first(
+    speaker: Path, text: Path, tmp_path: Path, device: FakeDevice
+) -> None:
+    """Before the model in front of it is measured."""
+    made = pipeload.quantize(speaker, tmp_path / "int8", method="int8")
+    words = ["eval", speaker, made, "--text", text, "--device", "fake", "--quiet"]
+    result = CliRunner().invoke(cli.app, list(map(str, words)))
+    refused("quantised by 'pipeload', which is streamed to the CPU alone", result)
+
+
+# -- demo ------------------------------------------------------------------------------------------
+
+
+def test_demo_on_a_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It picks a limit that holds a part, answers as the CPU does, and says where it ran."""
+    sizes = {"hidden_size": 256, "intermediate_size": 1024, "num_attention_heads": 4}
+    config = tiny_config("llama", num_key_value_heads=4, num_hidden_layers=6, **sizes)
+    model = save_random(config, tmp_path, "bf16", seed=3)
+    save_tokenizer(model)
+    on_the_cpu = json.loads(invoke(["demo"], model, monkeypatch, "--json").stdout)
+    assert (on_the_cpu["device"], on_the_cpu["host_memory_limit"]) == ("cpu", 0)
+    with contextmanager(lend)(monkeypatch) as device:
+        options = ("--device", "fake", "--host-memory-limit", "4GB", "--json")
+        figures = json.loads(invoke(["demo"], model, monkeypatch, *options).stdout)
+        assert 0 < figures["peak_device_bytes"] == device.peak <= figures["memory_limit"]
+    assert figures["text"] == on_the_cpu["text"]
+    assert (figures["device"], figures["host_memory_limit"]) == ("cpu", 4_000_000_000)
+    assert figures["copied_bytes"] > figures["passes"] * 1_000_000
+
+
+def test_demo_shows_where_it_runs(
+    speaker: Path, device: FakeDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The device and both limits, before the answer and after."""
+    limits = ("--memory-limit", smallest(speaker), "--host-memory-limit", "4GB")
+    shown = invoke(["demo"], speaker, monkeypatch, "--device", "fake", *limits).stderr
+    assert " of cpu, 4.00 GB of host memory: " in shown
+    assert "% of the layers' weights stay on the device" in shown
+    rows = {line[:16].strip(): line[16:] for line in shown.splitlines()}
+    assert (rows["computed on"], rows["host limit"]) == ("cpu", "4.00 GB")
+    assert {"device limit", "peak on cpu", "copied to cpu"} < set(rows)
+    assert "memory limit" not in rows
+
+
+def test_demo_shows_one_limit_on_the_cpu(speaker: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is only one memory."""
+    shown = invoke(["demo"], speaker, monkeypatch, "--memory-limit", "20GB").stderr
+    rows = {line[:16].strip(): line[16:] for line in shown.splitlines()}
+    assert (rows["computed on"], rows["memory limit"]) == ("cpu", "20.0 GB")
+    assert not {"host limit", "device limit", "copied to cpu"} & set(rows)
+
+
+# -- bench -----------------------------------------------------------------------------------------
 
 
 def sample(**others: Any) -> dict[str, Any]:

@@ -421,18 +421,22 @@ def test_a_pass_that_does_not_fit_any_more(
 class Predictor(torch.nn.Module):
     """Gives every token the same logits, for all positions, as older models do."""
 
-    def __init__(self, logits: list[float]) -> None:
+    def __init__(self, logits: list[float], device: str = "cpu") -> None:
         super().__init__()
-        self.logits = torch.tensor(logits)
+        self.device = torch.device(device)
+        self.logits = torch.tensor(logits, device=device)
 
     def forward(self, input_ids: torch.Tensor) -> Any:
+        assert input_ids.device == self.device
         return SimpleNamespace(logits=self.logits.expand(*input_ids.shape, -1))
 
 
-def losses_of(logits: list[float], windows: Sequence[Window], ids: torch.Tensor) -> Any:
+def losses_of(
+    logits: list[float], windows: Sequence[Window], ids: torch.Tensor, *, device: str = "cpu"
+) -> Any:
     handle: Any = SimpleNamespace(pass_bytes=lambda **_: 0)
     return _perplexity.measure(
-        Predictor(logits), handle, ids, windows, batch=2, pass_begins=lambda *_: None
+        Predictor(logits, device), handle, ids, windows, batch=2, pass_begins=lambda *_: None
     )
 
 
@@ -446,6 +450,23 @@ def test_a_model_without_logits_to_keep(monkeypatch: pytest.MonkeyPatch) -> None
     assert unfair.nats[6] == pytest.approx(math.log(9 / 4), rel=1e-6)
     assert unfair.nats[7] == pytest.approx(math.log(9), rel=1e-6)
     assert unfair.nats[0].isnan()
+
+
+def test_losses_are_computed_on_the_models_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inputs, logits and what they should have been are there, on one that has shapes alone."""
+    asked = []
+
+    def count(before: torch.Tensor, wanted: torch.Tensor, *, reduction: str) -> torch.Tensor:
+        assert reduction == "none"
+        asked.append((before.device.type, wanted.device.type))
+        return torch.ones(len(wanted))
+
+    monkeypatch.setattr(_perplexity, "cross_entropy", count)
+    ids, windows = torch.zeros(40, dtype=torch.int64), slide(40, window=8, stride=4)
+    losses = losses_of([0.0] * 6, windows, ids, device="meta")
+    assert set(asked) == {("meta", "meta")}
+    assert losses.total_nats == 39
+    assert losses.nats.device == torch.device("cpu")
 
 
 @pytest.mark.parametrize("broken", [math.nan, -math.inf])

@@ -124,6 +124,7 @@ FLOORS = (
     {"__init__"},
     {
         "_bench_worker",
+        "_cli_options",
         "_cli_output",
         "_cli_report",
         "_eval_report",

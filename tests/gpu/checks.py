@@ -99,6 +99,37 @@ def _with_dtype(dtype: str) -> LlamaShape:
 
 
 @check
+def same_perplexity(card: Card) -> None:
+    """The loss of every token is the plain model's on the card; scoring stays within the limit."""
+    from pipeload._pass_needs import PassNeeds
+    from pipeload._perplexity import measure, tokens_to_hint
+    from pipeload._windows import slide
+
+    folder = card.checkpoint("bf16", SHAPE)
+    ids = torch.randint(SHAPE.vocab, (1000,), generator=torch.Generator().manual_seed(3))
+    windows = slide(len(ids), window=256, stride=128)
+
+    def losses(model: Any, handle: Any) -> torch.Tensor:
+        found = measure(model, handle, ids, windows, batch=2, pass_begins=lambda *_: None)
+        assert found.tokens == len(ids) - 1
+        return found.nats[found.scored]
+
+    plain = card.plain(folder)
+    wanted = losses(plain, None)
+    needs = PassNeeds(plain, plain.config)
+    tokens = tokens_to_hint(needs, type(plain).forward, windows, 2)
+    del plain
+    for share in (0.0, 0.5, 1.1):
+        card.forget()
+        model = _at(card, folder, share, tokens=tokens, batch=2)
+        card.forget()
+        _assert_equal(losses(model, model.pipeload), wanted)
+        assert card.peak() <= model.pipeload.plan.memory_limit
+        del model
+    card.forget()
+
+
+@check
 def same_without_room_in_host_memory(card: Card) -> None:
     """Every block comes from disk each time."""
     folder = card.checkpoint("bf16", SHAPE)

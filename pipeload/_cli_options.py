@@ -1,0 +1,215 @@
+"""The options of the commands: the type, the check and the help of each, in one place.
+
+What several commands take has one name here and means the same in all of them.
+"""
+
+from __future__ import annotations
+
+import enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from pipeload._sizes import parse_share, parse_size
+from pipeload.errors import OptionError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+class IoMode(str, enum.Enum):
+    """How the checkpoint is read."""
+
+    AUTO = "auto"
+    DIRECT = "direct"
+    BUFFERED = "buffered"
+    UNCACHED = "uncached"
+
+
+class Dtype(str, enum.Enum):
+    """The dtype that weights have in memory."""
+
+    AUTO = "auto"
+    BF16 = "bf16"
+    FP16 = "fp16"
+    FP32 = "fp32"
+
+
+class Method(str, enum.Enum):
+    """What weights become."""
+
+    INT8 = "int8"
+    INT4 = "int4"
+    NF4 = "nf4"
+    FP4 = "fp4"
+
+
+class ZeroPoints(str, enum.Enum):
+    """How the zeros of int4 groups are found."""
+
+    RTN = "rtn"
+    HQQ = "hqq"
+
+
+def check_size(text: str, name: str) -> str:
+    """The text as it is.
+
+    Raises:
+        BadParameter: it is no size; names the option `name`.
+    """
+    return _checked(text, name, parse_size)
+
+
+def _limit(text: str, name: str) -> str:
+    if text == "auto":
+        return text
+    parse = parse_share if text.rstrip().endswith("%") else parse_size
+    return _checked(text, name, parse)
+
+
+def _process_limit(text: str) -> str:
+    return _limit(text, "--memory-limit")
+
+
+def _host_limit(text: str | None) -> str | None:
+    return None if text is None else _limit(text, "--host-memory-limit")
+
+
+def _rate(text: str | None) -> str | None:
+    return None if text is None else check_size(text, "--disk-rate")
+
+
+def _checked(text: str, name: str, parse: Callable[..., object]) -> str:
+    try:
+        parse(text, name=name)
+    except OptionError as error:
+        raise typer.BadParameter(str(error)) from None
+    return text
+
+
+# -- of several commands -------------------------------------------------------------------------
+
+Model = Annotated[
+    str, typer.Argument(help="Folder with a safetensors checkpoint, or a model hub id.")
+]
+MemoryLimit = Annotated[
+    str,
+    typer.Option(
+        callback=_process_limit,
+        help='What the whole process may hold: "2GB", "1.5GiB", "50%" or "auto".',
+    ),
+]
+Device = Annotated[
+    str,
+    typer.Option(
+        help='Where the model computes: "cpu", "cuda", "xpu", or "auto"; then the memory limit is '
+        "the device's."
+    ),
+]
+HostMemoryLimit = Annotated[
+    str | None,
+    typer.Option(
+        callback=_host_limit, help="With a device: what the process may hold in host memory."
+    ),
+]
+DtypeOption = Annotated[Dtype, typer.Option(help='"auto" keeps what the checkpoint has.')]
+IoModeOption = Annotated[
+    IoMode,
+    typer.Option(help='"direct" reads past the page cache; "auto" uses it when everything fits.'),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object; sizes in bytes.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print the text and errors only.")]
+Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks and the libraries' notes.")]
+
+# -- run -----------------------------------------------------------------------------------------
+
+Prompt = Annotated[str, typer.Argument(help='The prompt; "-" or nothing reads standard input.')]
+NewTokens = Annotated[int, typer.Option(min=1, help="The most tokens to generate.")]
+Seed = Annotated[
+    int | None, typer.Option(min=0, help="Sample with this seed; without one, greedy.")
+]
+System = Annotated[str | None, typer.Option(help="System message for the model.")]
+NoChatTemplate = Annotated[
+    bool, typer.Option("--no-chat-template", help="Continue the prompt as plain text.")
+]
+
+# -- plan ----------------------------------------------------------------------------------------
+
+Tokens = Annotated[int, typer.Option(min=1, help="Longest sequence, prompt and answer together.")]
+Batch = Annotated[int, typer.Option(min=1, help="Sequences at once.")]
+DiskRate = Annotated[
+    str | None,
+    typer.Option(callback=_rate, help='Bytes per second, as "1GB"; measured when not given.'),
+]
+
+# -- eval ----------------------------------------------------------------------------------------
+
+Models = Annotated[
+    list[str], typer.Argument(help="Folders or hub ids, float or quantised; one row for each.")
+]
+Text = Annotated[Path, typer.Option(help="The text that is to be predicted, in UTF-8.")]
+WindowLength = Annotated[
+    int | None,
+    typer.Option(min=2, help="Tokens seen at once; 1024, or all that the models know."),
+]
+Stride = Annotated[
+    int | None, typer.Option(min=1, help="Tokens scored per window; half of it by default.")
+]
+WindowsPerPass = Annotated[
+    int | None,
+    typer.Option(
+        min=1, help="Windows per pass; by default as many as save reading, with LLM.int8 one."
+    ),
+]
+MaxTokens = Annotated[
+    int | None, typer.Option(min=2, help="Stop after this many tokens of the text.")
+]
+
+# -- demo ----------------------------------------------------------------------------------------
+
+DemoLimit = Annotated[
+    str,
+    typer.Option(
+        callback=_process_limit, help='"auto" is a limit that holds only part of the layers.'
+    ),
+]
+DemoFolder = Annotated[
+    Path | None, typer.Option(help="Where to make the model; the user's cache by default.")
+]
+
+# -- bench ---------------------------------------------------------------------------------------
+
+BenchModel = Annotated[
+    str | None, typer.Argument(help="Folder or hub id; the demo's model by default.")
+]
+BenchLimits = Annotated[
+    list[str] | None,
+    typer.Option(help="A limit to measure at; may be given several times."),
+]
+TimedTokens = Annotated[int, typer.Option(min=1, help="Tokens timed in each run.")]
+Rounds = Annotated[int, typer.Option(min=1, help="Runs of everything; medians count.")]
+
+# -- quantize ------------------------------------------------------------------------------------
+
+Source = Annotated[
+    str, typer.Argument(metavar="SRC", help="Folder with a float checkpoint, or a hub id.")
+]
+Target = Annotated[Path, typer.Argument(metavar="DST", help="The folder to make.")]
+MethodOption = Annotated[
+    Method,
+    typer.Option(
+        help="int8: close to the original; int4: half the size again; nf4, fp4: what "
+        "bitsandbytes makes."
+    ),
+]
+GroupSize = Annotated[
+    int, typer.Option(help="Of int4: 32, 64 or 128 weights share a scale and a zero.")
+]
+ZeroPointsOption = Annotated[
+    ZeroPoints, typer.Option(help='Of int4: "hqq" takes longer and is closer than "rtn".')
+]
+DoubleQuant = Annotated[
+    bool, typer.Option("--double-quant", help="Of nf4 and fp4: scales are quantised, too.")
+]
+ShardSize = Annotated[str, typer.Option(help="The most that one file takes.")]
