@@ -56,6 +56,7 @@ FLOORS = (
     {
         "_caches",
         "_guards",
+        "_mps_device",
         "_reader",
         "_packed_linear",
         "_probe",
@@ -70,6 +71,7 @@ FLOORS = (
         "_mapped",
         "_memory",
         "_nan_arena",
+        "_open_device",
         "_placement",
         "_plan",
         "_unit",
