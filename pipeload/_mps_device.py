@@ -28,9 +28,9 @@ import os
 import time
 from typing import TYPE_CHECKING
 
-import psutil
 import torch
 
+from pipeload._memory import room_bytes
 from pipeload._torch_device import TorchDevice
 
 if TYPE_CHECKING:
@@ -162,14 +162,14 @@ class MpsDevice(TorchDevice):
         return torch.mps.driver_allocated_memory()
 
     def peak_bytes(self) -> int:
-        """The most of it when memory was taken or a block had run: nobody counts."""
+        """The most that was seen when memory was taken and blocks had run: torch.mps has no peak."""
         self._look()
         return self._peak
 
     def free_bytes(self) -> int:
         """What Metal recommends at most, if the machine has that much left."""
         room = torch.mps.recommended_max_memory() - self.reserved_bytes()
-        return max(0, min(room, int(psutil.virtual_memory().available)))
+        return max(0, min(room, room_bytes()))
 
     def trim(self) -> None:
         """Only where memory was given back: it waits for the device."""

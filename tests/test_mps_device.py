@@ -299,10 +299,10 @@ def test_figures_and_limit(
     """The driver's, and as a share of what Metal recommends; never 0, which is none."""
     held = device.allocate(1000)
     assert (device.allocated_bytes(), device.reserved_bytes()) == (1000, 1000 + LIBRARIES)
-    free = SimpleNamespace(available=RECOMMENDED)
-    monkeypatch.setattr("psutil.virtual_memory", lambda: free)
+    free = [RECOMMENDED]
+    monkeypatch.setattr(_mps_device, "room_bytes", lambda: free[0])
     assert device.free_bytes() == RECOMMENDED - held.numel() - LIBRARIES
-    free.available = 12345
+    free[0] = 12345
     assert device.free_bytes() == 12345
     shares = []
     for limit in (2_000_000_000, 100_000_000_000, 0, None):
