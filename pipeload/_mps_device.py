@@ -162,7 +162,7 @@ class MpsDevice(TorchDevice):
         return torch.mps.driver_allocated_memory()
 
     def peak_bytes(self) -> int:
-        """The most that was seen when memory was taken and blocks had run: torch.mps has no peak."""
+        """The most of it when memory was taken or a block had run: torch.mps keeps none."""
         self._look()
         return self._peak
 
