@@ -25,7 +25,7 @@ from transformers.generation.streamers import BaseStreamer
 import pipeload
 from pipeload._device_plan import DevicePlan
 from pipeload._memory import peak_rss_bytes
-from pipeload._torch_device import open_device
+from pipeload._open_device import open_device
 from pipeload_hooks import find_blocks
 
 if TYPE_CHECKING:

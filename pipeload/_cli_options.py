@@ -103,8 +103,8 @@ MemoryLimit = Annotated[
 Device = Annotated[
     str,
     typer.Option(
-        help='Where the model computes: "cpu", "cuda", "xpu", or "auto"; then the memory limit is '
-        "the device's."
+        help='Where the model computes: "cpu", "cuda", "xpu", "mps", or "auto"; then the '
+        "memory limit is the device's."
     ),
 ]
 HostMemoryLimit = Annotated[

@@ -52,6 +52,14 @@ class Device(Protocol):
         """What tensors on it say."""
 
     @property
+    def unified(self) -> bool:
+        """Whether its memory is the host's, so that keeping units there saves nothing."""
+
+    @property
+    def lacks(self) -> frozenset[str]:
+        """Codes of safetensors for the dtypes that no tensor can have there."""
+
+    @property
     def caps(self) -> bool:
         """Whether `cap` makes its allocator refuse what is over a limit."""
 

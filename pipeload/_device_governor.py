@@ -182,6 +182,8 @@ class DeviceGovernor(Governor):
 
     def _look_at_host(self) -> bool:
         """Measure what may stay in host memory; returns whether that is another amount now."""
+        if not self.hosting.pays:
+            return False
         limit = self.device_plan.host_memory_limit
         room, was = max(0, self._host.room(limit)), self.hosted_budget
         self._recent_host.append(room)
@@ -274,6 +276,7 @@ class DeviceGovernor(Governor):
 
     def host(self, budget: int) -> bool:
         """Keep so much in host memory from now on; False when a pass is running."""
+        budget = budget if self.hosting.pays else 0
         plan = self._with_hosted(self.device_plan, budget)
         if self.adopt is None or not self.adopt(plan):
             return False

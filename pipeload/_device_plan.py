@@ -222,7 +222,8 @@ def make_device_plan(
         link_rate=link_rate,
         compute_seconds=(pinned + blocks) / compute_rate if compute_rate else 0.0,
     )
-    units = with_hosted(units, choose_hosted(units, min(worth, host_limit - needed)))
+    budget = 0 if device.unified else min(worth, host_limit - needed)
+    units = with_hosted(units, choose_hosted(units, budget))
     streamed = sum(unit.streamed_bytes for unit in units if not unit.hosted)
     room = free_page_cache_bytes() - max(0, host_limit - host_floor)
     stream_mode = resolve_io_mode(options.io_mode, files, fits_cache=0 < streamed < room)

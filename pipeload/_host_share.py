@@ -61,6 +61,8 @@ class HostShare:
     @property
     def wants(self) -> tuple[int, int]:
         """Nothing, or all that is streamed."""
+        if not self._governor.hosting.pays:
+            return 0, 0
         return 0, sum(unit.streamed.nbytes for unit in self.plan.units)
 
     def held_bytes(self) -> int:

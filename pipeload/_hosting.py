@@ -88,6 +88,8 @@ class Hosting:
 
     def __init__(self, device: Device) -> None:
         self._device = device
+        self.pays = not device.unified
+        """Whether anything is saved by it."""
         # Memory that is locked is nobody else's, whatever happens: the rest is copied as it is.
         self._most_locked = int(physical_bytes() * _LOCKED_SHARE)
         self._parts: weakref.WeakValueDictionary[str, _Part] = weakref.WeakValueDictionary()

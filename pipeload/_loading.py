@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from pipeload import _loading_args, _takeover
 from pipeload._accountant import ACCOUNTANT
 from pipeload._advice import advise_openmp
+from pipeload._arena import DTYPE_CODES, DTYPES
 from pipeload._assembly import Assembly
 from pipeload._build import make_plan
 from pipeload._checkpoint import check_folder
@@ -191,6 +192,19 @@ def refuse_quantised(pending: PendingLoad, device: Device) -> None:
         )
 
 
+def _refuse_dtypes(model: nn.Module, weights: Mapping[str, Weight], device: Device) -> None:
+    codes = {name: weight.dtype for name, weight in weights.items()}
+    codes |= {name: DTYPE_CODES.get(b.dtype, "") for name, b in model.named_buffers()}
+    lacking = [name for name, code in codes.items() if code in device.lacks]
+    if lacking:
+        name = lacking[0]
+        raise UnsupportedModelError(
+            f"{len(lacking)} tensors of this model are of a dtype that {device.where} has none of "
+            f"({name!r} first: {DTYPES[codes[name]]}). Pass another one (dtype=torch.float32), or "
+            "leave device out to stream to the CPU."
+        )
+
+
 def plan_model(
     model: nn.Module,
     weights: Mapping[str, Weight],
@@ -216,12 +230,14 @@ def plan_model(
 
     Raises:
         MemoryLimitError: the limit is too small; says the smallest that works.
-        UnsupportedModelError: there is nothing to stream.
+        UnsupportedModelError: there is nothing to stream, or the device lacks a dtype.
         OptionError: the files refuse the way of reading that was asked for.
     """
     return_freed_memory()
     keep_few_kernels()
     device = request.options.device
+    if device is not None:
+        _refuse_dtypes(model, weights, device)
     divider = Divider(model, weights, tied, blocks_alone=device is not None)
 
     def touched() -> Touched | None:

@@ -11,10 +11,10 @@ from pipeload._accountant import ACCOUNTANT, host_limit_alone
 from pipeload._build import Options
 from pipeload._device_account import account_of, device_limit
 from pipeload._memory import parse_limit
+from pipeload._open_device import open_device
 from pipeload._reader import IO_MODES
 from pipeload._reserve import PassHint
 from pipeload._stalls import DEFAULT_SECONDS, VARIABLE
-from pipeload._torch_device import open_device
 from pipeload.errors import OptionError
 
 if TYPE_CHECKING:

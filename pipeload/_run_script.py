@@ -190,7 +190,9 @@ def _parser() -> argparse.ArgumentParser:
         "PIPELOAD_MEMORY_LIMIT, then the system",
     )
     parser.add_argument(
-        "--device", default="cpu", help='where models compute: "cpu", "cuda", "xpu" or "auto"'
+        "--device",
+        default="cpu",
+        help='where models compute: "cpu", "cuda", "xpu", "mps" or "auto"',
     )
     parser.add_argument(
         "--host-memory-limit",

@@ -1,4 +1,4 @@
-"""The accelerators that torch knows, by its device-neutral interface. No card has seen this file.
+"""Accelerators with memory of their own, by torch's neutral interface. No card has seen this file.
 
 [Note: locked memory of the exact size] torch's own pinned memory comes in powers of two, up to
 twice what was asked for, and is kept for good. So memory of ours is registered with the driver,
@@ -23,17 +23,12 @@ import torch
 from pipeload._arena import Arena
 from pipeload._device import ALIGN
 from pipeload._sizes import format_size
-from pipeload.errors import OptionError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pipeload._device import Event
 
-KINDS = ("auto", "cpu", "cuda", "mps", "xpu")
-"""What a user may ask for, with or without an index."""
-_STREAMED = frozenset({"cuda", "xpu"})
-"""Those with memory, copies and events of their own."""
 _WARM_UP_SIDE = 256
 _OWN_SEGMENT_BYTES = 10 << 20
 _SEGMENT_STEP = 2 << 20
@@ -46,73 +41,32 @@ _HOST_SLACK_BYTES = 560_000_000
 _log = logging.getLogger("pipeload")
 
 
-def open_device(name: str | torch.device) -> TorchDevice | None:
-    """The accelerator of that name; None for the CPU, and for "auto" where there is none.
-
-    Raises:
-        OptionError: it means nothing, or there is no such device.
-    """
-    kind, _, index = str(name).partition(":")
-    if kind not in KINDS or (index and (not index.isdecimal() or kind == "auto")):
-        raise OptionError(
-            f"device={str(name)!r} is unknown. Choose one of {', '.join(KINDS)}; "
-            "an index may follow, as in 'cuda:1'."
-        )
-    if kind == "cpu":
-        return None
-    there = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    if kind == "auto":
-        fit = there is not None and there.type in _STREAMED
-        return _open(there.type, _current_index()) if there is not None and fit else None
-    if kind not in _STREAMED:
-        raise OptionError(
-            f"device={str(name)!r} shares its memory with the processor, and cannot be streamed to "
-            "yet. Leave device out to stream to the CPU."
-        )
-    if there is None or there.type != kind:
-        found = "no accelerator at all" if there is None else f"{there.type!r} alone"
-        raise OptionError(
-            f"device={str(name)!r} is not there: torch {torch.__version__} finds {found}. Install "
-            "a torch that is built for it, and see that its driver works "
-            "(torch.accelerator.is_available()), or leave device out to stream to the CPU."
-        )
-    count = torch.accelerator.device_count()
-    number = int(index) if index else _current_index()
-    if number >= count:
-        raise OptionError(
-            f"device={str(name)!r} is not there: torch finds {count} of {kind!r}, numbered from 0. "
-            f"Choose {kind}:0 to {kind}:{count - 1}."
-        )
-    return _open(kind, number)
-
-
-def _current_index() -> int:
-    return int(torch.accelerator.current_device_index())
-
-
-_opened: dict[tuple[str, int], TorchDevice] = {}
-
-
-def _open(kind: str, index: int) -> TorchDevice:
-    key = (kind, index)
-    if key not in _opened:
-        _opened[key] = TorchDevice(torch.device(kind, index))
-    return _opened[key]
-
-
 class TorchDevice:
     """A `Device`: one of torch's accelerators."""
 
     def __init__(self, where: torch.device) -> None:
         self.where = where
-        self._module: Any = torch.get_device_module(where)
-        self._copies = torch.Stream(device=where)
         self._runtime = _runtime(where)
         self._refused = False
         self._link_rate: float | None = None
         self._compute_rate: float | None = None
-        self._share_before: float | None = None
+        self._open()
         self.warm_up()
+
+    def _open(self) -> None:
+        self._module: Any = torch.get_device_module(self.where)
+        self._copies = torch.Stream(device=self.where)
+        self._share_before: float | None = None
+
+    @property
+    def unified(self) -> bool:
+        """It has memory of its own."""
+        return False
+
+    @property
+    def lacks(self) -> frozenset[str]:
+        """Computing may; holding it may not."""
+        return frozenset()
 
     @property
     def caps(self) -> bool:

@@ -76,6 +76,8 @@ class FakeDevice:
     """A `Device` of so many bytes. `slow`: seconds that a copy, and computing, take."""
 
     where = torch.device("cpu")
+    unified = False
+    lacks: frozenset[str] = frozenset()
     caps = False
     slack_bytes = 0
     host_slack_bytes = 0

@@ -14,11 +14,18 @@ from tests.exact import prompt
 from tests.fake_device import FakeDevice, lend
 from tests.models import load_plain, save_random
 from tests.plain_loops import use_plain_loops
-from tests.streaming import Reference, check, generated, logits, streamer_of
+from tests.streaming import (
+    Reference,
+    check,
+    generated,
+    load_streamed,
+    logits,
+    streamer_of,
+)
 from tests.test_device import HOST, freshly_allocated, load, reference, smallest
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from tests.conftest import TinyCheckpoint
@@ -115,6 +122,22 @@ def test_adapters(tiny: TinyCheckpoint, device: FakeDevice) -> None:
         results.append((logits(model), generated(model)))
     assert torch.equal(results[0][0], results[1][0])
     assert results[0][1] == results[1][1]
+
+
+@pytest.mark.parametrize("way", [load, load_streamed])
+def test_the_numbers_of_torch_are_the_users(
+    tiny: TinyCheckpoint, device: FakeDevice, way: Callable[..., Any]
+) -> None:
+    """No thread of ours draws from its generator: what a seed gives is as without us."""
+    folder = tiny("llama")
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    model = way(folder, spare=300_000)
+    for _ in range(2):
+        logits(model)
+    assert generated(model)
+    model.pipeload.remove()
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])

@@ -9,15 +9,18 @@ import contextlib
 import logging
 import math
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
 import pipeload
-from pipeload import _torch_device
-from pipeload._torch_device import TorchDevice, open_device
+from pipeload import _open_device, _torch_device
+from pipeload._open_device import open_device
 from tests.streaming import load_streamed
+
+if TYPE_CHECKING:
+    from pipeload._torch_device import TorchDevice
 
 
 class Recorded:
@@ -108,12 +111,18 @@ class Stream:
         self.torch.calls.append(f"leave {self.name}")
 
 
+def install(made: Recorded, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the place of torch, with no device opened so far."""
+    monkeypatch.setattr(made, "Event", RecordedEvent, raising=False)
+    monkeypatch.setattr(_open_device, "torch", made)
+    monkeypatch.setattr(_torch_device, "torch", made)
+    monkeypatch.setattr(_open_device, "_opened", {})
+
+
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> Recorded:
     made = Recorded("cuda")
-    monkeypatch.setattr(made, "Event", RecordedEvent, raising=False)
-    monkeypatch.setattr(_torch_device, "torch", made)
-    monkeypatch.setattr(_torch_device, "_opened", {})
+    install(made, monkeypatch)
     return made
 
 
@@ -145,7 +154,7 @@ def test_names_that_mean_nothing(name: str) -> None:
 @pytest.mark.parametrize("kind", [None, "xpu"])
 def test_a_device_that_is_not_there(monkeypatch: pytest.MonkeyPatch, kind: str | None) -> None:
     """It says what torch finds, and what to do; "auto" is the CPU then."""
-    monkeypatch.setattr(_torch_device, "torch", Recorded(kind))
+    install(Recorded(kind), monkeypatch)
     with pytest.raises(pipeload.OptionError, match=r"'cuda' is not there: torch .* finds .*leave"):
         open_device("cuda")
     if kind is None:
@@ -156,14 +165,6 @@ def test_an_index_that_is_not_there(fake: Recorded) -> None:
     """The highest is named."""
     with pytest.raises(pipeload.OptionError, match=r"finds 2 of 'cuda'.*cuda:0 to cuda:1"):
         open_device("cuda:2")
-
-
-def test_unified_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """There, nothing would be gained; "auto" streams to the CPU."""
-    monkeypatch.setattr(_torch_device, "torch", Recorded("mps"))
-    with pytest.raises(pipeload.OptionError, match="'mps' shares its memory with the processor"):
-        open_device("mps")
-    assert open_device("auto") is None
 
 
 def test_options_of_a_device_alone(tiny: Any, fake: Recorded) -> None:
@@ -242,9 +243,7 @@ def test_a_refused_lock_is_recovered_and_said_once(
 def test_no_lock_where_torch_shows_no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     """Other accelerators than CUDA and ROCm."""
     made = Recorded("xpu")
-    monkeypatch.setattr(made, "Event", RecordedEvent, raising=False)
-    monkeypatch.setattr(_torch_device, "torch", made)
-    monkeypatch.setattr(_torch_device, "_opened", {})
+    install(made, monkeypatch)
     assert not opened("xpu").pin(4096, 4096)
 
 

@@ -156,7 +156,7 @@ def main() -> int:
         print("no accelerator here: nothing was measured")
         return 0
     if not REHEARSED:
-        from pipeload._torch_device import open_device
+        from pipeload._open_device import open_device
 
         device = open_device(card.name)
         assert device is not None
