@@ -225,6 +225,9 @@ def _round(
         resident.ask(load=_ALL, host="-")
         for result in results:
             result["resident_seconds"] = resident.ask(decode=new_tokens)["seconds"]
+            if one is not None:  # what computes on a device leaves the processor to the readers
+                result["busy_disk_rate"] = result["disk_rate"]
+                continue
             count = max(2, round(2 * _READ_SECONDS / result["seconds"]))
             resident.send(duty=count, period=result["seconds"])
             result["busy_disk_rate"] = measure_disk(result["files"], count * result["seconds"])
@@ -334,7 +337,10 @@ _DEVICE_COLUMNS: tuple[tuple[str, Callable[[Row], str]], ...] = (
 def table(rows: Sequence[Row]) -> str:
     """One line per limit."""
     on_device = any(row.device != "cpu" for row in rows)
-    columns = (*_COLUMNS, *(_DEVICE_COLUMNS if on_device else ()))
+    columns = list(_COLUMNS)
+    if on_device:
+        columns = [column for column in columns if "busy" not in column[0]]
+        columns += _DEVICE_COLUMNS
     cells = [[name for name, _ in columns]]
     cells += [[show(row) for _, show in columns] for row in rows]
     widths = [max(len(line[column]) for line in cells) for column in range(len(columns))]
