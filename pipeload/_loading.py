@@ -174,7 +174,14 @@ def plan_pending(pending: PendingLoad, needs: PassNeeds, request: Request) -> Bu
     if pending.disable_mmap:
         request = replace(request, options=replace(request.options, may_map=False))
     return plan_model(
-        model, pending.weights(), tied, model, pending.files, needs=needs, request=request
+        model,
+        pending.weights(),
+        tied,
+        model,
+        pending.files,
+        needs=needs,
+        request=request,
+        statistics_bytes=pending.statistics_bytes(),
     )
 
 
@@ -215,6 +222,7 @@ def plan_model(
     needs: PassNeeds,
     request: Request,
     leaving: int = 0,
+    statistics_bytes: int = 0,
 ) -> Build:
     """Plan a model.
 
@@ -227,6 +235,7 @@ def plan_model(
         needs: of its passes.
         request: what the user asked for.
         leaving: bytes that this process holds and will not when the model is streamed.
+        statistics_bytes: of quantised weights, always there.
 
     Raises:
         MemoryLimitError: the limit is too small; says the smallest that works.
@@ -238,7 +247,9 @@ def plan_model(
     device = request.options.device
     if device is not None:
         _refuse_dtypes(model, weights, device)
-    divider = Divider(model, weights, tied, blocks_alone=device is not None)
+    divider = Divider(
+        model, weights, tied, blocks_alone=device is not None, beside_bytes=statistics_bytes
+    )
 
     def touched() -> Touched | None:
         usage = probe_usage(probed) if probed is not None else None

@@ -86,7 +86,7 @@ class Parts:
     tables: list[Table]
     pinned: list[Weight]
     others_bytes: int
-    """Bytes of the parameters that the library loads or initialises itself."""
+    """Bytes of the parameters that the library loads or initialises itself, and beside them."""
 
     @property
     def conversion_bytes(self) -> int:
@@ -134,10 +134,12 @@ class Divider:
         tied: Mapping[str, str],
         *,
         blocks_alone: bool = False,
+        beside_bytes: int = 0,
     ) -> None:
         """`tied` maps names of parameters that share another one's memory to that one's.
 
-        With `blocks_alone` neither a head nor tables are streamed.
+        With `blocks_alone` neither a head nor tables are streamed. `beside_bytes` are always there,
+        and in no parameter.
 
         Raises:
             NothingToStreamError: the model has no repeated blocks with weights to stream.
@@ -145,6 +147,7 @@ class Divider:
         self._model = model
         self._weights = weights
         self._tied_to = tied
+        self._beside_bytes = beside_bytes
         self._tied = frozenset(tied) | frozenset(tied.values())
         self._head = _output_head(model)
         self._blocks = []
@@ -202,7 +205,7 @@ class Divider:
         chosen = {*parts.streamed, *(table.weight.name for table in tables)}
         pinned = [w for name, w in self._weights.items() if name not in chosen and w.group is None]
         taken = chosen | {weight.name for weight in pinned}
-        others = sum(
+        others = self._beside_bytes + sum(
             parameter.numel() * parameter.element_size()
             for name, parameter in self._model.named_parameters()
             # a tied one shares the other's memory

@@ -20,6 +20,7 @@ from pipeload import _nf4
 from pipeload._bitsandbytes import is_4bit
 from pipeload._nf4_kernel import make_fill
 from pipeload._repack import repack, repack_rows
+from pipeload._transformers import PendingLoad
 from pipeload.errors import CheckpointError, UnsupportedModelError, UnsupportedOperationError
 from tests.exact import (
     assert_same,
@@ -210,6 +211,41 @@ def test_packed_bytes_are_what_is_read(quantised: Callable[[str, str], Path]) ->
     model = load_smallest(folder)
     floats = 2 * sum(m.in_features * m.out_features for m in linears(model))
     assert 0 < model.pipeload.plan.bytes_per_pass < 0.6 * floats
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_statistics_are_planned_for(
+    form: str,
+    quantised: Callable[[str, str], Path],
+    processor: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Scales of blocks, a sixteenth of the weights in NF4, are always there and no parameter."""
+    folder = quantised("llama", form)
+    model = load_smallest(folder)
+    there = statistics_of(model)
+    nbytes = sum(tensor.nbytes for tensor in there)
+    planned = model.pipeload.plan.pinned_bytes
+    monkeypatch.setattr(PendingLoad, "statistics_bytes", lambda _pending: 0)
+    without = load_smallest(folder).pipeload.plan.pinned_bytes
+    # Each takes a multiple of 512 bytes on a device; states are stored beside them.
+    assert 10_000 < nbytes <= planned - without <= nbytes + 2 * 512 * len(there)
+
+
+def statistics_of(model: Any) -> list[torch.Tensor]:
+    """Every tensor that its quantised modules hold beside their weights."""
+    held = [
+        c
+        for s in model.pipeload._streamer._seats
+        for cs in s._binding._companions.values()
+        for c in cs
+    ]
+    found = [c.values for c in held if c.values is not None]
+    for module in filter(is_4bit, linears(model)):
+        state = module.weight.quant_state
+        states = [state, state.state2] if state.nested else [state]
+        found += [t for one in states for t in (one.absmax, one.code) if t is not None]
+    return found
 
 
 def linears(model: Any) -> list[Any]:
