@@ -1,4 +1,6 @@
-"""Accelerators with memory of their own, by torch's neutral interface. No card has seen this file.
+"""Accelerators with memory of their own, by torch's neutral interface.
+
+It has run on an NVIDIA card (H200, CUDA 13); ROCm and XPU have not seen it.
 
 [Note: locked memory of the exact size] torch's own pinned memory comes in powers of two, up to
 twice what was asked for, and is kept for good. So memory of ours is registered with the driver,

@@ -1,19 +1,19 @@
 #!/usr/bin/env python3
 """How close streaming to the card comes to what disk, link and card allow; and others beside it.
 
-    python tests/gpu/speed.py --scratch FOLDER [--seconds 330] [--models 1.1b 7b]
+    python tests/gpu/speed.py --scratch FOLDER --make
+    python tests/gpu/speed.py --scratch FOLDER [--seconds 330]
 
-Makes random LLaMAs in the folder, then prints a table for each: device limits of 0.3 and 0.7 of the
-model, with as much host memory as there is and with hardly any. Then accelerate's maps of the same
-size, layers in host memory and on disk. Steps that would begin after so many seconds are left out,
-and said to be.
+The first makes random LLaMAs in the folder, and copies of them in NF4. The second prints a table
+for each: device limits of 0.3 and 0.7 of the model, with as much host memory as there is and with
+hardly any. Then accelerate's maps of the same size, layers in host memory and on disk. Steps that
+would begin after so many seconds are left out, and said to be.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import shutil
 import subprocess
 import sys
 import time
@@ -121,17 +121,14 @@ def measure(card: Card, folder: Path, new_tokens: int) -> None:
         print(f"not measured: {error}", flush=True)
 
 
-def measure_nf4(card: Card, folder: Path, new_tokens: int) -> None:
-    """The same model at a quarter of the bytes."""
+def make(scratch: Path) -> None:
+    """Random checkpoints, and the same at a quarter of the bytes; the smaller ones first."""
     import pipeload
 
-    target = folder.with_name(f"{folder.name}-nf4")
-    started = time.perf_counter()
-    pipeload.quantize(folder, target, method="nf4")
-    seconds = time.perf_counter() - started
-    print(f"\nNF4: {model_bytes(target) / 1e9:.2f} GB, made in {seconds:.0f} s", flush=True)
-    measure(card, target, new_tokens)
-    shutil.rmtree(target)
+    for name in TOKENS:
+        folder = make_llama(SMALL if REHEARSED else PRESETS[name], scratch / name)
+        if find_spec("bitsandbytes"):
+            pipeload.quantize(folder, scratch / f"{name}-nf4", method="nf4")
 
 
 def measure_accelerate(folder: Path, share: float, *, disk: bool) -> None:
@@ -160,8 +157,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--scratch", type=Path, required=True)
     parser.add_argument("--seconds", type=float, default=330.0)
-    parser.add_argument("--models", nargs="+", default=["1.1b", "7b"])
+    parser.add_argument("--make", action="store_true", help="make the checkpoints, no more")
     options = parser.parse_args()
+    if options.make:
+        make(options.scratch)
+        return 0
     card, clock = find_card(options.scratch), Clock(options.seconds)
     if card is None:
         print("no accelerator here: nothing was measured")
@@ -171,23 +171,17 @@ def main() -> int:
 
         device = open_device(card.name)
         assert device is not None
-        print(f"link: {device.link_rate() / 1e9:.1f} GB/s", flush=True)
-    for name in options.models:
-        if not clock.allows(name):
-            continue
-        started = time.perf_counter()
-        shape = SMALL if REHEARSED else PRESETS[name]
-        folder = make_llama(shape, options.scratch / name)
-        seconds = time.perf_counter() - started
-        print(f"\n{name}: {model_bytes(folder) / 1e9:.2f} GB, made in {seconds:.0f} s", flush=True)
-        measure(card, folder, TOKENS[name])
-        if find_spec("bitsandbytes") and clock.allows(f"{name} in NF4"):
-            measure_nf4(card, folder, TOKENS[name])
+        rates = device.link_rate() / 1e9, device.compute_rate() / 1e9
+        print("link {:.1f} GB/s, products of one row {:.0f} GB/s".format(*rates), flush=True)
+    for name, tokens in TOKENS.items():
+        for folder in (options.scratch / name, options.scratch / f"{name}-nf4"):
+            if folder.exists() and clock.allows(folder.name):
+                print(f"\n{folder.name}: {model_bytes(folder) / 1e9:.2f} GB", flush=True)
+                measure(card, folder, tokens)
+    for share in SHARES:
         for disk in (False, True):
-            for share in SHARES:
-                if clock.allows(f"accelerate at {share}, {'disk' if disk else 'RAM'}"):
-                    measure_accelerate(folder, share, disk=disk)
-        shutil.rmtree(folder)
+            if clock.allows(f"accelerate at {share}, {'disk' if disk else 'RAM'}"):
+                measure_accelerate(options.scratch / next(iter(TOKENS)), share, disk=disk)
     return 0
 
 
