@@ -26,6 +26,6 @@ def card(tmp_path_factory: pytest.TempPathFactory) -> Card:
 
 @pytest.mark.parametrize("name", CHECKS)
 def test_on_the_card(card: Card, name: str) -> None:
-    """See the function of that name in checks.py."""
+    """See the function of that name in exactness.py or memory.py."""
     CHECKS[name](card)
     card.forget()
