@@ -84,7 +84,8 @@ def describe(model: Any) -> dict[str, Any]:
 def _describe_device(plan: DevicePlan) -> dict[str, Any]:
     """What the terms of the bound are made of, in bytes and bytes per second."""
     device = open_device(plan.device)
-    assert device is not None  # noqa: S101 - the plan is of one
+    link_rate = None if device is None else device.link_rate()
+    assert link_rate is not None  # noqa: S101 - measured before the model was there
     host = plan.host_memory_limit - plan.host_floor_bytes - plan.host_reserve_bytes
     return {
         "device": plan.device,
@@ -93,7 +94,7 @@ def _describe_device(plan: DevicePlan) -> dict[str, Any]:
         "pinned": plan.pinned_bytes,
         "host_room": host - plan.staging_scratch_bytes,
         "hosted": plan.hosted_bytes,
-        "link_rate": device.link_rate(),
+        "link_rate": link_rate,
     }
 
 
@@ -141,6 +142,8 @@ def main(arguments: list[str]) -> None:
     name, prompt_tokens, new_tokens, io_mode, device = arguments
     transformers.utils.logging.disable_progress_bar()
     length = int(prompt_tokens) + int(new_tokens) + 2
+    if (found := open_device(device)) is not None:
+        found.link_rate()  # while there is room to measure it
     model: Any = None
     for line in sys.stdin:
         command = json.loads(line)

@@ -119,11 +119,14 @@ class Device(Protocol):
     def free_bytes(self) -> int:
         """What the device could still give."""
 
-    def link_rate(self) -> float:
-        """Bytes per second from locked host memory, measured when first asked for."""
+    def link_rate(self) -> float | None:
+        """Bytes per second from locked host memory, measured when first asked for.
 
-    def compute_rate(self) -> float:
-        """Bytes of weights per second in products with one row, measured when first asked for."""
+        None while there is no room for that.
+        """
+
+    def compute_rate(self) -> float | None:
+        """Bytes of weights per second in products with one row: as for the link."""
 
     def trim(self) -> None:
         """Give back what the allocator keeps and nobody uses."""

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +26,7 @@ from pipeload._device import ALIGN
 from pipeload._sizes import format_size
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from pipeload._device import Event
 
@@ -50,8 +49,7 @@ class TorchDevice:
         self.where = where
         self._runtime = _runtime(where)
         self._refused = False
-        self._link_rate: float | None = None
-        self._compute_rate: float | None = None
+        self._rates: dict[Callable[[TorchDevice], float], float] = {}
         self._open()
         self.warm_up()
 
@@ -193,23 +191,21 @@ class TorchDevice:
         free, _ = torch.accelerator.get_memory_info(self.where)
         return int(free)
 
-    def link_rate(self) -> float:
-        """By a few copies of one piece; infinite while there is no room to measure."""
-        if self._link_rate is None:
-            try:
-                self._link_rate = _measure_link(self)
-            except torch.OutOfMemoryError:
-                return math.inf
-        return self._link_rate
+    def link_rate(self) -> float | None:
+        """By a few copies of one piece."""
+        return self._rate(_measure_link)
 
-    def compute_rate(self) -> float:
-        """By a few products; infinite while there is no room to measure."""
-        if self._compute_rate is None:
+    def compute_rate(self) -> float | None:
+        """By a few products with one weight."""
+        return self._rate(_measure_products)
+
+    def _rate(self, measure: Callable[[TorchDevice], float]) -> float | None:
+        if measure not in self._rates:
             try:
-                self._compute_rate = _measure_products(self)
+                self._rates[measure] = measure(self)
             except torch.OutOfMemoryError:
-                return math.inf
-        return self._compute_rate
+                return None
+        return self._rates[measure]
 
     def trim(self) -> None:
         """Only where memory was given back: it waits for the device."""

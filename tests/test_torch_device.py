@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -281,9 +280,9 @@ def test_rates_where_there_is_no_room_to_measure(
     with monkeypatch.context() as full:
         full.setattr(fake, "empty", refuse, raising=False)
         full.setattr(fake, "ones", refuse, raising=False)
-        assert (device.link_rate(), device.compute_rate()) == (math.inf, math.inf)
-    assert device.link_rate() < math.inf
-    assert device.compute_rate() < math.inf
+        assert device.link_rate() is device.compute_rate() is None
+    assert (device.link_rate() or 0) > 0
+    assert (device.compute_rate() or 0) > 0
 
 
 def test_the_products_rate_is_measured_once(
@@ -294,7 +293,7 @@ def test_the_products_rate_is_measured_once(
     device = opened("cuda")
     fake.calls.clear()
     rate = device.compute_rate()
-    assert rate > 0
+    assert rate is not None
     assert fake.calls[-1] == "synchronize"
     fake.calls.clear()
     assert device.compute_rate() == rate
@@ -305,7 +304,7 @@ def test_the_links_rate_is_measured_once(fake: Recorded) -> None:
     """By copies out of locked memory, which is let go."""
     device = opened("cuda")
     rate = device.link_rate()
-    assert rate > 0
+    assert rate is not None
     assert device.link_rate() == rate
     assert sum(call.startswith("register") for call in fake.calls) == 1
     assert sum(call.startswith("unregister") for call in fake.calls) == 1

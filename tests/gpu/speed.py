@@ -171,7 +171,7 @@ def main() -> int:
 
         device = open_device(card.name)
         assert device is not None
-        rates = device.link_rate() / 1e9, device.compute_rate() / 1e9
+        rates = [(rate or 0) / 1e9 for rate in (device.link_rate(), device.compute_rate())]
         print("link {:.1f} GB/s, products of one row {:.0f} GB/s".format(*rates), flush=True)
     for name, tokens in TOKENS.items():
         for folder in (options.scratch / name, options.scratch / f"{name}-nf4"):
