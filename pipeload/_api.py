@@ -72,9 +72,9 @@ def from_pretrained(
         read_timeout: seconds that a single read may take before whoever waits for it gets a
             ReadError; the model runs again once the disk answers. None or 0: wait for ever. "auto"
             is what the environment variable PIPELOAD_READ_TIMEOUT says, else 120.
-        device: where the model computes: "cpu"; "cuda", "cuda:1", "xpu", "mps"; or "auto", an
-            accelerator if there is one. None is that of the `streaming` context that this is called
-            in, else the CPU. On a device, `memory_limit` is the device's: what its allocator holds
+        device: where the model computes: "cpu"; "cuda", "cuda:1", "xpu", "mps"; or "auto", CUDA or
+            XPU if there is one. None is that of the `streaming` context that this is called in,
+            else the CPU. On a device, `memory_limit` is the device's: what its allocator holds
             for tensors of all kinds; weights pass through host memory.
         host_memory_limit: with a device, what the whole process may hold in host memory; None is
             what memory_limit="auto" means on the CPU.

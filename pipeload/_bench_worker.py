@@ -31,6 +31,7 @@ from pipeload_hooks import find_blocks
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from pipeload._device import Device
     from pipeload._handle import Handle
     from pipeload._plan import UnitPlan
     from pipeload._stats import Stats
@@ -150,7 +151,7 @@ def main(arguments: list[str]) -> None:
         if "load" in command:
             if model is not None:
                 del model
-                _forget_peaks(device)
+                _forget_peaks(found)
             model = pipeload.from_pretrained(
                 name,
                 memory_limit=int(command["load"]),
@@ -170,13 +171,13 @@ def main(arguments: list[str]) -> None:
             _answer(decode(model, prompt, count, float(command.get("period", 0.0))))
 
 
-def _forget_peaks(device: str) -> None:
+def _forget_peaks(device: Device | None) -> None:
     """Of a model that was dropped: give back what it held, and count anew."""
     gc.collect()
-    if device != "cpu" and torch.accelerator.is_available():
-        torch.accelerator.synchronize()
-        torch.accelerator.empty_cache()
-        torch.accelerator.reset_peak_memory_stats()
+    if device is not None:
+        device.synchronize()
+        device.trim()
+        device.forget_peak()
     with contextlib.suppress(OSError):  # Linux alone
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
 

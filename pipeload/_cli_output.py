@@ -95,6 +95,17 @@ def reported(*, debug: bool, quiet: bool) -> Iterator[None]:
         _drop_output()  # it may be what could not be written
         typer.echo(f"error: {_cause(error)}. --debug shows where it failed.", err=True)
         raise typer.Exit(1) from None
+    except RuntimeError as error:
+        # By its name: torch may not have been imported.
+        if debug or type(error).__name__ != "OutOfMemoryError":
+            raise
+        cause = str(error).split(". ")[0]
+        typer.echo(
+            f"error: the device's limit is full: {cause}. Raise --memory-limit, or ask for fewer "
+            "tokens at once.",
+            err=True,
+        )
+        raise typer.Exit(1) from None
     finally:
         log.removeHandler(handler)
         log.setLevel(level)

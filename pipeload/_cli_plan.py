@@ -73,7 +73,7 @@ def show(
         plan = _plan(model, **options)
     rate = probe(checkpoint_files(model)) if disk_rate is None else float(disk_rate)
     plan = replace(plan, disk_rate=rate)
-    if isinstance(plan, DevicePlan):  # what stays in host memory depends on the rate
+    if isinstance(plan, DevicePlan):  # only then are link and computing measured
         plan = _plan(model, disk_rate=rate, **options)
     if json:
         text = json_module.dumps({"model": model, **_figures(plan, batch=batch, probed=probed)})
@@ -235,13 +235,17 @@ def _text(plan: Plan, *, batch: int, probed: bool) -> str:
     rate = format_size(round(plan.disk_rate or 0)) + "/s"
     source = "measured just now" if probed else "as given"
     speed = _tokens_per_second(plan, batch)
-    if speed is None:
+    if plan.fits or speed is None:
         lines.append("All weights fit: the disk is needed for the first pass only.")
     else:
         per_token = format_size(round(plan.bytes_per_pass / batch))
+        link = ""
+        if isinstance(plan, DevicePlan) and plan.link_rate:
+            copied = format_size(round(plan.link_bytes_per_pass / batch))
+            link = f", {copied} over the link at {format_size(round(plan.link_rate))}/s"
         lines.append(
             f"{len(plan.units)} units; {per_token} come from disk per token. "
-            f"At {rate} ({source})\n"
+            f"At {rate} ({source}){link}\n"
             f"that allows at most {speed:.3g} tokens/s; computing may take longer."
         )
     if plan.io_mode == "buffered" and not plan.fits:

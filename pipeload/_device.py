@@ -17,8 +17,9 @@ everything (`synchronize`) comes only where memory is given back, which is rare.
 Device memory is first: a byte that stays there is neither read nor copied any more. What the host's
 limit leaves after the staging keeps whole units in host memory, which are copied but not read. With
 B bytes per second from disk and L over the link, a pass takes no less than
-T* = max(disk bytes / B, (disk + host bytes) / L, C), and no more stays in host memory than that
-asks for.
+T* = max(disk bytes / B, (disk + host bytes) / L, C). A plan with measured rates says how much host
+memory is enough for that; a load, which knows no rates, takes what the host's limit leaves, which
+is never slower.
 
 [Note: another alignment] Copies go weight by weight to multiples of `ALIGN`, as the device's own
 allocator lays out what a plain load puts there: kernels are chosen by address.
@@ -115,6 +116,9 @@ class Device(Protocol):
 
     def peak_bytes(self) -> int:
         """The most that was ever reserved."""
+
+    def forget_peak(self) -> None:
+        """Count the most anew, from what is reserved now."""
 
     def free_bytes(self) -> int:
         """What the device could still give."""

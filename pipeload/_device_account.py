@@ -39,9 +39,13 @@ class DeviceAccount(Accountant):
         self._uncap_if_alone()
 
     def set_limit(self, limit: int) -> None:
-        """Change the limit of everybody, the allocator's too. Nothing changes when this raises."""
-        super().set_limit(limit)
-        self._cap(limit)
+        """Change the limit of everybody, the allocator's too: see `Accountant`."""
+        with self.lock:
+            self.check_change(limit)
+            if limit > (self.limit or 0):
+                self._cap(limit)  # first: what may stay from now on is read at once
+            super().set_limit(limit)
+            self._cap(limit)
 
     def _cap(self, limit: int | None) -> None:
         device = self._device()
@@ -83,9 +87,10 @@ _accounts: weakref.WeakKeyDictionary[Device, DeviceAccount] = weakref.WeakKeyDic
 
 def account_of(device: Device) -> DeviceAccount:
     """The one of that device."""
-    if device not in _accounts:
-        _accounts[device] = DeviceAccount(device)
-    return _accounts[device]
+    with ACCOUNTANT.lock:
+        if device not in _accounts:
+            _accounts[device] = DeviceAccount(device)
+        return _accounts[device]
 
 
 def device_limit(device: Device, memory_limit: int | str) -> int:

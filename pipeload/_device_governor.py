@@ -136,7 +136,7 @@ class DeviceGovernor(Governor):
             "host_memory_limit": self.device_plan.host_memory_limit,
             "copied_bytes": sum(slot.copied_bytes for slot in self._slots),
             "peak_device_bytes": self._device.peak_bytes(),
-            "locked": all(slot.locked for slot in self._slots),
+            "locked": self.hosting.locked and all(slot.locked for slot in self._slots),
         }
 
     # -- Client of the device's account ----------------------------------------------------------

@@ -57,11 +57,31 @@ class DevicePlan(Plan):
     """Bytes of weights per second in products with one row; None when nobody measured."""
     host_slack_bytes: int
     """Host memory that the device's libraries take on later."""
+    host_conversion_bytes: int
+    """Host memory in which weights are made that the file does not hold as they are."""
 
     @property
     def hosted_bytes(self) -> int:
         """Host memory of the units that stay there."""
         return sum(unit.streamed.nbytes for unit in self.units if unit.hosted)
+
+    @property
+    def enough_hosted_bytes(self) -> int | None:
+        """Host memory for blocks with which a pass is as fast as with more; None if not known."""
+        if self.disk_rate is None:
+            return None
+        return worth_hosting(
+            self.link_bytes_per_pass,
+            disk_rate=self.disk_rate,
+            link_rate=self.link_rate,
+            compute_seconds=self._compute_seconds,
+        )
+
+    @property
+    def _compute_seconds(self) -> float:
+        """Least time that computing takes for one row; 0 if not known."""
+        weights = self.resident + self.link_bytes_per_pass
+        return weights / self.compute_rate if self.compute_rate else 0.0
 
     @property
     def bytes_per_pass(self) -> int:
@@ -90,9 +110,7 @@ class DevicePlan(Plan):
         if self.disk_rate is None:
             return None
         copying = self.link_bytes_per_pass / self.link_rate if self.link_rate else 0.0
-        weights = self.resident + self.link_bytes_per_pass
-        computing = weights / self.compute_rate if self.compute_rate else 0.0
-        return max(self.bytes_per_pass / self.disk_rate, copying, computing)
+        return max(self.bytes_per_pass / self.disk_rate, copying, self._compute_seconds)
 
     @property
     def host_unused(self) -> int:
@@ -110,6 +128,7 @@ class DevicePlan(Plan):
             "host_reserve_bytes": self.host_reserve_bytes,
             "staging_bytes": self.staging_bytes,
             "hosted_bytes": self.hosted_bytes,
+            "enough_hosted_bytes": self.enough_hosted_bytes,
             "link_bytes_per_pass": self.link_bytes_per_pass,
             "link_bytes_per_second": self.link_rate,
             "compute_bytes_per_second": self.compute_rate,
@@ -119,6 +138,9 @@ class DevicePlan(Plan):
         """Where each byte of both limits goes, one row per purpose."""
         blocks = f"parts of {len(self.units)} blocks"
         smallest = f"smallest that works: {format_size(self.smallest_limit)}"
+        enough = self.enough_hosted_bytes
+        less = enough is not None and enough < self.hosted_bytes
+        hosted = f"; {format_size(enough or 0)} would do" if less else ""
         host_smallest = f"smallest that works: {format_size(self.host_smallest_limit)}"
         buffers = f"{self.slots} x {format_size(self.slot_bytes)}"
         rows = [
@@ -133,7 +155,7 @@ class DevicePlan(Plan):
             ("host reserve", self.host_reserve_bytes, "conversions; libraries; kernel tables"),
             ("staging", self.staging_bytes, buffers),
             ("scratch", self.staging_scratch_bytes, "what is read once passes through it"),
-            ("kept in host", self.hosted_bytes, "whole blocks: copied, not read"),
+            ("kept in host", self.hosted_bytes, f"whole blocks: copied, not read{hosted}"),
             ("host unused", self.host_unused, ""),
             ("host limit", self.host_memory_limit, host_smallest),
         ]
@@ -144,12 +166,10 @@ class DevicePlan(Plan):
         how = f"({self.io_mode}, {self.readers} readers)"
         text = f"{format_size(self.bytes_per_pass)} read per pass {how}, "
         text += f"{format_size(self.link_bytes_per_pass)} copied to {self.device}"
-        if self.seconds_per_pass:
-            text += (
-                f": {self.seconds_per_pass:.3g} s at {format_size(round(self.disk_rate or 0))}/s"
-            )
-            if self.link_rate:
-                text += f" and {format_size(round(self.link_rate))}/s"
+        if self.seconds_per_pass and not self.fits:
+            rates = [rate for rate in (self.disk_rate, self.link_rate) if rate]
+            text += f": {self.seconds_per_pass:.3g} s at "
+            text += " and ".join(f"{format_size(round(rate))}/s" for rate in rates)
         return text
 
 
@@ -204,8 +224,8 @@ def make_device_plan(
     device.warm_up()  # what computing needs of the libraries' code comes back
     host_limit = options.memory_limit
     host_floor = rss_bytes() + ACCOUNTANT.untouched_bytes() - leaving
-    host_reserve = process_bytes(host_limit) + device.host_slack_bytes
-    host_reserve += parts.conversion_bytes + _converted(units)
+    host_slack, conversions = device.host_slack_bytes, parts.conversion_bytes + _converted(units)
+    host_reserve = process_bytes(host_limit) + host_slack + conversions
     slots = 0 if not streamed else SLOTS
     staging = slots * max(unit.streamed.nbytes for unit in units)
     scratch = scratch_bytes(readers)
@@ -215,14 +235,7 @@ def make_device_plan(
         raise _host_too_small(host_limit, host_least, host_floor, staging)
     link_rate = device.link_rate() if options.disk_rate else None
     compute_rate = device.compute_rate() if options.disk_rate else None
-    blocks = sum(unit.resident_bytes + unit.streamed_bytes for unit in units)
-    worth = worth_hosting(
-        streamed,
-        disk_rate=options.disk_rate,
-        link_rate=link_rate,
-        compute_seconds=(pinned + blocks) / compute_rate if compute_rate else 0.0,
-    )
-    budget = 0 if device.unified else min(worth, host_limit - needed)
+    budget = 0 if device.unified else host_limit - needed
     units = with_hosted(units, choose_hosted(units, budget))
     streamed = sum(unit.streamed_bytes for unit in units if not unit.hosted)
     room = free_page_cache_bytes() - max(0, host_limit - host_floor)
@@ -246,7 +259,8 @@ def make_device_plan(
         staging_scratch_bytes=scratch,
         link_rate=link_rate,
         compute_rate=compute_rate,
-        host_slack_bytes=device.host_slack_bytes,
+        host_slack_bytes=host_slack,
+        host_conversion_bytes=conversions,
     )
     return Build(parts, residency, plan, stream_mode, options.read_timeout, device)
 

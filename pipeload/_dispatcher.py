@@ -152,7 +152,7 @@ class Dispatcher:
             for job in jobs:
                 job(None)
         except Exception as error:  # whoever waits for the unit is told
-            load.error = error
+            load.error = error.with_traceback(None)  # its frames hold the load
         self._settle(load)
 
     # -- decisions -------------------------------------------------------------------------------

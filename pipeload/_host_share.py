@@ -7,7 +7,7 @@ import weakref
 from typing import TYPE_CHECKING, Protocol
 
 from pipeload._accountant import ACCOUNTANT
-from pipeload._reserve import KERNEL_BYTES, WARM_UP_BYTES, page_table_bytes
+from pipeload._reserve import KERNEL_BYTES, WARM_UP_BYTES, limit_for, page_table_bytes
 from pipeload._sizes import format_size
 from pipeload.errors import MemoryLimitError
 
@@ -87,6 +87,7 @@ class HostShare:
     def room(self, limit: int) -> int:
         """What may stay in host memory, measured now."""
         overhead = KERNEL_BYTES + page_table_bytes(limit) + self.least_bytes()
+        overhead += self.plan.host_conversion_bytes
         others = ACCOUNTANT.promised_to_others(self)
         # It will be that much soon.
         floor = self.plan.host_floor_bytes + WARM_UP_BYTES + self.plan.host_slack_bytes
@@ -102,8 +103,9 @@ class HostShare:
         Raises:
             MemoryLimitError: it does not; says one that does.
         """
-        need = limit - self.room(limit)
-        if need > limit:
+        room = self.room(limit)
+        if room < 0:
+            need = limit_for(limit - page_table_bytes(limit) - room)
             raise MemoryLimitError(
                 f"host_memory_limit={limit} bytes ({format_size(limit)}) is too small for the "
                 f"staging of a model that streams to {self.plan.device}. Set at least {need} bytes "

@@ -101,6 +101,12 @@ class Hosting:
         parts = [reference() for reference in self._parts.valuerefs()]
         return sum(part.host.nbytes for part in parts if part is not None)
 
+    @property
+    def locked(self) -> bool:
+        """Whether all that is there is locked in its place."""
+        parts = [reference() for reference in self._parts.valuerefs()]
+        return all(part.locked for part in parts if part is not None)
+
     def place(
         self, plan: UnitPlan, slot: DeviceSlot, files: FileSet, convert: Convert
     ) -> DevicePlacement:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from pipeload._build import Build
+    from pipeload._build import Build, Options
     from pipeload._device import Device
     from pipeload._layout import Weight
     from pipeload._request import Request
@@ -143,23 +143,26 @@ def assemble(pending: PendingLoad, request: Request) -> tuple[Assembly, Any]:
     Returns it, hooks to come, and the library's loading report.
     """
     needs = needs_of(pending)
-    build = plan_beside_others(partial(plan_pending, pending, needs, request))
+    build = plan_beside_others(partial(plan_pending, pending, needs, request), request.options)
     assembly = Assembly(pending, build, needs, request.hint, pressure=request.pressure)
     return assembly, pending.load_rest([weight.name for weight in build.parts.weights])
 
 
-def plan_beside_others(make: Callable[[], Build]) -> Build:
+def plan_beside_others(make: Callable[[], Build], options: Options) -> Build:
     """A plan for a model that is really to be loaded: others give back what is over their share."""
+    device = options.device
+    account = ACCOUNTANT if device is None else account_of(device)
     for _ in range(2):  # first what it cannot do without, then its share of the rest
         if not ACCOUNTANT.clients:
             break
         try:
             build = make()
             wants = build.residency.smallest, build.residency.everything
-            given = ACCOUNTANT.make_room(wants, build.plan.resident - build.plan.pinned_bytes)
+            given = account.make_room(wants, build.plan.resident - build.plan.pinned_bytes)
         except MemoryLimitError as error:
             short = error.smallest_limit - error.limit
-            given = ACCOUNTANT.make_room((short, short), 0)
+            of_device = device is not None and error.limit == options.device_limit
+            given = (account if of_device else ACCOUNTANT).make_room((short, short), 0)
         if not given:
             break
     return make()

@@ -166,6 +166,10 @@ class MpsDevice(TorchDevice):
         self._look()
         return self._peak
 
+    def forget_peak(self) -> None:
+        """Of what was looked at."""
+        self._peak = 0
+
     def free_bytes(self) -> int:
         """What Metal recommends at most, if the machine has that much left."""
         room = torch.mps.recommended_max_memory() - self.reserved_bytes()

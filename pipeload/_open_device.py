@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import torch
 
 from pipeload._mps_device import MpsDevice
@@ -56,10 +58,12 @@ def _current_index() -> int:
 
 
 _opened: dict[tuple[str, int], TorchDevice] = {}
+_opening = threading.Lock()
 
 
 def _open(kind: str, index: int) -> TorchDevice:
     key = (kind, index)
-    if key not in _opened:
-        _opened[key] = _CLASSES[kind](torch.device(kind, index))
-    return _opened[key]
+    with _opening:  # it takes seconds, and each has one account
+        if key not in _opened:
+            _opened[key] = _CLASSES[kind](torch.device(kind, index))
+        return _opened[key]

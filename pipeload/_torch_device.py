@@ -39,6 +39,8 @@ _PRODUCTS = 16
 _PRODUCT_SIDE = 4096
 _SLACK_BYTES = 64_000_000
 _HOST_SLACK_BYTES = 560_000_000
+_LATER_HOST_SLACK_BYTES = 240_000_000
+_WARM_BLOCKS = 256
 _log = logging.getLogger("pipeload")
 
 
@@ -49,6 +51,8 @@ class TorchDevice:
         self.where = where
         self._runtime = _runtime(where)
         self._refused = False
+        self._blocks = 0
+        """That have computed so far, about."""
         self._rates: dict[Callable[[TorchDevice], float], float] = {}
         self._open()
         self.warm_up()
@@ -84,9 +88,10 @@ class TorchDevice:
 
         Measured on an H200 (CUDA 13, torch 2.11): 320 MB in the first forward of a LLaMA, 160 MB in
         the first steps of decoding, 230 MB when attention was compiled anew for a longer cache; the
-        last one comes with plain transformers, too, and only now and then.
+        last one comes with plain transformers, too, and only now and then. So that is what a
+        process still takes on that has computed for a while.
         """
-        return _HOST_SLACK_BYTES
+        return _HOST_SLACK_BYTES if self._blocks < _WARM_BLOCKS else _LATER_HOST_SLACK_BYTES
 
     def warm_up(self) -> None:
         """What a block is made of, small: products of several and of one row, attention."""
@@ -157,6 +162,7 @@ class TorchDevice:
 
     def computed(self) -> Event:
         """On this thread's stream."""
+        self._blocks += 1
         return self._record(torch.accelerator.current_stream(self.where))
 
     def _record(self, stream: torch.Stream) -> torch.Event:
@@ -185,6 +191,10 @@ class TorchDevice:
     def peak_bytes(self) -> int:
         """By the allocator's own count."""
         return int(torch.accelerator.max_memory_reserved(self.where))
+
+    def forget_peak(self) -> None:
+        """By the allocator's own count."""
+        torch.accelerator.reset_peak_memory_stats(self.where)
 
     def free_bytes(self) -> int:
         """By the driver's count: other processes have their share."""
@@ -223,6 +233,8 @@ class TorchDevice:
             _, total = torch.accelerator.get_memory_info(self.where)
             share = min(share, nbytes / total)
         self._module.set_per_process_memory_fraction(share, self.where)
+        if nbytes is None:
+            self._share_before = None  # the user may set another one
 
     def _drop_error(self) -> None:
         """See [Note: an error that stays]."""
@@ -236,22 +248,24 @@ def _measure_link(device: TorchDevice) -> float:
     arena = Arena(_LINK_PIECE_BYTES, device=torch.device("cpu"), huge=True)
     values = arena.tensor(0, "U8", (arena.nbytes,), arena.nbytes)
     values.zero_()
-    pinned = device.pin(arena.address, arena.nbytes)
     memory = device.allocate(arena.nbytes)
-    device.copy([(memory, values)], None).synchronize()
-    started = time.perf_counter()
-    for _ in range(_LINK_PIECES):
-        event = device.copy([(memory, values)], None)
-    event.synchronize()
-    seconds = time.perf_counter() - started
-    if pinned:
-        device.unpin(arena.address)
+    pinned = device.pin(arena.address, arena.nbytes)
+    try:
+        device.copy([(memory, values)], None).synchronize()
+        started = time.perf_counter()
+        for _ in range(_LINK_PIECES):
+            event = device.copy([(memory, values)], None)
+        event.synchronize()
+        seconds = time.perf_counter() - started
+    finally:
+        if pinned:
+            device.unpin(arena.address)
     return _LINK_PIECES * arena.nbytes / seconds
 
 
 def _measure_products(device: TorchDevice) -> float:
     side = _PRODUCT_SIDE
-    weights = torch.ones((side, side), device=device.where, dtype=torch.float16)
+    weights = device.allocate(2 * side * side).view(torch.float16).view(side, side).fill_(1)
     for _ in range(2):
         device.synchronize()
         started = time.perf_counter()

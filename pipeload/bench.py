@@ -47,7 +47,7 @@ class Row:
     """T* with B measured while nothing else ran."""
     rho: float
     rho_busy: float
-    """rho with B measured under the same computing."""
+    """rho with B measured under the same computing; on a device, rho once more."""
     rate_share: float
     """Read rate while reading, over B under the same computing."""
     held_share: float

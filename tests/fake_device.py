@@ -78,7 +78,7 @@ class FakeDevice:
     where = torch.device("cpu")
     unified = False
     lacks: frozenset[str] = frozenset()
-    caps = False
+    caps = True
     slack_bytes = 0
     host_slack_bytes = 0
 
@@ -125,7 +125,8 @@ class FakeDevice:
     # -- memory --
 
     def allocate(self, nbytes: int) -> torch.Tensor:
-        if self.allocated_bytes() + nbytes > self.nbytes:
+        limit = min(self.nbytes, self.capped[-1] or self.nbytes) if self.capped else self.nbytes
+        if self.allocated_bytes() + nbytes > limit:
             raise torch.OutOfMemoryError(f"{nbytes} bytes do not fit the fake device")
         memory = _Memory(nbytes + ALIGN)
         with torch.inference_mode(False):
@@ -154,6 +155,9 @@ class FakeDevice:
 
     def peak_bytes(self) -> int:
         return self.peak
+
+    def forget_peak(self) -> None:
+        self.peak = self.allocated_bytes()
 
     def free_bytes(self) -> int:
         return self.nbytes - self.allocated_bytes()

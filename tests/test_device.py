@@ -530,6 +530,31 @@ def test_residents_are_put_together_again(tiny: TinyCheckpoint, device: FakeDevi
     assert reads[1] > reads[0] + resident // 2, "residents were not read into other memory"
 
 
+def test_a_larger_limit_is_the_allocators_first(
+    tiny: TinyCheckpoint, device: FakeDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What may stay from then on is read at once; and a refused limit changes nothing."""
+    model = load(tiny("llama"))
+    account = account_of(device)
+    limit = model.pipeload.plan.memory_limit
+    seen: list[int | None] = []
+    governor = streamer_of(model).governor
+    take = governor.take_limit
+
+    def look(limit: int) -> None:
+        seen.append(device.capped[-1])
+        take(limit)
+
+    monkeypatch.setattr(governor, "take_limit", look)
+    for other in (limit + PART, limit):
+        model.pipeload.set_memory_limit(other)
+        assert seen.pop() == limit + PART, "residents came before there was room for them"
+        assert device.capped[-1] == account.limit == other
+    with pytest.raises(pipeload.MemoryLimitError):
+        model.pipeload.set_memory_limit(1000)
+    assert device.capped[-1] == account.limit == limit
+
+
 def test_a_device_that_is_full(tiny: TinyCheckpoint, device: FakeDevice) -> None:
     """Whoever waits for a block is told; once there is memory, it goes on."""
     folder = tiny("llama")

@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 import torch
+import typer
 from typer.testing import CliRunner
 
 import pipeload
 from pipeload import _bench_worker, _cli_plan, bench, cli
+from pipeload._cli_output import reported
 from pipeload._perplexity import Losses, measure
 from pipeload._windows import slide
 from tests.fake_device import FakeDevice, lend
@@ -326,3 +328,16 @@ def test_the_table_has_the_devices_columns() -> None:
     assert "L GB/s" in bench.table([row])
     cpu = {name: v for name, v in sample().items() if name not in {"device", "link_rate"}}
     assert "L GB/s" not in bench.table([bench._row([cpu])])
+
+
+@pytest.mark.parametrize("debug", [False, True])
+def test_a_device_whose_limit_is_full(debug: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    """What the allocator refuses is one line; any other error of torch's is a fault of ours."""
+    full = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 5 MiB. GPU 0 has less.")
+    wanted = torch.OutOfMemoryError if debug else typer.Exit
+    with pytest.raises(wanted), reported(debug=debug, quiet=False):
+        raise full
+    error = capsys.readouterr().err
+    assert ("the device's limit is full: CUDA out of memory. Raise --memory" in error) is not debug
+    with pytest.raises(RuntimeError, match="other"), reported(debug=debug, quiet=False):
+        raise RuntimeError("other")

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import time
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -16,10 +18,8 @@ import torch
 import pipeload
 from pipeload import _open_device, _torch_device
 from pipeload._open_device import open_device
+from pipeload._torch_device import TorchDevice
 from tests.streaming import load_streamed
-
-if TYPE_CHECKING:
-    from pipeload._torch_device import TorchDevice
 
 
 class Recorded:
@@ -281,8 +281,44 @@ def test_rates_where_there_is_no_room_to_measure(
         full.setattr(fake, "empty", refuse, raising=False)
         full.setattr(fake, "ones", refuse, raising=False)
         assert device.link_rate() is device.compute_rate() is None
+    for verb in ("register", "unregister"):
+        assert sum(call.startswith(f"{verb} ") for call in fake.calls) == 0, "memory stays locked"
     assert (device.link_rate() or 0) > 0
     assert (device.compute_rate() or 0) > 0
+
+
+def test_the_users_own_fraction_is_asked_for_anew(fake: Recorded) -> None:
+    """He may set another one while no model streams there."""
+    device = opened("cuda")
+    for limit in (250, None):
+        device.cap(limit)
+    fake.fraction.append(0.5)
+    for limit in (600, None):
+        device.cap(limit)
+    assert fake.fraction[-2:] == [0.5, 0.5]
+
+
+def test_a_process_that_has_computed_takes_on_less(fake: Recorded) -> None:
+    """Most kernels are loaded by then, and counted with what it holds."""
+    device = opened("cuda")
+    fresh = device.host_slack_bytes
+    for _ in range(_torch_device._WARM_BLOCKS):
+        device.computed()
+    assert 0 < device.host_slack_bytes < fresh
+
+
+def test_two_threads_open_one_device(fake: Recorded, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With one account."""
+    warm_up = TorchDevice.warm_up
+
+    def slow(device: TorchDevice) -> None:
+        time.sleep(0.05)
+        warm_up(device)
+
+    monkeypatch.setattr(TorchDevice, "warm_up", slow)
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(opened, ["cuda", "cuda"])
+    assert first is second
 
 
 def test_the_products_rate_is_measured_once(
