@@ -53,11 +53,11 @@ def llama_1b(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def test_a_child_capped_at_the_limit_lives_and_stays_flat(
     limit: int, llama_1b: Path, cgroup: Callable[[int], AbstractContextManager[MemoryCgroup]]
 ) -> None:
-    """A dozen generations under a cap equal to the limit: no kill, VmHWM below, memory flat."""
+    """Generations under a cap equal to the limit: no kill, VmHWM below, memory flat."""
     drop_caches()  # pages that another group has read would be charged to that group
     with cgroup(limit) as group:
         fail_file = "" if group.is_v2 else str(group.path / "memory.failcnt")
-        child = group.run([sys.executable, "-c", _CHILD, llama_1b, str(limit), "12", fail_file])
+        child = group.run([sys.executable, "-c", _CHILD, llama_1b, str(limit), "8", fail_file])
         assert child.returncode == 0, child.stderr
         assert group.oom_kills() == 0
     result = json.loads(child.stdout.splitlines()[-1])
