@@ -102,7 +102,7 @@ def test_a_forgotten_model_leaves_nothing(folder: Path, use: str, spare: int) ->
     assert [reference() for reference in kept if reference() is not None] == []
     discard_ended()
     assert _get_current_function_mode_stack() == []
-    assert descriptors() == before
+    assert descriptors() <= before  # fewer: a model of an earlier test has gone meanwhile
 
 
 @pytest.mark.parametrize("spare", SPARES)
