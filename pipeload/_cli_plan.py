@@ -21,6 +21,7 @@ from pipeload._cli_run import DTYPES, check_model, explained, load_tokenizer
 from pipeload._demo_model import STAMP, default_model_folder, make_smollm2
 from pipeload._device_plan import DevicePlan
 from pipeload._layout import PAGE
+from pipeload._open_device import open_device
 from pipeload._reader import FileSet, resolve_io_mode
 from pipeload._reader_pool import Work, run_jobs
 from pipeload._sizes import format_size
@@ -61,20 +62,20 @@ def show(
     """
     probed = disk_rate is None
     with _as_when_running(model, debug=debug):
-        options = {
-            "memory_limit": memory_limit,
-            "device": device,
-            "host_memory_limit": host_memory_limit,
-            "tokens": tokens,
-            "batch": batch,
-            "dtype": DTYPES[dtype],
-            "io_mode": io_mode,
-        }
-        plan = _plan(model, **options)
+        plan = _plan(
+            model,
+            memory_limit=memory_limit,
+            device=device,
+            host_memory_limit=host_memory_limit,
+            tokens=tokens,
+            batch=batch,
+            dtype=DTYPES[dtype],
+            io_mode=io_mode,
+        )
     rate = probe(checkpoint_files(model)) if disk_rate is None else float(disk_rate)
     plan = replace(plan, disk_rate=rate)
-    if isinstance(plan, DevicePlan):  # only then are link and computing measured
-        plan = _plan(model, disk_rate=rate, **options)
+    if isinstance(plan, DevicePlan) and (found := open_device(device)) is not None:
+        plan = replace(plan, link_rate=found.link_rate(), compute_rate=found.compute_rate())
     if json:
         text = json_module.dumps({"model": model, **_figures(plan, batch=batch, probed=probed)})
     else:

@@ -1,36 +1,28 @@
-"""Buffers and places on a device: see [Note: three tiers] in _device.py."""
+"""Buffers on a device: see [Note: three tiers] in _device.py."""
 
 from __future__ import annotations
 
 import contextlib
 import weakref
 from functools import partial
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 import torch
 
-from pipeload._arena import DTYPES, Arena, Region
-from pipeload._device import aligned
-from pipeload._layout import Cast, Layout, ceil_page, lay_out
-from pipeload._placement import CAST_CHUNK_BYTES, Convert, Placement, read_into, scratch_of
-from pipeload.errors import ReadError
+from pipeload._arena import Arena, Region
+from pipeload._device_views import copies, device_bytes, fail, raise_failure, show
+from pipeload._layout import Layout, ceil_page
+from pipeload._placement import Convert, Placement
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Sequence
 
-    from pipeload._checkpoint import TensorEntry
     from pipeload._device import Device, Event
-    from pipeload._layout import Weight
     from pipeload._plan import UnitPlan
     from pipeload._reader import FileSet
     from pipeload._reader_pool import Work
 
 _CPU = torch.device("cpu")
-
-
-def device_bytes(layout: Layout) -> int:
-    """What a layout's weights take on a device."""
-    return sum(aligned(weight.nbytes) for weight in layout.weights)
 
 
 class SlotSize:
@@ -145,6 +137,7 @@ class DevicePlacement:
         self.slot = slot
         self.nbytes = layout.nbytes
         self._layout, self._files, self._convert = layout, files, convert
+        self._copy_bytes = sum(weight.nbytes for weight in layout.weights)
         self._host: Placement | None = None
         self._pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.views: dict[str, torch.Tensor] = {}
@@ -198,163 +191,6 @@ class DevicePlacement:
         try:
             slot.copied = slot.device.copy(self._pairs, slot.computed)
         except Exception as error:
-            _fail(slot.device, error)
-        slot.copied_bytes += sum(values.numel() for _, values in self._pairs)
+            raise_failure(slot.device, error)
+        slot.copied_bytes += self._copy_bytes
         return 0
-
-
-class DevicePlace:
-    """Weights that stay on the device: they get there in pieces, through the readers' scratch."""
-
-    quick = False
-
-    def __init__(self, layout: Layout, device: Device, files: FileSet, convert: Convert) -> None:
-        self.nbytes = layout.nbytes
-        self._layout, self._device = layout, device
-        self._files, self._convert = files, convert
-        self.views: dict[str, torch.Tensor] = {}
-        """Nothing before they were read."""
-        self._places: dict[str, torch.Tensor] = {}
-        self._made: Placement | None = None
-
-    def read_jobs(self, chunk_bytes: int) -> list[Work]:
-        """Reads of at most a scratch region's size; what is converted is read as a whole."""
-        try:
-            if not self._places:
-                memory = self._device.allocate(device_bytes(self._layout))
-                self.views, self._places = show(self._layout.weights, memory)
-        except Exception as error:  # no memory; whoever waits for the unit is told
-            return [fail(self._device, error)]
-        jobs = [job for weight, _ in self._layout.raw for job in self._raw_jobs(weight)]
-        jobs += [job for cast in self._layout.casts for job in self._cast_jobs(cast)]
-        converted = [w for made in self._layout.conversions for w in made.weights]
-        if converted:
-            layout = lay_out(converted)
-            region = Arena(layout.nbytes, device=_CPU, huge=False).take(layout.nbytes)
-            self._made = Placement(layout, region, self._files, self._convert)
-            jobs += self._made.read_jobs(chunk_bytes)
-        return jobs
-
-    def convert_jobs(self) -> list[Work]:
-        """What is converted is copied after it."""
-        return [] if self._made is None else [self._copy_converted]
-
-    def drop(self) -> None:
-        """The memory goes when nobody shows it any more; nobody computes with it then."""
-        self._made = None
-        if self._places:
-            self._device.synchronize()
-            self.views, self._places = {}, {}
-
-    def _copy_converted(self, scratch: Region | None) -> int:
-        made, self._made = self._made, None
-        assert made is not None  # noqa: S101 - only then there is such a job
-        for job in made.convert_jobs():
-            job(scratch)
-        for name, view in made.views.items():
-            self._device.copy_now(self._places[name], flat(view))
-        return 0
-
-    def _raw_jobs(self, weight: Weight) -> Iterator[Work]:
-        (source,) = weight.sources
-        for start in range(0, weight.nbytes, CAST_CHUNK_BYTES):
-            stop = min(start + CAST_CHUNK_BYTES, weight.nbytes)
-            into = self._places[weight.name][start:stop]
-            yield partial(self._read_raw, source, start, into)
-
-    def _read_raw(
-        self, source: TensorEntry, start: int, into: torch.Tensor, scratch: Region | None
-    ) -> int:
-        count, stored = self._fetch(source, start, into.numel(), scratch)
-        self._device.copy_now(into, stored)
-        return count
-
-    def _cast_jobs(self, cast: Cast) -> Iterator[Work]:
-        assert cast.weight.repacked is None  # noqa: S101 - orders are the processor's
-        (source,) = cast.weight.sources
-        item, made = DTYPES[source.dtype].itemsize, DTYPES[cast.weight.dtype].itemsize
-        elements, step = cast.weight.nbytes // made, CAST_CHUNK_BYTES // item
-        for start in range(0, elements, step):
-            stop = min(start + step, elements)
-            into = self._places[cast.weight.name][start * made : stop * made]
-            yield partial(self._read_cast, cast, start * item, (stop - start) * item, into)
-
-    def _read_cast(
-        self, cast: Cast, start: int, nbytes: int, into: torch.Tensor, scratch: Region | None
-    ) -> int:
-        (source,) = cast.weight.sources
-        count, stored = self._fetch(source, start, nbytes, scratch)
-        # A copy at an address of its own: the stored item may lie anywhere.
-        values = stored.clone().view(DTYPES[source.dtype]).to(DTYPES[cast.weight.dtype])
-        self._device.copy_now(into, flat(values))
-        return count
-
-    def _fetch(
-        self, source: TensorEntry, start: int, nbytes: int, scratch: Region | None
-    ) -> tuple[int, torch.Tensor]:
-        """Bytes read, and so many bytes of a tensor from `start` on, in the scratch."""
-        scratch = scratch_of(scratch)
-        count, at = read_into(scratch, self._files, source, start, start + nbytes)
-        return count, scratch.tensor(at, "U8", (nbytes,), nbytes)
-
-
-def fail(device: Device, error: Exception) -> Work:
-    """A job that says so."""
-    return partial(_fail, device, error)
-
-
-def _fail(device: Device, error: Exception, _scratch: object = None) -> NoReturn:
-    raise ReadError(
-        f"its weights could not be put on {device.where}: {type(error).__name__}: {error}. Pass "
-        "a smaller memory_limit, or leave more of the device's memory free; if the device itself "
-        "has failed, start the process again."
-    ) from error
-
-
-def show(
-    weights: Sequence[Weight], memory: torch.Tensor
-) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Weights one behind the other in memory of a device: as they are, and as bytes; by name."""
-    views: dict[str, torch.Tensor] = {}
-    places: dict[str, torch.Tensor] = {}
-    offset = 0
-    # A view made in inference mode would turn the parameter it is bound to into an inference
-    # tensor.
-    with torch.inference_mode(False):
-        for weight in weights:
-            place = memory[offset : offset + weight.nbytes]
-            places[weight.name] = place
-            views[weight.name] = place.view(DTYPES[weight.dtype]).view(weight.shape)
-            offset += aligned(weight.nbytes)
-    return views, places
-
-
-def copies(
-    places: Mapping[str, torch.Tensor], views: Mapping[str, torch.Tensor], arena: Arena
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """What goes where, as bytes: (to, from). Neighbours on both sides go in one.
-
-    Args:
-        places: of the weights on the device, by name, in one memory.
-        views: of the same weights in `arena`.
-        arena: host memory.
-    """
-    pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
-    for name, place in places.items():
-        pair = place, flat(views[name])
-        if pairs and all(map(_follows, pairs[-1], pair)):
-            to, source = pairs.pop()
-            nbytes = to.numel() + place.numel()
-            start = source.data_ptr() - arena.address
-            pair = to.as_strided((nbytes,), (1,)), arena.tensor(start, "U8", (nbytes,), nbytes)
-        pairs.append(pair)
-    return pairs
-
-
-def _follows(before: torch.Tensor, after: torch.Tensor) -> bool:
-    return before.data_ptr() + before.numel() == after.data_ptr()
-
-
-def flat(values: torch.Tensor) -> torch.Tensor:
-    """The bytes of a tensor."""
-    return values.reshape(-1).view(torch.uint8)

@@ -231,6 +231,7 @@ class DeviceGovernor(Governor):
                 f"small for this model; {smallest} bytes ({format_size(smallest)}) work now.",
                 limit=limit,
                 smallest_limit=smallest,
+                device=str(self._device.where),
             )
 
     def _take_limit(self, limit: int) -> None:
@@ -296,6 +297,7 @@ class DeviceGovernor(Governor):
             f"a limit of {wanted} bytes ({format_size(wanted)}) makes this one fit.",
             limit=limit,
             smallest_limit=wanted,
+            device=str(self._device.where),
         )
 
 

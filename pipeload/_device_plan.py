@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from pipeload._accountant import ACCOUNTANT
 from pipeload._build import SMALLEST_SLACK_BYTES, Build
 from pipeload._device_account import account_of
-from pipeload._device_buffers import device_bytes
+from pipeload._device_views import device_bytes
 from pipeload._floor import lower_floor
 from pipeload._hosting import choose_hosted, with_hosted, worth_hosting
 from pipeload._layout import lay_out
@@ -282,6 +282,7 @@ def _device_too_small(
         "batch= lowers that.",
         limit=limit,
         smallest_limit=smallest,
+        device=name,
     )
 
 

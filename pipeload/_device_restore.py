@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from safetensors import safe_open
 
-from pipeload._device_buffers import flat
+from pipeload._device_views import flat
 from pipeload._sizes import format_size
 from pipeload.errors import MemoryLimitError, UnsupportedOperationError
 from pipeload_hooks import Binding, bind, is_placeholder

@@ -18,16 +18,12 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from pipeload._read_faults import name_block, name_fault
 from pipeload._reader_pool import READER_DIED, Outcome, ReaderPool, Work, reader_died
 from pipeload._slots import Slots
 from pipeload._stats import Counters
 from pipeload._unit import Load, Split, Ticket, Unit, UnitState
-from pipeload.errors import (
-    PipeloadError,
-    ReadError,
-    UnsupportedModelError,
-    UnsupportedOperationError,
-)
+from pipeload.errors import UnsupportedModelError, UnsupportedOperationError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -372,28 +368,8 @@ def dispatch(dispatcher: Dispatcher) -> None:
             dispatcher.schedule()
     except BaseException as error:  # no memory, or thrown in from outside
         _log.debug("the dispatcher ends", exc_info=True)
-        dispatcher.fault = _name_fault(error)
+        dispatcher.fault = name_fault(error)
     dispatcher.close()
     # What readers reported meanwhile names the dispatcher: left there, it would keep itself alive.
     while not dispatcher.inbox.empty():
         dispatcher.inbox.get_nowait()
-
-
-def _name_fault(error: BaseException) -> UnsupportedOperationError:
-    # A new one in any case: its frames would hold the dispatcher.
-    if isinstance(error, PipeloadError):
-        return UnsupportedOperationError(str(error))
-    return UnsupportedOperationError(
-        f"the thread that dispatches reads has ended: {type(error).__name__}: {error}. Load the "
-        "model again."
-    )
-
-
-def name_block(error: BaseException, block: str) -> BaseException:
-    """The error of a unit's load, with the unit's name in it."""
-    if isinstance(error, PipeloadError):
-        return type(error)(f"block {block!r}: {error}") if type(error) is ReadError else error
-    return ReadError(
-        f"block {block!r}: its weights could not be made: {type(error).__name__}: {error}. "
-        "Download the checkpoint again, or load it without pipeload."
-    )

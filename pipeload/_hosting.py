@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from pipeload._arena import Arena
-from pipeload._device_buffers import DevicePlacement, fail, lock
+from pipeload._device_buffers import DevicePlacement, lock
+from pipeload._device_views import fail
 from pipeload._memory import physical_bytes
 from pipeload._placement import Placement
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from pipeload._build import Build, Options
+    from pipeload._build import Build
     from pipeload._device import Device
     from pipeload._layout import Weight
     from pipeload._request import Request
@@ -143,14 +143,15 @@ def assemble(pending: PendingLoad, request: Request) -> tuple[Assembly, Any]:
     Returns it, hooks to come, and the library's loading report.
     """
     needs = needs_of(pending)
-    build = plan_beside_others(partial(plan_pending, pending, needs, request), request.options)
+    build = plan_beside_others(
+        partial(plan_pending, pending, needs, request), request.options.device
+    )
     assembly = Assembly(pending, build, needs, request.hint, pressure=request.pressure)
     return assembly, pending.load_rest([weight.name for weight in build.parts.weights])
 
 
-def plan_beside_others(make: Callable[[], Build], options: Options) -> Build:
+def plan_beside_others(make: Callable[[], Build], device: Device | None) -> Build:
     """A plan for a model that is really to be loaded: others give back what is over their share."""
-    device = options.device
     account = ACCOUNTANT if device is None else account_of(device)
     for _ in range(2):  # first what it cannot do without, then its share of the rest
         if not ACCOUNTANT.clients:
@@ -161,8 +162,8 @@ def plan_beside_others(make: Callable[[], Build], options: Options) -> Build:
             given = account.make_room(wants, build.plan.resident - build.plan.pinned_bytes)
         except MemoryLimitError as error:
             short = error.smallest_limit - error.limit
-            of_device = device is not None and error.limit == options.device_limit
-            given = (account if of_device else ACCOUNTANT).make_room((short, short), 0)
+            asked = ACCOUNTANT if error.device is None else account
+            given = asked.make_room((short, short), 0)
         if not given:
             break
     return make()

@@ -10,8 +10,9 @@ import weakref
 from functools import partial
 from typing import TYPE_CHECKING
 
-from pipeload._dispatcher import Dispatcher, dispatch, name_block
+from pipeload._dispatcher import Dispatcher, dispatch
 from pipeload._placement import place_streamed
+from pipeload._read_faults import name_block
 from pipeload._unit import Split, Ticket, Unit
 from pipeload.errors import ReadError, UnsupportedOperationError
 

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from pipeload._arena import Arena, Region
-from pipeload._device_buffers import DevicePlace, DeviceSlot, SlotSize
+from pipeload._device_buffers import DeviceSlot, SlotSize
 from pipeload._device_governor import DeviceGovernor
+from pipeload._device_place import DevicePlace
 from pipeload._device_restore import DeviceRestorer
 from pipeload._device_seats import DeviceSeat
 from pipeload._governor import Governor

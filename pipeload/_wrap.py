@@ -159,7 +159,7 @@ def _stream(
         request=request,
         leaving=_leaving_bytes(model, live.files),
     )
-    build = plan_beside_others(plan, request.options)
+    build = plan_beside_others(plan, request.options.device)
     before = [(parameter, parameter.data) for parameter in model.parameters()]
     buffers = [(module._buffers, dict(module._buffers)) for module in model.modules()]  # noqa: SLF001
     assembly: Assembly | None = None

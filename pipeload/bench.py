@@ -225,7 +225,7 @@ def _round(
         resident.ask(load=_ALL, host="-")
         for result in results:
             result["resident_seconds"] = resident.ask(decode=new_tokens)["seconds"]
-            if one is not None:  # what computes on a device leaves the processor to the readers
+            if "device" in result:  # what computes on a device leaves the processor to the readers
                 result["busy_disk_rate"] = result["disk_rate"]
                 continue
             count = max(2, round(2 * _READ_SECONDS / result["seconds"]))

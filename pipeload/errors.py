@@ -57,12 +57,16 @@ class ReadError(PipeloadError, OSError):
 class MemoryLimitError(PipeloadError, MemoryError):
     """The memory limit cannot hold what is needed."""
 
-    def __init__(self, message: str, *, limit: int, smallest_limit: int) -> None:
+    def __init__(
+        self, message: str, *, limit: int, smallest_limit: int, device: str | None = None
+    ) -> None:
         super().__init__(message)
         self.limit = limit
         """The limit that was asked for, in bytes."""
         self.smallest_limit = smallest_limit
         """The smallest limit that works for the same hint, in bytes."""
+        self.device = device
+        """The device whose limit it is; None if it is the process's."""
 
 
 class OptionError(PipeloadError, ValueError):

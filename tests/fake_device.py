@@ -270,7 +270,8 @@ def lend(monkeypatch: pytest.MonkeyPatch, *, hosting: bool = True) -> Iterator[F
     Without `hosting` no block stays in host memory: those of small models all would.
     """
     made = FakeDevice()
-    monkeypatch.setattr("pipeload._request.open_device", lambda _name: made)
+    for user in ("_request", "_cli_plan"):
+        monkeypatch.setattr(f"pipeload.{user}.open_device", lambda _name: made)
     if not hosting:
         for user in ("_device_plan", "_device_governor"):
             monkeypatch.setattr(f"pipeload.{user}.choose_hosted", lambda *_args: frozenset())

@@ -23,9 +23,11 @@ from tests.streaming import (
     IDS,
     Reference,
     check,
+    finish_reads,
     generated,
     logits,
     our_threads,
+    prefetcher_of,
     streamer_of,
 )
 
@@ -566,6 +568,7 @@ def test_a_device_that_is_full(tiny: TinyCheckpoint, device: FakeDevice) -> None
     model.pipeload.set_memory_limit(least + PART)
     with pytest.raises(pipeload.ReadError, match="could not be put on cpu: OutOfMemoryError"):
         logits(model)
+    finish_reads(prefetcher_of(model))  # one that began before there is memory fails as well
     device.nbytes = 1 << 40
     check(model, expected)
 
@@ -602,9 +605,13 @@ def test_both_limits_are_refused_before_anything_is_read(
     assert plan.smallest_limit == least
     with pytest.raises(pipeload.MemoryLimitError, match="host_memory_limit=1000 bytes") as refusal:
         pipeload.plan(folder, memory_limit=least, device="fake", host_memory_limit=1000)
+    assert refusal.value.device is None
     works = refusal.value.smallest_limit
     plan = plan_for(folder, memory_limit=least, host_memory_limit=works)
     assert plan.host_memory_limit == works
+    with pytest.raises(pipeload.MemoryLimitError, match="of cpu is too small") as refusal:
+        pipeload.plan(folder, memory_limit=least - 1, device="fake", host_memory_limit=HOST)
+    assert refusal.value.device == "cpu"
 
 
 def test_the_plan_shows_both_limits(tiny: TinyCheckpoint, device: FakeDevice) -> None:

@@ -41,6 +41,7 @@ FLOORS = (
     {
         "_abandoned",
         "_bench_reader",
+        "_read_faults",
         "_sizes",
         "_checkpoint_json",
         "_arena",
@@ -69,6 +70,7 @@ FLOORS = (
         "_device_seats",
         "_mapped",
         "_memory",
+        "_device_views",
         "_nan_arena",
         "_placement",
         "_plan",
@@ -77,6 +79,7 @@ FLOORS = (
     {
         "_accountant",
         "_device_buffers",
+        "_device_place",
         "_mappings",
         "_mps_device",
         "_pressure",

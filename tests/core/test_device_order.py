@@ -17,7 +17,9 @@ from hypothesis import strategies as st
 
 from pipeload._arena import Arena, Region
 from pipeload._device import aligned
-from pipeload._device_buffers import DevicePlace, DevicePlacement, DeviceSlot, SlotSize, copies
+from pipeload._device_buffers import DevicePlacement, DeviceSlot, SlotSize
+from pipeload._device_place import DevicePlace
+from pipeload._device_views import copies
 from pipeload._home import Home
 from pipeload._hosting import Hosting
 from pipeload._layout import lay_out
