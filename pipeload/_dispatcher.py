@@ -80,10 +80,12 @@ class Dispatcher:
     # -- messages; each runs in the dispatcher's thread --
 
     def entered(self, index: int) -> None:
-        """The model's thread took a ready unit."""
+        """The model's thread took a ready unit, and asks for something else before it has run."""
         self.counters.hits += 1
         self._arrive(index)
-        self.units[index].state = UnitState.IN_USE
+        unit = self.units[index]
+        if unit.state is UnitState.RESIDENT:
+            unit.state = UnitState.IN_USE
 
     def wanted(self, ticket: Ticket) -> None:
         """The model's thread waits for a unit that was not ready."""
@@ -108,6 +110,14 @@ class Dispatcher:
         if unit.state is UnitState.IN_USE:
             unit.state, unit.used = UnitState.RESIDENT, True
             unit.ready = not unit.streams
+
+    def ran(self, index: int) -> None:
+        """The model's thread took a ready unit, and the block has run."""
+        self.counters.hits += 1
+        self._arrive(index)
+        unit = self.units[index]
+        if unit.state is UnitState.RESIDENT:
+            unit.used, unit.ready = True, not unit.streams
 
     def reset(self, ticket: Ticket) -> None:
         """A pass died: whatever it used or waited for is given back."""

@@ -82,6 +82,11 @@ class Prefetcher:
         self._dispatcher = dispatcher
         self._stalls = files.stalls
         self._inbox = dispatcher.inbox
+        self._taken: int | None = None
+        """A ready unit that was acquired: told when it is released, or before anything is asked.
+
+        To wake the dispatcher for each would cost a fast block a good part of its own time.
+        """
         self._thread = threading.Thread()
         self._closer = weakref.finalize(self, _end, self._inbox, self._thread)
         self._closer.detach()  # there is nothing to end yet
@@ -133,7 +138,8 @@ class Prefetcher:
             UnsupportedOperationError: in a forked child, or after `close`.
         """
         if self.units[index].ready and self._dispatcher.fault is None:
-            self._inbox.put(partial(self._dispatcher.entered, index))
+            self._tell()
+            self._taken = index
             return 0.0
         started = time.perf_counter()
         ticket = Ticket(index)
@@ -152,7 +158,18 @@ class Prefetcher:
             unit.ready = (
                 False  # before anybody may overwrite it: see [Note: the ready flag] in _dispatcher
             )
-        self._inbox.put(partial(self._dispatcher.released, index))
+        message = self._dispatcher.released
+        if self._taken == index:
+            # Nobody hears of it if an interrupt comes behind this: the pass is dead then, and
+            # `reset` follows.
+            self._taken = None
+            message = self._dispatcher.ran
+        self._inbox.put(partial(message, index))
+
+    def _tell(self) -> None:
+        index, self._taken = self._taken, None
+        if index is not None:
+            self._inbox.put(partial(self._dispatcher.entered, index))
 
     def reset(self) -> None:
         """Give back whatever a pass that died was holding."""
@@ -181,6 +198,7 @@ class Prefetcher:
 
     def close(self) -> None:
         """End all threads. May be called again, and `start` after it."""
+        self._taken = None
         self._closer()
 
     def _ask(self, ticket: Ticket, message: Callable[[], None]) -> None:
@@ -193,5 +211,6 @@ class Prefetcher:
         if not self._closer.alive:
             raise UnsupportedOperationError("streaming has ended for this model. Load it again.")
         self._check_fault()
+        self._tell()
         self._inbox.put(message)
         ticket.wait(self._alive, self._stalls)

@@ -133,7 +133,8 @@ def _measure_model(name: str, model: Any, found: Measured) -> None:
 @contextmanager
 def _messages() -> Iterator[Counts]:
     """Messages that the dispatcher gets inside, by name."""
-    counts = dict.fromkeys(("entered", "wanted", "released", "reset", "resplit", "_finished"), 0)
+    names = ("entered", "ran", "wanted", "released", "reset", "resplit", "_finished")
+    counts = dict.fromkeys(names, 0)
 
     def counting(name: str, original: Callable[..., None]) -> Callable[..., None]:
         def counted(self: Dispatcher, *args: Any) -> None:

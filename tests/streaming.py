@@ -135,6 +135,7 @@ def assert_nothing_held(model: nn.Module) -> None:
     prefetcher = streamer.prefetcher
     finish_messages(prefetcher)
     assert prefetcher._dispatcher._tickets == {}
+    assert prefetcher._taken is None
     assert all(unit.state is not UnitState.IN_USE for unit in prefetcher.units)
     slots = [unit.slot for unit in prefetcher.units if unit.slot is not None]
     assert len(slots) == len(set(slots))

@@ -19,7 +19,7 @@ from pipeload._plan import UnitPlan
 from pipeload._prefetcher import Prefetcher
 from pipeload._residency import Residency, UnitSpec
 from pipeload._stalls import Stalls
-from pipeload._unit import Unit
+from pipeload._unit import Unit, UnitState
 from pipeload.errors import ReadError
 from tests.streaming import WAIT_SECONDS, finish_messages
 
@@ -248,6 +248,12 @@ class PieceRig(AnyRig):
             self.prefetcher.acquire(index)
             self.check_values(index)
             self.prefetcher.release(index)
+
+
+def in_use(prefetcher: Prefetcher, index: int) -> bool:
+    """Whether the model's thread has taken that unit, or the dispatcher knows it to be in use."""
+    unit = prefetcher.units[index]
+    return unit.state is UnitState.IN_USE or (prefetcher._taken == index and unit.ready)
 
 
 def run_machine(machine: type[RuleBasedStateMachine], examples: int) -> None:

@@ -16,7 +16,7 @@ from hypothesis.stateful import (
 
 from pipeload import ReadError, UnsupportedModelError
 from pipeload._unit import Ticket, UnitState
-from tests.core.fake_disk import Rig, run_machine
+from tests.core.fake_disk import Rig, in_use, run_machine
 from tests.streaming import WAIT_SECONDS, finish_messages, in_thread
 
 UNITS = st.integers(0, 5)
@@ -82,6 +82,7 @@ class PrefetcherMachine(RuleBasedStateMachine):
         """Ctrl-C in an acquire: nobody waits for the ticket any more; the next pass resets."""
         dispatcher = self.alive.dispatcher
         ticket = Ticket(index)
+        self.alive.prefetcher._tell()
         dispatcher.inbox.put(lambda: dispatcher.wanted(ticket))
         self.reset()
 
@@ -117,7 +118,7 @@ class PrefetcherMachine(RuleBasedStateMachine):
     @invariant()
     def what_is_held_stays(self) -> None:
         for index in self.held:
-            assert self.alive.prefetcher.units[index].state is UnitState.IN_USE
+            assert in_use(self.alive.prefetcher, index)
             self.alive.check_values(index)
 
     def teardown(self) -> None:

@@ -16,7 +16,7 @@ from hypothesis.stateful import (
 
 from pipeload import ReadError, UnsupportedModelError
 from pipeload._unit import UnitState
-from tests.core.fake_disk import PieceRig, run_machine
+from tests.core.fake_disk import PieceRig, in_use, run_machine
 from tests.streaming import WAIT_SECONDS, in_thread
 
 if TYPE_CHECKING:
@@ -157,7 +157,7 @@ class ResplitMachine(RuleBasedStateMachine):
                 assert unit.state in (UnitState.RESIDENT, UnitState.IN_USE)
                 self.rig.check_values(index)
         for index in self.held:
-            assert units[index].state is UnitState.IN_USE
+            assert in_use(self.rig.prefetcher, index)
             self.rig.check_values(index)
 
     def teardown(self) -> None:
