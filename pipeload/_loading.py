@@ -15,6 +15,7 @@ from pipeload._arena import DTYPE_CODES, DTYPES
 from pipeload._assembly import Assembly
 from pipeload._build import make_plan
 from pipeload._checkpoint import check_folder
+from pipeload._device import aligned
 from pipeload._device_account import account_of
 from pipeload._device_plan import make_device_plan
 from pipeload._memory import keep_few_kernels, return_freed_memory, rss_bytes
@@ -173,8 +174,9 @@ def plan_pending(pending: PendingLoad, needs: PassNeeds, request: Request) -> Bu
     """Plan a model that is on the meta device."""
     model = pending.model
     tied = model.all_tied_weights_keys or {}
-    if request.options.device is not None:
-        refuse_quantised(pending, request.options.device)
+    device = request.options.device
+    if device is not None:
+        refuse_quantised(pending, device)
     if pending.disable_mmap:
         request = replace(request, options=replace(request.options, may_map=False))
     return plan_model(
@@ -185,7 +187,7 @@ def plan_pending(pending: PendingLoad, needs: PassNeeds, request: Request) -> Bu
         pending.files,
         needs=needs,
         request=request,
-        statistics_bytes=pending.statistics_bytes(),
+        statistics_bytes=pending.statistics_bytes(aligned if device is None else device.takes),
     )
 
 

@@ -259,10 +259,11 @@ def test_the_allocators_figures_and_its_limit(fake: Recorded) -> None:
     device.trim()
     assert fake.calls[-1] == "empty_cache"
     assert device.allocate(100).shape == (100,)
-    assert [device.takes(n) for n in (1, 600, 3 << 20, 11 << 20, 12 << 20)] == [
+    assert [device.takes(n) for n in (0, 1, 600, 8 << 20, 11 << 20, 12 << 20)] == [
+        0,
         512,
         1024,
-        3 << 20,
+        10 << 20,
         12 << 20,
         12 << 20,
     ]
