@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import threading
+import weakref
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -421,6 +423,44 @@ def test_a_copy_that_fails(
             streamer_of(model).prefetcher.acquire(streamer_of(model).prefetcher.units.index(unit))
     monkeypatch.setattr(device, "copy", copy)
     check(model, expected)
+
+
+@pytest.mark.parametrize("fails", ["copy", "allocate"])
+def test_what_a_failed_pass_held_goes_with_its_error(
+    tiny: TinyCheckpoint, device: FakeDevice, monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
+    """Activations, buffers and halves of residents: none waits for the garbage collector."""
+    model = load(tiny("llama"), spare=100_000)
+    logits(model)
+    least = model.pipeload.plan.memory_limit
+    seen: list[weakref.ref[torch.Tensor]] = []
+    hook = model.model.embed_tokens.register_forward_hook(
+        lambda _module, _args, output: seen.append(weakref.ref(output))
+    )
+    gc.collect()
+    gc.disable()
+    try:
+        model.pipeload.set_memory_limit(least + PART)
+        with monkeypatch.context() as failing:
+            failing.setattr(device, fails, _refuse)
+            for _ in range(2):
+                with contextlib.suppress(pipeload.ReadError):
+                    logits(model)
+                    raise AssertionError("it did not fail")
+                finish_reads(prefetcher_of(model))
+        hook.remove()
+        assert [made() for made in seen] == [None, None]
+        model.pipeload.set_memory_limit(least)
+        for _ in range(2):
+            logits(model)
+        plan = model.pipeload.plan
+        assert device.allocated_bytes() <= plan.resident + plan.buffers
+    finally:
+        gc.enable()
+
+
+def _refuse(*_args: object) -> Any:
+    raise torch.OutOfMemoryError("full")
 
 
 # -- removal ---------------------------------------------------------------------------------------
