@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -138,6 +140,22 @@ def test_the_numbers_of_torch_are_the_users(
     assert generated(model)
     model.pipeload.remove()
     assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("way", [load, load_streamed])
+def test_no_way_back_to_a_checkpoint_that_changed(
+    tiny: TinyCheckpoint, tmp_path: Path, device: FakeDevice, way: Callable[..., Any]
+) -> None:
+    """What is left of the file, or what took its place, is not the model's."""
+    folder = tmp_path / "changing"
+    shutil.copytree(tiny("llama"), folder)
+    model = way(folder, spare=100_000)
+    logits(model)
+    file = next(folder.glob("*.safetensors"))
+    os.truncate(file, file.stat().st_size // 2)
+    with pytest.raises(pipeload.CheckpointChangedError, match="was changed in place"):
+        model.pipeload.remove()
+    assert streamer_of(model).hooked_sites > 0
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
