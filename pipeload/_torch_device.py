@@ -150,7 +150,12 @@ class TorchDevice:
         self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], after: Event | None
     ) -> Event:
         """On the one copy stream."""
-        stream = self._copies
+        # An object of this call: what entering it saves, for leaving it, lies in the object, and
+        # dispatchers and readers of several models copy at once.
+        one = self._copies
+        stream = torch.Stream(
+            stream_id=one.stream_id, device_index=one.device_index, device_type=one.device_type
+        )
         if isinstance(after, torch.Event):
             stream.wait_event(after)
         with stream:

@@ -58,7 +58,7 @@ class Recorded:
         self.calls.append(f"unregister {address}")
         return 0
 
-    def Stream(self, device: torch.device) -> Stream:  # noqa: N802 - as torch calls it
+    def Stream(self, **_which: Any) -> Stream:  # noqa: N802 - as torch calls it
         return Stream(self, "copies")
 
     def get_device_module(self, _where: torch.device) -> Any:
@@ -94,8 +94,11 @@ class RecordedEvent:
 
 
 class Stream:
+    stream_id, device_index, device_type = 3, 0, 1
+
     def __init__(self, torch_: Recorded, name: str) -> None:
         self.torch, self.name = torch_, name
+        self.entered = False
 
     def wait_event(self, event: RecordedEvent) -> None:
         self.torch.calls.append(f"{self.name} waits for {event.name}")
@@ -104,9 +107,12 @@ class Stream:
         self.torch.calls.append(f"{self.name} synchronized")
 
     def __enter__(self) -> None:
+        assert not self.entered, "what is saved for leaving it lies in the object"
+        self.entered = True
         self.torch.calls.append(f"enter {self.name}")
 
     def __exit__(self, *_error: object) -> None:
+        self.entered = False
         self.torch.calls.append(f"leave {self.name}")
 
 
@@ -203,6 +209,20 @@ def test_copies_go_behind_their_event(fake: Recorded) -> None:
     assert torch.equal(to, values)
     device.copy([], None)
     assert fake.calls[-3:] == ["enter copies", "leave copies", "copies records"]
+
+
+def test_threads_copy_at_once(fake: Recorded) -> None:
+    """Readers, and dispatchers of several models: nobody is in the other's stream object."""
+    device = opened("cuda")
+
+    class Copied:
+        def copy_(self, _values: object, **_options: object) -> None:
+            with ThreadPoolExecutor(1) as pool:
+                pool.submit(device.copy, [], None).result()
+
+    pair: Any = Copied(), None
+    device.copy([pair], None)
+    assert fake.calls[-6:-2] == ["enter copies", "enter copies", "leave copies", "copies records"]
 
 
 def test_what_is_loaded_once_is_waited_for(fake: Recorded) -> None:
