@@ -132,10 +132,15 @@ def check_source(
     return passed_on
 
 
-def needs_of(pending: PendingLoad) -> PassNeeds:
+def needs_of(pending: PendingLoad, device: Device | None) -> PassNeeds:
     """What passes of a model that is about to be loaded take."""
     model = pending.model
-    return PassNeeds(model, model.config, products=pending.products())
+    return PassNeeds(model, model.config, products=pending.products(), fused=fuses(device, model))
+
+
+def fuses(device: Device | None, model: Any) -> bool:
+    """Whether attention of a model of the library's is one kernel where it computes."""
+    return device is None or device.fuses_attention(model.dtype)
 
 
 def assemble(pending: PendingLoad, request: Request) -> tuple[Assembly, Any]:
@@ -143,7 +148,7 @@ def assemble(pending: PendingLoad, request: Request) -> tuple[Assembly, Any]:
 
     Returns it, hooks to come, and the library's loading report.
     """
-    needs = needs_of(pending)
+    needs = needs_of(pending, request.options.device)
     build = plan_beside_others(
         partial(plan_pending, pending, needs, request), request.options.device
     )

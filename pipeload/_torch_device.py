@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 _WARM_UP_SIDE = 256
 _SEGMENTS = ((1 << 20, 2 << 20), ((10 << 20) - ALIGN, 20 << 20))
 _OWN_STEP = 2 << 20
+_AMPERE = (8, 0)
 _LINK_PIECE_BYTES = 32 << 20
 _LINK_PIECES = 4
 _PRODUCTS = 16
@@ -103,6 +104,12 @@ class TorchDevice:
         heads = side.view(1, 4, _WARM_UP_SIDE // 4, _WARM_UP_SIDE)[..., :64]
         attended = torch.nn.functional.scaled_dot_product_attention(heads, heads, heads)
         ((side @ side).sum() + (side[:1] @ side).sum() + attended.sum()).item()
+
+    def fuses_attention(self, dtype: torch.dtype) -> bool:
+        """Of NVIDIA's, those before Ampere (a T4) have no kernel in bf16: torch takes fp32 then."""
+        if dtype != torch.bfloat16 or self.where.type != "cuda" or torch.version.hip:
+            return True
+        return bool(torch.cuda.get_device_capability(self.where) >= _AMPERE)
 
     def takes(self, nbytes: int) -> int:
         """See [Note: segments]."""

@@ -79,6 +79,7 @@ class FakeDevice:
     unified = False
     lacks: frozenset[str] = frozenset()
     caps = True
+    fuses = True
     slack_bytes = 0
     host_slack_bytes = 0
 
@@ -113,6 +114,9 @@ class FakeDevice:
         self._copies, self._computing = _Queue(), _Queue()
         for stream in (self._copies, self._computing):
             threading.Thread(target=stream.run, name="fake-stream", daemon=True).start()
+
+    def fuses_attention(self, _dtype: torch.dtype) -> bool:
+        return self.fuses
 
     def takes(self, nbytes: int) -> int:
         return nbytes

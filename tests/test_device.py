@@ -635,6 +635,23 @@ def test_caches_of_others_take_residents(tiny: TinyCheckpoint, device: FakeDevic
     check(model, expected)
 
 
+def test_scores_that_are_written_out(tiny: TinyCheckpoint, device: FakeDevice) -> None:
+    """Where no kernel computes attention without: a long prompt takes more, and that is planned."""
+    folder = tiny("llama", dtype="bf16")
+    hint: dict[str, Any] = {"memory_limit": "1GB", "tokens": 1024, "batch": 2}
+    fused = plan_for(folder, **hint)
+    device.fuses = False
+    written = plan_for(folder, **hint)
+    heads = 6
+    assert written.reserve_bytes - fused.reserve_bytes > 2 * heads * 1024 * 1024 * 8
+    plain = load_plain(folder)
+    limit = written.smallest_limit
+    wrapped: Any = pipeload.wrap(
+        plain, limit, tokens=1024, batch=2, device="fake", host_memory_limit=HOST
+    )
+    assert wrapped.pipeload.plan.reserve_bytes == written.reserve_bytes
+
+
 def test_both_limits_are_refused_before_anything_is_read(
     tiny: TinyCheckpoint, device: FakeDevice
 ) -> None:

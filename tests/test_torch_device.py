@@ -48,7 +48,11 @@ class Recorded:
             cudaHostRegister=self._register,
             cudaHostUnregister=self._unregister,
         )
-        self.cuda = SimpleNamespace(cudart=lambda: runtime)
+        self.capability = (9, 0)
+        self.cuda = SimpleNamespace(
+            cudart=lambda: runtime, get_device_capability=lambda _where: self.capability
+        )
+        self.version = SimpleNamespace(hip=None)
 
     def _register(self, address: int, nbytes: int, flags: int) -> int:
         self.calls.append(f"register {address} {nbytes} {flags}")
@@ -287,6 +291,17 @@ def test_the_allocators_figures_and_its_limit(fake: Recorded) -> None:
         12 << 20,
         12 << 20,
     ]
+
+
+def test_attention_without_a_kernel(fake: Recorded) -> None:
+    """In bf16, on NVIDIA's cards before Ampere; no other maker's are counted as these are."""
+    device = opened("cuda")
+    assert device.fuses_attention(torch.bfloat16)
+    fake.capability = (7, 5)
+    assert not device.fuses_attention(torch.bfloat16)
+    assert device.fuses_attention(torch.float16)
+    fake.version.hip = "6.4"
+    assert device.fuses_attention(torch.bfloat16)
 
 
 def test_rates_where_there_is_no_room_to_measure(
