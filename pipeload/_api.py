@@ -311,7 +311,7 @@ def plan(
     pending = peek(lambda: auto.from_pretrained(pretrained, *args, **passed_on), where)
     if pending is None:
         raise _nothing_loaded(pretrained, auto_class)
-    return plan_pending(pending, needs_of(pending), request).plan
+    return plan_pending(pending, needs_of(pending, where), request).plan
 
 
 def smallest_limit(

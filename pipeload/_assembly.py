@@ -17,7 +17,7 @@ from pipeload._home import Home
 from pipeload._layout import Weight, lay_out
 from pipeload._notebook_bar import NotebookBar, in_notebook
 from pipeload._own_weights import OwnWeights
-from pipeload._placement import scratch_bytes
+from pipeload._placement import make_scratch, scratch_bytes
 from pipeload._prefetcher import Prefetcher
 from pipeload._pressure import watch
 from pipeload._reader import FileSet
@@ -25,7 +25,7 @@ from pipeload._reader_pool import run_jobs
 from pipeload._rows import RowTable
 from pipeload._streamer import Streamer
 from pipeload._tables import TableSeat
-from pipeload._targets import make_scratch, make_target
+from pipeload._targets import make_target
 from pipeload._unit import Unit
 from pipeload_hooks import Binding, bind, placeholder, put_parameter, set_parameter
 

@@ -39,7 +39,6 @@ _CPU = torch.device("cpu")
 _BLOBS = ("weight.quant_state.bitsandbytes__nf4", "weight.quant_state.bitsandbytes__fp4")
 _NESTED = ("weight.nested_absmax", "weight.nested_quant_map")
 _MAX_BLOB_BYTES = 4096
-_ALIGN = 512  # bytes, of the allocators of devices
 _ROWS_FORMAT = 0  # int8 weights row by row, the only order the library still knows
 
 
@@ -120,14 +119,13 @@ class PackedWeight:
         """
         return not self._bits4
 
-    @property
-    def statistics_bytes(self) -> int:
-        """What stays in memory beside the packed weight."""
+    def statistics_bytes(self, takes: Callable[[int], int]) -> int:
+        """What stays in memory beside the packed weight; `takes` says it of a tensor."""
         gone = ("weight", *(_NESTED if self._repacked else ()))
         kept = {name: entry.nbytes for name, entry in self._parts.items() if name not in gone}
         if self._repacked:  # see `_repacked_absmax`
             kept["weight.absmax"] = 2 * (self._rows * self._columns // self._state["blocksize"])
-        return sum(nbytes + -nbytes % _ALIGN for nbytes in kept.values())
+        return sum(map(takes, kept.values()))
 
     def temporary_bytes(self, item: int) -> int:
         """What a product takes beside its tensors; `item`: bytes of an element of its input."""

@@ -127,7 +127,7 @@ def _prepare(model: str, text: str, request: Request, device: Device | None) -> 
     with explained(model):
         passed_on = check_source(model, options)
         auto: Any = transformers.AutoModelForCausalLM
-        pending = peek(lambda: auto.from_pretrained(model, **passed_on))
+        pending = peek(lambda: auto.from_pretrained(model, **passed_on), device)
     if pending is None:
         raise CheckpointError(f"{model!r} has no weights. Name a folder that holds some.")
     if device is not None:
@@ -146,7 +146,7 @@ def _prepare(model: str, text: str, request: Request, device: Device | None) -> 
         getattr(pending.model.config.get_text_config(), "max_position_embeddings", None),
         encoded,
         batch=request.batch or (1 if pending.couples_rows() else None),
-        needs=needs_of(pending),
+        needs=needs_of(pending, device),
         forward=type(pending.model).forward,
     )
 

@@ -75,6 +75,9 @@ class Device(Protocol):
     def warm_up(self) -> None:
         """Have its libraries take what computing takes, before anybody measures."""
 
+    def fuses_attention(self, dtype: torch.dtype) -> bool:
+        """Whether a kernel computes attention in that dtype without writing its scores out."""
+
     def takes(self, nbytes: int) -> int:
         """What its allocator takes for that many."""
 

@@ -43,11 +43,14 @@ class DevicePlace:
     def read_jobs(self, chunk_bytes: int) -> list[Work]:
         """Reads of at most a scratch region's size; what is converted is read as a whole."""
         try:
-            if not self._places:
-                memory = self._device.allocate(device_bytes(self._layout))
-                self.views, self._places = show(self._layout.weights, memory)
+            return self._prepare(chunk_bytes)
         except Exception as error:  # no memory; whoever waits for the unit is told
             return [fail(self._device, error)]
+
+    def _prepare(self, chunk_bytes: int) -> list[Work]:
+        if not self._places:
+            memory = self._device.allocate(device_bytes(self._layout))
+            self.views, self._places = show(self._layout.weights, memory)
         jobs = [job for weight, _ in self._layout.raw for job in self._raw_jobs(weight)]
         jobs += [job for cast in self._layout.casts for job in self._cast_jobs(cast)]
         converted = [w for made in self._layout.conversions for w in made.weights]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from pipeload._accountant import ACCOUNTANT
 from pipeload._build import SMALLEST_SLACK_BYTES, Build
+from pipeload._device import aligned
 from pipeload._device_account import account_of
 from pipeload._device_views import device_bytes
 from pipeload._floor import lower_floor
@@ -28,6 +30,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from pipeload._build import Options
+    from pipeload._device import Device
+    from pipeload._layout import Weight
     from pipeload._plan import UnitPlan
     from pipeload._sites import Divider, Touched
 
@@ -59,6 +63,17 @@ class DevicePlan(Plan):
     """Host memory that the device's libraries take on later."""
     host_conversion_bytes: int
     """Host memory in which weights are made that the file does not hold as they are."""
+
+    @property
+    def between_bytes(self) -> int:
+        """Bytes of the device that its allocator takes for what stays, and nobody can use."""
+        return sum(unit.between for unit in self.units)
+
+    @property
+    def unused(self) -> int:
+        """Bytes of the device's limit that nothing is planned for."""
+        fixed = self.floor_bytes + self.reserve_bytes + self.between_bytes
+        return self.memory_limit - fixed - self.resident - self.buffers
 
     @property
     def hosted_bytes(self) -> int:
@@ -148,6 +163,7 @@ class DevicePlan(Plan):
             ("reserve", self.reserve_bytes, "cache, activations, logits, workspaces"),
             ("always there", self.pinned_bytes, "embeddings, head, small parameters"),
             ("resident", self.resident - self.pinned_bytes, blocks),
+            ("between them", self.between_bytes, "lost where the allocator cuts them out"),
             ("buffers", self.buffers, buffers),
             ("unused", self.unused, "smaller than the smallest piece"),
             ("device limit", self.memory_limit, smallest),
@@ -204,13 +220,11 @@ def make_device_plan(
     assert device is not None  # noqa: S101 - asked for with one
     grain = Grain(modules=False, chunk_bytes=CHUNKS[0])
     parts = divider.divide(grain, touched() or divider.unknown())
-    residency = Residency(parts.specs, slots=SLOTS)
+    residency = Residency(parts.specs, slots=SLOTS, takes=partial(_taken, device))
     pinned = device_bytes(lay_out(parts.pinned)) + parts.others_bytes + buffers
     account = account_of(device)
     floor = device.allocated_bytes() + account.untouched_bytes()
-    sizes = [weight.nbytes for spec in parts.specs for weight in spec.weights]
-    rounded = sum(device.takes(nbytes) - nbytes for nbytes in sizes)
-    reserve = pass_bytes + device.slack_bytes + rounded
+    reserve = pass_bytes + device.slack_bytes
     least = floor + reserve + pinned + residency.smallest
     choice = residency.choose(limit - floor - reserve - pinned)
     if choice is None:
@@ -263,6 +277,11 @@ def make_device_plan(
         host_conversion_bytes=conversions,
     )
     return Build(parts, residency, plan, stream_mode, options.read_timeout, device)
+
+
+def _taken(device: Device, weights: Sequence[Weight]) -> int:
+    """Of the device, for weights that lie in one piece of its memory."""
+    return device.takes(sum(aligned(weight.nbytes) for weight in weights))
 
 
 def _converted(units: Sequence[UnitPlan]) -> int:

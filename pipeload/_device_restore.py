@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from safetensors import safe_open
-
 from pipeload._device_views import flat
+from pipeload._layout import lay_out
+from pipeload._placement import CAST_CHUNK_BYTES, make_scratch
+from pipeload._reader_pool import run_jobs
 from pipeload._sizes import format_size
 from pipeload.errors import MemoryLimitError, UnsupportedOperationError
 from pipeload_hooks import Binding, bind, is_placeholder
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from pipeload._device import Device
     from pipeload._layout import Weight
     from pipeload._streamer import Streamer
+    from pipeload._targets import PlacesLike
     from pipeload_hooks import Companion
 
 
@@ -29,12 +31,13 @@ class DeviceRestorer:
     def __init__(
         self,
         device: Device,
+        places: PlacesLike,
         streamer: Streamer,
         parameters: Mapping[str, tuple[nn.Parameter, Weight]],
         companions: Mapping[str, Sequence[Companion]],
     ) -> None:
-        """As for `Restorer`."""
-        self._device, self._streamer = device, streamer
+        """As for `Restorer`; `places` gives weights memory on the device."""
+        self._device, self._places, self._streamer = device, places, streamer
         self._parameters, self._companions = parameters, companions
 
     def __call__(self, _model: nn.Module) -> None:
@@ -42,6 +45,8 @@ class DeviceRestorer:
 
         Raises:
             MemoryLimitError: the whole model does not fit the device's limit.
+            CheckpointChangedError: a file that is to be read was changed.
+            ReadError: the disk failed, or does not answer, or the device has less memory.
             UnsupportedOperationError: a forward pass is running.
         """
         streamer = self._streamer
@@ -66,24 +71,24 @@ class DeviceRestorer:
                 limit=limit,
                 smallest_limit=held + need,
             )
-        made = self._read({name: weight for name, weight in gone.items() if weight.raw})
-        made |= self._borrow({name for name, weight in gone.items() if not weight.raw})
+        if gone:
+            streamer.files.check_unchanged()
+        made = self._read([weight for weight in gone.values() if weight.group is None])
+        made |= self._borrow({name for name, weight in gone.items() if weight.group is not None})
         parameters = {name: parameter for name, (parameter, _) in self._parameters.items()}
         bind(Binding(parameters, self._companions).pair(made))
 
-    def _read(self, weights: Mapping[str, Weight]) -> dict[str, torch.Tensor]:
-        """What the files hold as it is."""
-        made: dict[str, torch.Tensor] = {}
-        for file in {weight.sources[0].file for weight in weights.values()}:
-            with safe_open(self._streamer.files.reopen_name(file), framework="pt") as opened:
-                for name, weight in weights.items():
-                    if weight.sources[0].file == file:
-                        stored = opened.get_tensor(weight.sources[0].name)
-                        made[name] = self._put(stored)
-        return made
+    def _read(self, weights: Sequence[Weight]) -> dict[str, torch.Tensor]:
+        """In pieces: a mapped file would count as host memory until all of it is read."""
+        places = [self._places.make(lay_out([weight])) for weight in weights]
+        jobs = [job for place in places for job in place.read_jobs(CAST_CHUNK_BYTES)]
+        # Not the readers' own: they may be reading ahead.
+        scratch = make_scratch(self._streamer.governor.plan.readers)
+        run_jobs(jobs, scratch, self._streamer.files.stalls)
+        return {name: view for place in places for name, view in place.views.items()}
 
     def _borrow(self, names: set[str]) -> dict[str, torch.Tensor]:
-        """What is cast or converted while it is read."""
+        """What is made together with others while it is read."""
         made: dict[str, torch.Tensor] = {}
         for index, unit in enumerate(self._streamer.prefetcher.units):
             here = {weight.name for weight in unit.plan.streamed.weights}

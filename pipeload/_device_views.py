@@ -9,6 +9,7 @@ import torch
 
 from pipeload._arena import DTYPES
 from pipeload._device import aligned
+from pipeload._reader_pool import forget_frames
 from pipeload.errors import ReadError
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ def device_bytes(layout: Layout) -> int:
 
 def fail(device: Device, error: Exception) -> Work:
     """A job that says so."""
-    return partial(raise_failure, device, error)
+    return partial(raise_failure, device, forget_frames(error))
 
 
 def raise_failure(device: Device, error: Exception, _scratch: object = None) -> NoReturn:

@@ -19,7 +19,14 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pipeload._read_faults import name_block, name_fault
-from pipeload._reader_pool import READER_DIED, Outcome, ReaderPool, Work, reader_died
+from pipeload._reader_pool import (
+    READER_DIED,
+    Outcome,
+    ReaderPool,
+    Work,
+    forget_frames,
+    reader_died,
+)
 from pipeload._slots import Slots
 from pipeload._stats import Counters
 from pipeload._unit import Load, Split, Ticket, Unit, UnitState
@@ -158,7 +165,7 @@ class Dispatcher:
             for job in jobs:
                 job(None)
         except Exception as error:  # whoever waits for the unit is told
-            load.error = error.with_traceback(None)  # its frames hold the load
+            load.error = forget_frames(error)  # they hold the load
         self._settle(load)
 
     # -- decisions -------------------------------------------------------------------------------

@@ -120,6 +120,7 @@ class Handle:
 
         Raises:
             MemoryLimitError: weights that were cast or converted do not fit the limit all at once.
+            CheckpointChangedError: a file was changed, and the weights in it would be others.
             UnsupportedOperationError: a forward pass is running.
         """
         model, streamer, restore = self._model(), self._streamer, self._restore

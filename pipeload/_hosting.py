@@ -7,6 +7,7 @@ the disk reads for the next one; spread over the pass, such units hide the reads
 
 from __future__ import annotations
 
+import logging
 import math
 import weakref
 from dataclasses import replace
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
 _CPU = torch.device("cpu")
 _LOCKED_SHARE = 0.5
+_log = logging.getLogger("pipeload")
 _GOLDEN = (math.sqrt(5) - 1) / 2
 
 
@@ -117,7 +119,11 @@ class Hosting:
         part = self._parts.get(plan.name)
         if part is None or part.plan is not plan:
             locked = self.held_bytes + plan.streamed.nbytes <= self._most_locked
-            part = _Part(plan, self._device, files, convert, locked=locked)
+            try:
+                part = _Part(plan, self._device, files, convert, locked=locked)
+            except MemoryError as error:  # it is read as if it were not to stay
+                _log.debug("block %r cannot stay in host memory: %s", plan.name, error)
+                return DevicePlacement(plan.streamed, slot, files, convert)
             self._parts[plan.name] = part
         return _HostedPlacement(part, slot, files, convert)
 

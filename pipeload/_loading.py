@@ -15,6 +15,7 @@ from pipeload._arena import DTYPE_CODES, DTYPES
 from pipeload._assembly import Assembly
 from pipeload._build import make_plan
 from pipeload._checkpoint import check_folder
+from pipeload._device import aligned
 from pipeload._device_account import account_of
 from pipeload._device_plan import make_device_plan
 from pipeload._memory import keep_few_kernels, return_freed_memory, rss_bytes
@@ -131,10 +132,15 @@ def check_source(
     return passed_on
 
 
-def needs_of(pending: PendingLoad) -> PassNeeds:
+def needs_of(pending: PendingLoad, device: Device | None) -> PassNeeds:
     """What passes of a model that is about to be loaded take."""
     model = pending.model
-    return PassNeeds(model, model.config, products=pending.products())
+    return PassNeeds(model, model.config, products=pending.products(), fused=fuses(device, model))
+
+
+def fuses(device: Device | None, model: Any) -> bool:
+    """Whether attention of a model of the library's is one kernel where it computes."""
+    return device is None or device.fuses_attention(model.dtype)
 
 
 def assemble(pending: PendingLoad, request: Request) -> tuple[Assembly, Any]:
@@ -142,7 +148,7 @@ def assemble(pending: PendingLoad, request: Request) -> tuple[Assembly, Any]:
 
     Returns it, hooks to come, and the library's loading report.
     """
-    needs = needs_of(pending)
+    needs = needs_of(pending, request.options.device)
     build = plan_beside_others(
         partial(plan_pending, pending, needs, request), request.options.device
     )
@@ -173,8 +179,9 @@ def plan_pending(pending: PendingLoad, needs: PassNeeds, request: Request) -> Bu
     """Plan a model that is on the meta device."""
     model = pending.model
     tied = model.all_tied_weights_keys or {}
-    if request.options.device is not None:
-        refuse_quantised(pending, request.options.device)
+    device = request.options.device
+    if device is not None:
+        refuse_quantised(pending, device)
     if pending.disable_mmap:
         request = replace(request, options=replace(request.options, may_map=False))
     return plan_model(
@@ -185,7 +192,7 @@ def plan_pending(pending: PendingLoad, needs: PassNeeds, request: Request) -> Bu
         pending.files,
         needs=needs,
         request=request,
-        statistics_bytes=pending.statistics_bytes(),
+        statistics_bytes=pending.statistics_bytes(aligned if device is None else device.takes),
     )
 
 

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from pipeload._memory import room_bytes
-from pipeload._torch_device import TorchDevice
+from pipeload._torch_device import TorchDevice, share_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -103,12 +103,8 @@ class MpsDevice(TorchDevice):
         return _HOST_SLACK_BYTES
 
     def takes(self, nbytes: int) -> int:
-        """The share of a heap of its kind that it keeps from others, if all are of its size."""
-        nbytes += -nbytes % _PAGE
-        for largest, heap in _HEAPS:
-            if nbytes <= largest:
-                return heap // (heap // nbytes) if nbytes else 0
-        return nbytes + -nbytes % _OWN_STEP
+        """See [Note: heaps]."""
+        return share_of(nbytes + -nbytes % _PAGE, _HEAPS, _OWN_STEP)
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         """Memory that nothing computes with any more: the processor will write to it."""

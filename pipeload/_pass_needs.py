@@ -53,10 +53,19 @@ class PassNeeds:
     """Memory needs of one model's passes. Holds numbers only, not the model."""
 
     def __init__(
-        self, model: nn.Module, config: Any, *, products: Callable[[int], int] | None = None
+        self,
+        model: nn.Module,
+        config: Any,
+        *,
+        products: Callable[[int], int] | None = None,
+        fused: bool = True,
     ) -> None:
-        """`products(rows)`: bytes that a product of a quantised weight takes beside its tensors."""
+        """`products(rows)`: bytes that a product of a quantised weight takes beside its tensors.
+
+        `fused`: whether there is a kernel for attention in the model's dtype.
+        """
         self._widths = read_widths(model, config)
+        self._fused = fused and self._widths.same_heads
         self._products = products
         self._heard = self._widths.seen_by_encoder
         self._rotated = _rotated(self._widths)
@@ -188,7 +197,8 @@ class PassNeeds:
         block = positions * (stream + max(norm, forward, self._rotated))
         scores = max(
             (
-                positions * (stream + 2 * w.query * item) + _attention(layer, m, shape, w)
+                positions * (stream + 2 * w.query * item)
+                + _attention(layer, m, shape, w, fused=self._fused)
                 for layer, m in zip(layers, masks, strict=True)
             ),
             default=0,
@@ -239,7 +249,7 @@ def _rotated(w: Widths) -> int:
     return max(4 * w.query * w.item + key, w.query * (w.item + 2 * _FP32) * w.normed_queries)
 
 
-def _attention(layer: CachedLayers, mask: int, shape: PassShape, w: Widths) -> int:
+def _attention(layer: CachedLayers, mask: int, shape: PassShape, w: Widths, *, fused: bool) -> int:
     """What one layer's attention takes: its update, repeated heads, and scores."""
     wide = layer.attended(shape.tokens)
     copied = layer.copied(shape.tokens)
@@ -253,7 +263,7 @@ def _attention(layer: CachedLayers, mask: int, shape: PassShape, w: Widths) -> i
         # In half precision the softmax makes an fp32 copy, and gives fp32.
         softmax = scores * (w.item + 2 * _FP32 if w.item < _FP32 else 2 * w.item)
         return max(copied, held + softmax, repeated + scores * w.item)
-    if not w.same_heads:  # no kernel for it: in fp32, and written out
+    if not fused:  # in fp32, and written out
         return max(copied, held + scores * 10)
     if mask and shape.tokens > 1:  # the kernel wants it in the queries' type, and no shared heads
         return max(copied, held + mask * w.item) + (layer.kind == PACKED) * copied

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from pipeload._arena import DTYPES, Region
+from pipeload._arena import DTYPES, Arena, Region
 from pipeload._layout import (
     PAGE,
     Cast,
@@ -203,3 +203,9 @@ SCRATCH_BYTES = CAST_CHUNK_BYTES + 2 * PAGE
 def scratch_bytes(readers: int) -> int:
     """What so many readers need."""
     return readers * ceil_page(SCRATCH_BYTES)
+
+
+def make_scratch(readers: int) -> list[Region | None]:
+    """Working memory for so many readers."""
+    arena = Arena(scratch_bytes(readers), device=torch.device("cpu"), huge=True)
+    return [arena.take(SCRATCH_BYTES) for _ in range(readers)]

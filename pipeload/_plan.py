@@ -26,6 +26,8 @@ class UnitPlan:
     hosted: bool = False
     """Of a model on a device: whether the streamed part stays in host memory, so that it is copied
     each time, and read once."""
+    between: int = 0
+    """Of a model on a device: bytes that its allocator takes for what stays, and nobody can use."""
 
     @property
     def resident_bytes(self) -> int:

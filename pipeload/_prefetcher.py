@@ -146,7 +146,7 @@ class Prefetcher:
         try:
             self._ask(ticket, partial(self._dispatcher.wanted, ticket))
         except ReadError as error:
-            if error is ticket.error:
+            if ticket.told:
                 raise
             raise name_block(error, self.units[index].plan.name) from None  # nobody settled it
         return time.perf_counter() - started

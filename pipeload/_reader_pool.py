@@ -7,7 +7,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from pipeload.errors import UnsupportedOperationError
 
@@ -88,12 +88,28 @@ def _read_forever(
             try:
                 nbytes, error = work(scratch), None
             except BaseException as caught:
-                nbytes, error = 0, caught
+                nbytes, error = 0, forget_frames(caught)
             del job, work
             report(Outcome(tag, nbytes, error, time.perf_counter()))
             del tag, error
     except BaseException as caught:  # thrown in from outside; the job it was at may be lost
         report(Outcome(READER_DIED, 0, caught.with_traceback(None), 0.0))
+
+
+_Error = TypeVar("_Error", bound=BaseException)
+
+
+def forget_frames(error: _Error) -> _Error:
+    """Take off its traceback, and those of what it came from.
+
+    Their frames hold memory of weights, which is to go when a load has failed, whoever keeps the
+    error.
+    """
+    one: BaseException | None = error
+    while one is not None and one.__traceback__ is not None:
+        one.__traceback__ = None
+        one = one.__cause__ or one.__context__
+    return error
 
 
 def reader_died(error: BaseException | None) -> UnsupportedOperationError:
@@ -140,11 +156,13 @@ def run_jobs(jobs: Sequence[Work], scratch: Sequence[Region | None], stalls: Sta
         finished = [_alive(_next_outcome(outcomes, stalls)) for _ in jobs]
     finally:
         pool.close()
-    for outcome in finished:
-        if outcome.error is not None:
+    error = next((outcome.error for outcome in finished if outcome.error is not None), None)
+    if error is not None:
+        try:
             # Nobody asked this thread to exit.
-            is_error = isinstance(outcome.error, Exception)
-            raise outcome.error if is_error else reader_died(outcome.error)
+            raise error if isinstance(error, Exception) else reader_died(error)
+        finally:
+            del error, finished  # else a cycle keeps what these frames hold
     seconds = time.perf_counter() - started
     return PinnedRead(sum(outcome.nbytes for outcome in finished), len(finished), seconds)
 

@@ -27,7 +27,9 @@ from pipeload._layout import PAGE, Weight, ceil_page, lay_out
 from pipeload._plan import UnitPlan
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
+
+    Takes = Callable[[Sequence[Weight]], int]
 
 # Parameters below these are not worth a read of their own: norms, biases and their like stay.
 _TINY_BYTES = 16 << 10
@@ -94,10 +96,14 @@ class Residency:
     on it is computed once.
     """
 
-    def __init__(self, units: Sequence[UnitSpec], *, slots: int) -> None:
+    def __init__(
+        self, units: Sequence[UnitSpec], *, slots: int, takes: Takes | None = None
+    ) -> None:
+        """`takes`: bytes that an allocator takes for weights that stay or go together."""
         self.units = tuple(units)
         self._slots = slots
-        self._pieces = [_pieces(unit.weights) for unit in units]
+        self._takes = takes
+        self._pieces = [_pieces(unit.weights, takes) for unit in units]
         self._menus = _menus(self._pieces)
         self._plans: dict[tuple[int, int], UnitPlan] = {}
         self.everything = sum(menu.total for menu in self._menus)
@@ -134,7 +140,12 @@ class Residency:
             pieces = self._pieces[index]
             kept = [p.weights for bit, p in enumerate(pieces) if not mask >> bit & 1]
             passing = [w for bit, p in enumerate(pieces) if mask >> bit & 1 for w in p.weights]
-            plan = UnitPlan(self.units[index].name, tuple(map(lay_out, kept)), lay_out(passing))
+            resident = tuple(map(lay_out, kept))
+            between = 0
+            if self._takes is not None:
+                taken = sum(map(self._takes, kept))
+                between = max(0, taken - sum(layout.nbytes for layout in resident))
+            plan = UnitPlan(self.units[index].name, resident, lay_out(passing), between=between)
             self._plans[index, mask] = plan
         return plan
 
@@ -202,13 +213,17 @@ def is_tiny(weight: Weight) -> bool:
     return weight.nbytes <= (_TINY_BYTES if len(weight.shape) > 1 else _TINY_VECTOR_BYTES)
 
 
-def _pieces(weights: Sequence[Weight]) -> list[_Piece]:
+def _pieces(weights: Sequence[Weight], takes: Takes | None) -> list[_Piece]:
     """At most a dozen pieces; weights made by one conversion stay together."""
+
+    def hold_bytes(group: Sequence[Weight]) -> int:
+        return max(_hold_bytes(group), 0 if takes is None else takes(group))
+
     groups: dict[str, list[Weight]] = {}
     for weight in weights:
         groups.setdefault(weight.group or weight.name, []).append(weight)
     pieces = sorted(
-        (_Piece(tuple(group), _hold_bytes(group)) for group in groups.values()),
+        (_Piece(tuple(group), hold_bytes(group)) for group in groups.values()),
         key=lambda piece: piece.hold_bytes,
         reverse=True,
     )

@@ -46,6 +46,7 @@ class Restorer:
 
         Raises:
             MemoryLimitError: what cannot be mapped does not fit the limit.
+            CheckpointChangedError: a file was changed; its weights would be others.
             UnsupportedOperationError: a forward pass is running.
         """
         if self._streamer.busy:
@@ -53,6 +54,7 @@ class Restorer:
                 "remove() was called while a forward pass is running. Let it end first."
             )
         self._streamer.recover()
+        self._streamer.files.check_unchanged()
         made = self._make_converted()
         made.update(self._map_raw())
         made.update(self._edited())

@@ -20,7 +20,7 @@ from pipeload._device_seats import DeviceSeat
 from pipeload._governor import Governor
 from pipeload._hosting import Hosting
 from pipeload._layout import lay_out
-from pipeload._placement import SCRATCH_BYTES, place_streamed, scratch_bytes
+from pipeload._placement import make_scratch, place_streamed
 from pipeload._places import Places
 from pipeload._plan import SLOTS
 from pipeload._restore import Restorer
@@ -143,13 +143,18 @@ class DeviceTarget:
         self.place: MakePlace = hosting.place
         self.governor = partial(DeviceGovernor, size=size, slots=self._slots, hosting=hosting)
         self.seat = partial(DeviceSeat, device)
-        self.restorer = partial(DeviceRestorer, device)
 
     def places(
         self, files: FileSet, convert: Convert, _wholes: list[Weight], _mapped: list[Path] | None
     ) -> PlacesLike:
         """Memory of the device."""
-        return _DevicePlaces(self._device, files, convert)
+        self._places = _DevicePlaces(self._device, files, convert)
+        return self._places
+
+    @property
+    def restorer(self) -> Callable[..., Callable[[nn.Module], None]]:
+        """Makes one, of what `Restorer` takes, once there are places."""
+        return partial(DeviceRestorer, self._device, self._places)
 
     def slots(self, _build: Build) -> list[DeviceSlot]:
         """Staging and memory of the device."""
@@ -195,9 +200,3 @@ class _DevicePlaces:
 def make_target(build: Build) -> Target:
     """What a model of that plan is built for."""
     return CpuTarget() if build.device is None else DeviceTarget(build.device, build)
-
-
-def make_scratch(readers: int) -> list[Region | None]:
-    """Working memory for so many readers."""
-    arena = Arena(scratch_bytes(readers), device=_CPU, huge=True)
-    return [arena.take(SCRATCH_BYTES) for _ in range(readers)]

@@ -8,6 +8,10 @@ page by page, where torch lets us (CUDA and ROCm). Elsewhere, or where the drive
 limit on locked memory), staging stays pageable: copies are then made by the reader's thread, which
 waits for them; slower, and still right.
 
+[Note: segments] torch cuts tensors of up to 1 MiB out of segments of 2 MiB, those under 10 MiB out
+of 20 MiB, and its limit counts segments as a whole. Two tensors of 8 MiB leave 4 MiB that no third
+one gets: with 7 billion weights in NF4 that comes to 0.3 GB.
+
 [Note: an error that stays] A call of the driver's that was refused leaves its error behind, and
 the next check of torch's, anywhere, would raise it. So it is fetched at once, and dropped.
 """
@@ -22,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pipeload._arena import Arena
-from pipeload._device import ALIGN
+from pipeload._device import ALIGN, aligned
 from pipeload._sizes import format_size
 
 if TYPE_CHECKING:
@@ -31,8 +35,9 @@ if TYPE_CHECKING:
     from pipeload._device import Event
 
 _WARM_UP_SIDE = 256
-_OWN_SEGMENT_BYTES = 10 << 20
-_SEGMENT_STEP = 2 << 20
+_SEGMENTS = ((1 << 20, 2 << 20), ((10 << 20) - ALIGN, 20 << 20))
+_OWN_STEP = 2 << 20
+_AMPERE = (8, 0)
 _LINK_PIECE_BYTES = 32 << 20
 _LINK_PIECES = 4
 _PRODUCTS = 16
@@ -79,7 +84,7 @@ class TorchDevice:
 
     @property
     def slack_bytes(self) -> int:
-        """A guess: workspaces of further streams, and parts of segments of 2 and 20 MB."""
+        """A guess: workspaces of further streams, and parts of segments that are begun."""
         return _SLACK_BYTES
 
     @property
@@ -100,10 +105,15 @@ class TorchDevice:
         attended = torch.nn.functional.scaled_dot_product_attention(heads, heads, heads)
         ((side @ side).sum() + (side[:1] @ side).sum() + attended.sum()).item()
 
+    def fuses_attention(self, dtype: torch.dtype) -> bool:
+        """Of NVIDIA's, those before Ampere (a T4) have no kernel in bf16: torch takes fp32 then."""
+        if dtype != torch.bfloat16 or self.where.type != "cuda" or torch.version.hip:
+            return True
+        return bool(torch.cuda.get_device_capability(self.where) >= _AMPERE)
+
     def takes(self, nbytes: int) -> int:
-        """Large ones get a segment of their own, in steps of 2 MB."""
-        step = _SEGMENT_STEP if nbytes >= _OWN_SEGMENT_BYTES else ALIGN
-        return nbytes + -nbytes % step
+        """See [Note: segments]."""
+        return share_of(aligned(nbytes), _SEGMENTS, _OWN_STEP)
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         """Memory on the device: torch's allocators align to at least `ALIGN`."""
@@ -147,7 +157,12 @@ class TorchDevice:
         self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], after: Event | None
     ) -> Event:
         """On the one copy stream."""
-        stream = self._copies
+        # An object of this call: what entering it saves, for leaving it, lies in the object, and
+        # dispatchers and readers of several models copy at once.
+        one = self._copies
+        stream = torch.Stream(
+            stream_id=one.stream_id, device_index=one.device_index, device_type=one.device_type
+        )
         if isinstance(after, torch.Event):
             stream.wait_event(after)
         with stream:
@@ -242,6 +257,20 @@ class TorchDevice:
             with contextlib.suppress(RuntimeError):
                 torch.ones(1, device=self.where).add_(1)
                 self.synchronize()
+
+
+def share_of(nbytes: int, blocks: Sequence[tuple[int, int]], step: int) -> int:
+    """What a tensor keeps from others, if all that share its block are of its size.
+
+    Args:
+        nbytes: of the tensor, as its allocator rounds it.
+        blocks: the largest tensors, and the blocks that they are cut from, in bytes; ascending.
+        step: larger ones get a block of their own, a multiple of this.
+    """
+    for largest, block in blocks:
+        if nbytes <= largest:
+            return block // (block // nbytes) if nbytes else 0
+    return nbytes + -nbytes % step
 
 
 def _measure_link(device: TorchDevice) -> float:

@@ -215,9 +215,12 @@ class PendingLoad:
         """Whether sequences of one batch change each other's results, beyond the last bits."""
         return any(packed.couples_rows for packed in self.packed.values())
 
-    def statistics_bytes(self) -> int:
-        """Of quantised weights: what stays in memory for each, and is no parameter."""
-        return sum(packed.statistics_bytes for packed in self.packed.values())
+    def statistics_bytes(self, takes: Callable[[int], int]) -> int:
+        """Of quantised weights: what stays in memory for each, and is no parameter.
+
+        `takes` says how many bytes a tensor of so many does.
+        """
+        return sum(packed.statistics_bytes(takes) for packed in self.packed.values())
 
     def products(self) -> Callable[[int], int]:
         """The most bytes that computing with a quantised weight takes beside its tensors.

@@ -77,6 +77,8 @@ class Ticket:
     def __init__(self, unit: int) -> None:
         self.unit = unit
         self.error: BaseException | None = None
+        self.told = False
+        """Whether `wait` has raised what it was settled with."""
         self._done = threading.Lock()
         self._done.acquire()
 
@@ -99,8 +101,14 @@ class Ticket:
                 raise UnsupportedOperationError(
                     "the thread that dispatches reads has ended. Load the model again."
                 )
-        if self.error is not None:
-            raise self.error
+        error, self.error = self.error, None
+        if error is not None:
+            self.told = True
+            try:
+                raise error
+            finally:
+                # In a cycle with its traceback it would keep all that the pass holds for long.
+                del error
 
 
 class Split(NamedTuple):

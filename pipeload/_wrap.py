@@ -25,6 +25,7 @@ from pipeload._loading import (
     assemble,
     check_limits,
     check_source,
+    fuses,
     plan_beside_others,
     plan_model,
 )
@@ -147,7 +148,8 @@ def _stream(
 ) -> None:
     model = live.model
     let_go(live.files)
-    needs = PassNeeds(model, model.config)
+    fused = fuses(request.options.device, model)
+    needs = PassNeeds(model, model.config, fused=fused)
     plan = partial(
         plan_model,
         model,

@@ -79,6 +79,7 @@ class FakeDevice:
     unified = False
     lacks: frozenset[str] = frozenset()
     caps = True
+    fuses = True
     slack_bytes = 0
     host_slack_bytes = 0
 
@@ -108,10 +109,14 @@ class FakeDevice:
         self._lock = threading.Lock()
         self._memory: list[tuple[weakref.ref[_Memory], int, int]] = []
         self._numbers = 0
-        self._waited: list[FakeEvent] = []
+        self._waited: dict[int, list[FakeEvent]] = {}
+        """By thread: what each computes with is its own."""
         self._copies, self._computing = _Queue(), _Queue()
         for stream in (self._copies, self._computing):
             threading.Thread(target=stream.run, name="fake-stream", daemon=True).start()
+
+    def fuses_attention(self, _dtype: torch.dtype) -> bool:
+        return self.fuses
 
     def takes(self, nbytes: int) -> int:
         return nbytes
@@ -219,7 +224,7 @@ class FakeDevice:
     def computed(self) -> Event:
         event = self._event()
         with self._lock:
-            mine, self._waited = self._waited, []
+            mine = self._waited.pop(threading.get_ident(), [])
         used = {address for did in self.log if did.event in mine for address in did.memory}
         places = [entry for entry in self._there() if entry[1] in used]
         before = [_sum(address, nbytes) for _, address, nbytes in places]
@@ -239,7 +244,7 @@ class FakeDevice:
         assert isinstance(event, FakeEvent)
         self.log.append(Did("wait", event))
         with self._lock:
-            self._waited.append(event)
+            self._waited.setdefault(threading.get_ident(), []).append(event)
         event.synchronize()  # its computing is this thread's
 
     def synchronize(self) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import threading
+import weakref
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -423,6 +425,44 @@ def test_a_copy_that_fails(
     check(model, expected)
 
 
+@pytest.mark.parametrize("fails", ["copy", "allocate"])
+def test_what_a_failed_pass_held_goes_with_its_error(
+    tiny: TinyCheckpoint, device: FakeDevice, monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
+    """Activations, buffers and halves of residents: none waits for the garbage collector."""
+    model = load(tiny("llama"), spare=100_000)
+    logits(model)
+    least = model.pipeload.plan.memory_limit
+    seen: list[weakref.ref[torch.Tensor]] = []
+    hook = model.model.embed_tokens.register_forward_hook(
+        lambda _module, _args, output: seen.append(weakref.ref(output))
+    )
+    gc.collect()
+    gc.disable()
+    try:
+        model.pipeload.set_memory_limit(least + PART)
+        with monkeypatch.context() as failing:
+            failing.setattr(device, fails, _refuse)
+            for _ in range(2):
+                with contextlib.suppress(pipeload.ReadError):
+                    logits(model)
+                    raise AssertionError("it did not fail")
+                finish_reads(prefetcher_of(model))
+        hook.remove()
+        assert [made() for made in seen] == [None, None]
+        model.pipeload.set_memory_limit(least)
+        for _ in range(2):
+            logits(model)
+        plan = model.pipeload.plan
+        assert device.allocated_bytes() <= plan.resident + plan.buffers
+    finally:
+        gc.enable()
+
+
+def _refuse(*_args: object) -> Any:
+    raise torch.OutOfMemoryError("full")
+
+
 # -- removal ---------------------------------------------------------------------------------------
 
 
@@ -595,6 +635,23 @@ def test_caches_of_others_take_residents(tiny: TinyCheckpoint, device: FakeDevic
     check(model, expected)
 
 
+def test_scores_that_are_written_out(tiny: TinyCheckpoint, device: FakeDevice) -> None:
+    """Where no kernel computes attention without: a long prompt takes more, and that is planned."""
+    folder = tiny("llama", dtype="bf16")
+    hint: dict[str, Any] = {"memory_limit": "1GB", "tokens": 1024, "batch": 2}
+    fused = plan_for(folder, **hint)
+    device.fuses = False
+    written = plan_for(folder, **hint)
+    heads = 6
+    assert written.reserve_bytes - fused.reserve_bytes > 2 * heads * 1024 * 1024 * 8
+    plain = load_plain(folder)
+    limit = written.smallest_limit
+    wrapped: Any = pipeload.wrap(
+        plain, limit, tokens=1024, batch=2, device="fake", host_memory_limit=HOST
+    )
+    assert wrapped.pipeload.plan.reserve_bytes == written.reserve_bytes
+
+
 def test_both_limits_are_refused_before_anything_is_read(
     tiny: TinyCheckpoint, device: FakeDevice
 ) -> None:
@@ -620,8 +677,8 @@ def test_the_plan_shows_both_limits(tiny: TinyCheckpoint, device: FakeDevice) ->
     text = plan.table()
     for name in ("device limit", "host limit", "staging", "copied to cpu"):
         assert name in text
-    on_device = plan.floor_bytes + plan.reserve_bytes + plan.resident + plan.buffers + plan.unused
-    assert on_device == plan.memory_limit
+    on_device = plan.floor_bytes + plan.reserve_bytes + plan.resident + plan.buffers
+    assert on_device + plan.between_bytes + plan.unused == plan.memory_limit
     on_host = plan.host_floor_bytes + plan.host_reserve_bytes + plan.staging_bytes
     assert on_host + plan.staging_scratch_bytes + plan.host_unused == plan.host_memory_limit
 

@@ -11,7 +11,9 @@ from unittest import mock
 import pytest
 
 import pipeload
+from pipeload import _hosting
 from pipeload._accountant import ACCOUNTANT
+from pipeload._arena import Arena
 from pipeload._hosting import choose_hosted, worth_hosting
 from tests.fake_device import FakeDevice, lend
 from tests.streaming import check, logits, streamer_of
@@ -197,6 +199,28 @@ def steady_process(nbytes: int) -> Iterator[None]:
         mock.patch("pipeload._device_plan.rss_bytes", return_value=nbytes),
     ):
         yield
+
+
+def test_the_system_refuses_memory_for_them(
+    tiny: TinyCheckpoint, device: FakeDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that got none are read in each pass; the others stay, and the output is the same."""
+    folder = tiny("llama")
+    expected = reference(folder)
+    made: list[Arena] = []
+
+    def refuse(nbytes: int, **options: Any) -> Arena:
+        if len(made) == 3:
+            raise MemoryError("the system refuses")
+        made.append(Arena(nbytes, **options))
+        return made[-1]
+
+    monkeypatch.setattr(_hosting, "Arena", refuse)
+    model = load(folder)
+    for _ in range(3):
+        check(model, expected)
+    hosting = streamer_of(model).governor.hosting  # type: ignore[attr-defined]
+    assert 0 < hosting.held_bytes < model.pipeload.plan.hosted_bytes
 
 
 def test_a_pass_is_running_when_somebody_asks(tiny: TinyCheckpoint, device: FakeDevice) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -9,7 +11,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, pipeline
 
 import pipeload
-from pipeload import _nf4
+from pipeload import _device_place, _nf4
 from tests.exact import prompt
 from tests.fake_device import FakeDevice, lend
 from tests.models import load_plain, save_random
@@ -17,9 +19,11 @@ from tests.plain_loops import use_plain_loops
 from tests.streaming import (
     Reference,
     check,
+    finish_reads,
     generated,
     load_streamed,
     logits,
+    prefetcher_of,
     streamer_of,
 )
 from tests.test_device import HOST, freshly_allocated, load, reference, smallest
@@ -28,6 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
+    from pipeload._arena import Arena
     from tests.conftest import TinyCheckpoint
 
 
@@ -140,16 +145,25 @@ def test_the_numbers_of_torch_are_the_users(
     assert torch.equal(torch.get_rng_state(), before)
 
 
-@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
-def test_experts_are_made_on_the_way(tmp_path: Path, device: FakeDevice, family: str) -> None:
-    """Their checkpoint holds them one by one: conversions run in the staging, or before it."""
-    sizes = {
-        "num_local_experts": 4,
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 48,
-    }
-    config = AutoConfig.for_model(
+@pytest.mark.parametrize("way", [load, load_streamed])
+def test_no_way_back_to_a_checkpoint_that_changed(
+    tiny: TinyCheckpoint, tmp_path: Path, device: FakeDevice, way: Callable[..., Any]
+) -> None:
+    """What is left of the file, or what took its place, is not the model's."""
+    folder = tmp_path / "changing"
+    shutil.copytree(tiny("llama"), folder)
+    model = way(folder, spare=100_000)
+    logits(model)
+    file = next(folder.glob("*.safetensors"))
+    os.truncate(file, file.stat().st_size // 2)
+    with pytest.raises(pipeload.CheckpointChangedError, match="was changed in place"):
+        model.pipeload.remove()
+    assert streamer_of(model).hooked_sites > 0
+
+
+def mixture(family: str) -> Any:
+    """A configuration of four experts a layer."""
+    return AutoConfig.for_model(
         family,
         hidden_size=64,
         intermediate_size=96,
@@ -160,9 +174,17 @@ def test_experts_are_made_on_the_way(tmp_path: Path, device: FakeDevice, family:
         bos_token_id=1,
         eos_token_id=2,
         pad_token_id=0,
-        **sizes,
+        num_local_experts=4,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=48,
     )
-    folder = save_random(config, tmp_path / family, "fp32", seed=3)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_experts_are_made_on_the_way(tmp_path: Path, device: FakeDevice, family: str) -> None:
+    """Their checkpoint holds them one by one: conversions run in the staging, or before it."""
+    folder = save_random(mixture(family), tmp_path / family, "fp32", seed=3)
     expected = reference(folder)
     for spare in (0, 300_000, 20_000_000):
         model = load(folder, spare=spare)
@@ -170,6 +192,27 @@ def test_experts_are_made_on_the_way(tmp_path: Path, device: FakeDevice, family:
         check(model, expected)
         model.pipeload.remove()
         assert torch.equal(logits(model), expected[0])
+
+
+def test_no_host_memory_to_make_residents_in(
+    tmp_path: Path, device: FakeDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever waits for the block is told; with memory the model runs."""
+    folder = save_random(mixture("mixtral"), tmp_path / "mixtral", "fp32", seed=3)
+    expected = reference(folder)
+    model = load(folder)
+    logits(model)
+    model.pipeload.set_memory_limit(model.pipeload.plan.memory_limit + 20_000_000)
+
+    def refuse(*_args: object, **_options: object) -> Arena:
+        raise MemoryError("the system refuses")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_device_place, "Arena", refuse)
+        with pytest.raises(pipeload.ReadError, match="could not be put on cpu: MemoryError"):
+            logits(model)
+        finish_reads(prefetcher_of(model))
+    check(model, expected)
 
 
 def test_quantised_checkpoints_are_refused(

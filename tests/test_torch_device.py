@@ -48,7 +48,11 @@ class Recorded:
             cudaHostRegister=self._register,
             cudaHostUnregister=self._unregister,
         )
-        self.cuda = SimpleNamespace(cudart=lambda: runtime)
+        self.capability = (9, 0)
+        self.cuda = SimpleNamespace(
+            cudart=lambda: runtime, get_device_capability=lambda _where: self.capability
+        )
+        self.version = SimpleNamespace(hip=None)
 
     def _register(self, address: int, nbytes: int, flags: int) -> int:
         self.calls.append(f"register {address} {nbytes} {flags}")
@@ -58,7 +62,7 @@ class Recorded:
         self.calls.append(f"unregister {address}")
         return 0
 
-    def Stream(self, device: torch.device) -> Stream:  # noqa: N802 - as torch calls it
+    def Stream(self, **_which: Any) -> Stream:  # noqa: N802 - as torch calls it
         return Stream(self, "copies")
 
     def get_device_module(self, _where: torch.device) -> Any:
@@ -94,8 +98,11 @@ class RecordedEvent:
 
 
 class Stream:
+    stream_id, device_index, device_type = 3, 0, 1
+
     def __init__(self, torch_: Recorded, name: str) -> None:
         self.torch, self.name = torch_, name
+        self.entered = False
 
     def wait_event(self, event: RecordedEvent) -> None:
         self.torch.calls.append(f"{self.name} waits for {event.name}")
@@ -104,9 +111,12 @@ class Stream:
         self.torch.calls.append(f"{self.name} synchronized")
 
     def __enter__(self) -> None:
+        assert not self.entered, "what is saved for leaving it lies in the object"
+        self.entered = True
         self.torch.calls.append(f"enter {self.name}")
 
     def __exit__(self, *_error: object) -> None:
+        self.entered = False
         self.torch.calls.append(f"leave {self.name}")
 
 
@@ -205,6 +215,20 @@ def test_copies_go_behind_their_event(fake: Recorded) -> None:
     assert fake.calls[-3:] == ["enter copies", "leave copies", "copies records"]
 
 
+def test_threads_copy_at_once(fake: Recorded) -> None:
+    """Readers, and dispatchers of several models: nobody is in the other's stream object."""
+    device = opened("cuda")
+
+    class Copied:
+        def copy_(self, _values: object, **_options: object) -> None:
+            with ThreadPoolExecutor(1) as pool:
+                pool.submit(device.copy, [], None).result()
+
+    pair: Any = Copied(), None
+    device.copy([pair], None)
+    assert fake.calls[-6:-2] == ["enter copies", "enter copies", "leave copies", "copies records"]
+
+
 def test_what_is_loaded_once_is_waited_for(fake: Recorded) -> None:
     """On the thread's own stream."""
     device = opened("cuda")
@@ -259,13 +283,25 @@ def test_the_allocators_figures_and_its_limit(fake: Recorded) -> None:
     device.trim()
     assert fake.calls[-1] == "empty_cache"
     assert device.allocate(100).shape == (100,)
-    assert [device.takes(n) for n in (1, 600, 3 << 20, 11 << 20, 12 << 20)] == [
+    assert [device.takes(n) for n in (0, 1, 600, 8 << 20, 11 << 20, 12 << 20)] == [
+        0,
         512,
         1024,
-        3 << 20,
+        10 << 20,
         12 << 20,
         12 << 20,
     ]
+
+
+def test_attention_without_a_kernel(fake: Recorded) -> None:
+    """In bf16, on NVIDIA's cards before Ampere; no other maker's are counted as these are."""
+    device = opened("cuda")
+    assert device.fuses_attention(torch.bfloat16)
+    fake.capability = (7, 5)
+    assert not device.fuses_attention(torch.bfloat16)
+    assert device.fuses_attention(torch.float16)
+    fake.version.hip = "6.4"
+    assert device.fuses_attention(torch.bfloat16)
 
 
 def test_rates_where_there_is_no_room_to_measure(
