@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from pipeload._arena import DTYPES
+from pipeload._bitsandbytes_needs import Held, held_by_4bit, held_by_8bit
 from pipeload._checkpoint_json import show
 from pipeload._compare import read_whole
 from pipeload._layout import Weight
@@ -127,24 +128,20 @@ class PackedWeight:
             kept["weight.absmax"] = 2 * (self._rows * self._columns // self._state["blocksize"])
         return sum(map(takes, kept.values()))
 
-    def temporary_bytes(self, item: int) -> int:
-        """What a product takes beside its tensors; `item`: bytes of an element of its input."""
-        items = self._rows * self._columns
-        if self._bits4:
-            return 0 if self._repacked else self._unpacking_bytes(item)
-        # Without an int8 product, both sides are taken in fp32.
-        if self._where.type != "cpu":
-            return 0
-        return 0 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 4 * items
+    def held_by_products(self, dtype: torch.dtype) -> list[Held]:
+        """What a product takes beside its tensors, at several moments; `dtype`: its input's."""
+        if not self._bits4:
+            return held_by_8bit(self._rows, self._columns, self._where)
+        computed: torch.dtype = self._module.compute_dtype or dtype
+        unpacked = 0 if self._repacked else self._unpacked_bytes(computed.itemsize)
+        return [held_by_4bit(self._rows, self._columns, unpacked, computed, dtype)]
 
-    def _unpacking_bytes(self, item: int) -> int:
+    def _unpacked_bytes(self, item: int) -> int:
         """The weight in the dtype that is computed in, and its factors while they are expanded."""
         items = self._rows * self._columns
-        dtype: torch.dtype | None = self._module.compute_dtype
         factors: int = -(-items // self._state["blocksize"])
         nested = _NESTED[0] in self._parts
         kept = 0 if self._quick is None else self._quick.kept_bytes
-        item = item if dtype is None else dtype.itemsize
         return items * item + (8 * factors if nested else 0) + kept
 
     def prepare(self) -> Prepared:

@@ -14,6 +14,7 @@ from copy import deepcopy
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import torch
 from safetensors import safe_open
 from torch import nn
 from transformers import PreTrainedModel, core_model_loading
@@ -44,8 +45,6 @@ from pipeload.errors import CheckpointError
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
-
-    import torch
 
     from pipeload._bitsandbytes import PackedWeight, Prepared
     from pipeload._checkpoint import Checkpoint, TensorEntry
@@ -227,13 +226,14 @@ class PendingLoad:
 
         A function of the rows of input that holds numbers alone.
         """
-        floats = (p.element_size() for p in self.model.parameters() if p.is_floating_point())
-        item = max(floats, default=4)
-        least = max((packed.temporary_bytes(item) for packed in self.packed.values()), default=0)
+        dtypes = (p.dtype for p in self.model.parameters() if p.is_floating_point())
+        dtype = max(dtypes, key=lambda dtype: dtype.itemsize, default=torch.float32)
+        held = {h for packed in self.packed.values() for h in packed.held_by_products(dtype)}
         ours = {m.sizes for m in self.model.modules() if isinstance(m, PackedLinear)}
 
         def needed(rows: int) -> int:
-            return max([least, *(temporary_bytes(rows, sizes) for sizes in ours)])
+            theirs = (one.of(rows) for one in held)
+            return max([0, *theirs, *(temporary_bytes(rows, sizes) for sizes in ours)])
 
         return needed
 
