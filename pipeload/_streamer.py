@@ -121,6 +121,8 @@ class Streamer:
         """
         seat = self._seats[site]
         self.enter(seat.module(), again=site in self._inside)
+        if self._settled:  # by the pass that this one waited for, and all hooks are off
+            return True
         self._inside.add(site)
         self.governor.inside_pass()
         self._catch_up()
@@ -244,7 +246,10 @@ class Streamer:
             streamer = me()
             return streamer is not None and streamer._adapted  # noqa: SLF001 - its own
 
-        ended = self._gate.died  # a gate knows nothing of the streamer
+        def ended() -> bool:
+            streamer = me()
+            return streamer is None or streamer._gate.died()  # noqa: SLF001 - its own
+
         self._watch = make_watch(self._seats, self.tables, adapted=adapted, ended=ended)
         # A pass that died leaves its watch on its thread's stack of modes.
         weakref.finalize(self, self._watch.end).atexit = False
