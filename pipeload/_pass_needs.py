@@ -26,7 +26,7 @@ from pipeload._pass_shape import (
     read_extras,
     read_shape,
 )
-from pipeload._widths import Widths, read_widths
+from pipeload._widths import Widths, decoder_and_whole, read_widths, settings_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -40,8 +40,9 @@ _MARGIN = 1.05
 _MARGIN_BYTES = 6_000_000
 # Small cached tensors lie in the heap, between temporaries whose room they then keep apart.
 _HOLES_BYTES = 8_000_000
-# Copies in fp32 of the last logits that `generate` makes: itself, processed, and as probabilities.
-_LAST_LOGITS = 3
+# Of one of the last logits, while `generate` samples by top p once the model has run: it in fp32,
+# scaled and cut, sorted with its place, its probability, and the sum of those. Measured.
+_SAMPLED_BYTES = 30
 _FP32 = 4  # bytes
 # Each expert's share of a prompt is another shape, and each shape another compiled kernel.
 _EXPERT_KERNEL = 600_000
@@ -50,7 +51,7 @@ _MOST = 1 << 40  # no prompt and no batch is larger
 
 
 class PassNeeds:
-    """Memory needs of one model's passes. Holds numbers only, not the model."""
+    """Memory needs of one model's passes. Holds numbers and the configuration, not the model."""
 
     def __init__(
         self,
@@ -66,6 +67,7 @@ class PassNeeds:
         """
         self._widths = read_widths(model, config)
         self._fused = fused and self._widths.same_heads
+        self._configs = decoder_and_whole(config)
         self._products = products
         self._heard = self._widths.seen_by_encoder
         self._rotated = _rotated(self._widths)
@@ -74,6 +76,7 @@ class PassNeeds:
 
     def shape(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> PassShape:
         """The size of the pass that the model is called for; what it cannot read counts as one."""
+        self._widths = settings_of(self._configs[0], self._widths)
         shape = read_shape(args, kwargs)
         if self._heard and encodes_sound(kwargs):  # which makes fewer positions of its frames
             return shape._replace(tokens=min(shape.tokens, self._heard))
@@ -90,7 +93,7 @@ class PassNeeds:
     def transient(self, args: Sequence[Any], kwargs: Mapping[str, Any], shape: PassShape) -> int:
         """Most bytes that live at once during this pass and are freed after it."""
         layers = self._cached(args, kwargs, shape)
-        return self._peak(layers, shape, read_extras(kwargs, shape, self._widths))
+        return self._peak(layers, shape, read_extras(kwargs, shape, self._widths, self._configs))
 
     def for_pass(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
         """All that this pass takes on, with a margin."""
@@ -98,7 +101,8 @@ class PassNeeds:
         layers = self._cached(args, kwargs, shape)
         growth = self._growth(layers, args, kwargs, shape)
         return _with_margin(
-            growth, self._peak(layers, shape, read_extras(kwargs, shape, self._widths))
+            growth,
+            self._peak(layers, shape, read_extras(kwargs, shape, self._widths, self._configs)),
         )
 
     def for_shape(self, shape: PassShape, *, kept: int = 1) -> int:
@@ -215,22 +219,21 @@ class PassNeeds:
         )
 
     def _head(self, shape: PassShape, extras: Extras) -> int:
-        """Logits, the hidden states they come from, and what `generate` makes of the last ones."""
+        """Logits, and what they come from or what `generate` makes of the last ones."""
         w = self._widths
         kept = extras.kept * shape.batch
         logits = kept * w.vocabulary
-        nbytes = logits * w.item * (1 + w.capped) + (shape.tokens * shape.batch + kept) * (
-            w.hidden * w.item
-        )
+        nbytes = w.item * (1 + w.capped) * logits
+        hidden = (shape.tokens * shape.batch + kept) * w.hidden * w.item
         # The loss takes them in fp32, and their logarithms.
-        nbytes += logits * 2 * _FP32 * extras.labels
-        return nbytes + _LAST_LOGITS * shape.batch * w.vocabulary * _FP32
+        loss = logits * 2 * _FP32 * extras.labels
+        return nbytes + max(hidden + loss, shape.batch * w.vocabulary * _SAMPLED_BYTES)
 
     def _recorded(self, layers: Sequence[CachedLayers], shape: PassShape, extras: Extras) -> int:
         """What a call has the library keep of every layer."""
         w, nbytes = self._widths, 0
         if extras.hidden_states:
-            nbytes += (len(w.layers) + 1) * shape.tokens * shape.batch * w.hidden * w.item
+            nbytes += extras.hidden_states * shape.tokens * shape.batch * w.hidden * w.item
         if extras.attentions:
             nbytes += sum(
                 layer.alike * layer.attended(shape.tokens) * shape.tokens for layer in layers

@@ -45,7 +45,8 @@ class Extras(NamedTuple):
     encoded: int = 0
     """Positions of all sequences that an encoder goes through in this pass."""
     labels: bool = False
-    hidden_states: bool = False
+    hidden_states: int = 0
+    """Hidden states that are kept."""
     attentions: bool = False
 
 
@@ -59,8 +60,10 @@ def read_shape(args: Sequence[Any], kwargs: Mapping[str, Any]) -> PassShape:
     return PassShape(tokens, batch, cached)
 
 
-def read_extras(kwargs: Mapping[str, Any], shape: PassShape, widths: Widths) -> Extras:
-    """What a pass of `shape` does beside its layers."""
+def read_extras(
+    kwargs: Mapping[str, Any], shape: PassShape, widths: Widths, configs: Sequence[Any] = ()
+) -> Extras:
+    """What a pass of `shape` does beside its layers; what it is not told, `configs` say."""
     keep = kwargs.get("logits_to_keep")
     kept = shape.tokens
     if isinstance(keep, Tensor):
@@ -81,9 +84,26 @@ def read_extras(kwargs: Mapping[str, Any], shape: PassShape, widths: Widths) -> 
         patches=patches,
         encoded=encoded,
         labels=kwargs.get("labels") is not None,
-        hidden_states=kwargs.get("output_hidden_states") is True,
-        attentions=kwargs.get("output_attentions") is True,
+        hidden_states=_hidden_states(_asked("output_hidden_states", kwargs, configs), widths),
+        attentions=_asked("output_attentions", kwargs, configs) is True,
     )
+
+
+def _asked(name: str, kwargs: Mapping[str, Any], configs: Sequence[Any]) -> Any:
+    """What a call asks for, else what is set for all calls."""
+    value = kwargs.get(name)
+    if value is not None:
+        return value
+    return next((found for found in (getattr(c, name, None) for c in configs) if found), None)
+
+
+def _hidden_states(asked: Any, widths: Widths) -> int:
+    """How many are kept: all, or those of these numbers."""
+    if asked is True:
+        return len(widths.layers) + 1
+    if isinstance(asked, int):  # the number of one; or False
+        return int(asked is not False)
+    return len(asked) if isinstance(asked, (list, tuple)) else 0
 
 
 def _tokens_and_batch(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[int, int]:

@@ -49,11 +49,16 @@ def _is_single(value: object) -> bool:
 
 
 def make_watch(
-    seats: Sequence[Seat], tables: Sequence[TableSeat], *, adapted: Callable[[], bool]
+    seats: Sequence[Seat],
+    tables: Sequence[TableSeat],
+    *,
+    adapted: Callable[[], bool],
+    ended: Callable[[], bool],
 ) -> EvictedWeightWatch:
     """Refuses whatever reads a weight of these while it is evicted, but rows of a table.
 
-    `adapted` tells whether modules were added to the model, so that they may be what reads it.
+    `adapted` tells whether modules were added to the model, so that they may be what reads it;
+    `ended` whether the pass of the calling thread died.
     """
     owners: list[Seat | TableSeat] = [*seats, *tables]
     names = {id(p): name for owner in owners for name, p in owner.parameters.items()}
@@ -65,7 +70,7 @@ def make_watch(
             + (_ADAPTED if adapted() else _AS_IT_IS)
         )
 
-    return EvictedWeightWatch(names, refuse, rows)
+    return EvictedWeightWatch(names, refuse, rows, ended)
 
 
 def refuse_compiled() -> None:

@@ -121,6 +121,8 @@ class Streamer:
         """
         seat = self._seats[site]
         self.enter(seat.module(), again=site in self._inside)
+        if self._settled:  # by the pass that this one waited for, and all hooks are off
+            return True
         self._inside.add(site)
         self.governor.inside_pass()
         self._catch_up()
@@ -167,10 +169,12 @@ class Streamer:
         """A site is called: a pass begins with it if none is running in this thread.
 
         `again`: it is on record as running, which only a new pass, or the gate's look at the stack,
-        can tell from a pass of this thread that died.
+        can tell from a pass of this thread that died. So it is where another site holds something.
         """
         refuse_compiled()
-        if (not self._gate.owned() or again) and module is not None:
+        if self._held and not again:
+            again = self._gate.died()
+        if (again or not self._gate.owned()) and module is not None:
             self._begin(module, (), {})
             if self._gate.is_outermost(module):
                 self._alone = id(module)
@@ -242,7 +246,11 @@ class Streamer:
             streamer = me()
             return streamer is not None and streamer._adapted  # noqa: SLF001 - its own
 
-        self._watch = make_watch(self._seats, self.tables, adapted=adapted)
+        def ended() -> bool:
+            streamer = me()
+            return streamer is None or streamer._gate.died()  # noqa: SLF001 - its own
+
+        self._watch = make_watch(self._seats, self.tables, adapted=adapted, ended=ended)
         # A pass that died leaves its watch on its thread's stack of modes.
         weakref.finalize(self, self._watch.end).atexit = False
 

@@ -1,4 +1,9 @@
-"""Embedding tables on the model's side: rows are there while an embedding takes them."""
+"""Embedding tables on the model's side: rows are there while an embedding takes them.
+
+[Note: one lookup at a time] Passes of a model that is all resident run beside each other, but a
+table has room for the rows of one lookup. So each table has a gate, which a lookup that died does
+not keep shut.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +16,7 @@ from pipeload._accountant import ACCOUNTANT
 from pipeload._memory import rss_bytes
 from pipeload._sizes import format_size
 from pipeload.errors import MemoryLimitError
-from pipeload_hooks import Binding, attach_rows, bind, unbind
+from pipeload_hooks import Binding, PassGate, attach_rows, bind, unbind
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -45,11 +50,18 @@ class TableSeat:
         self._modules = [weakref.ref(module) for module in modules]
         self._handles: list[RemovableHandle] = []
         self._kept = False
+        self.gate = PassGate()
+        """Around a lookup."""
 
     @property
     def parameters(self) -> Mapping[str, nn.Parameter]:
         """The table's, by name."""
         return self._binding.parameters
+
+    @property
+    def attached(self) -> bool:
+        """Whether the embeddings carry hooks."""
+        return bool(self._handles)
 
     def attach(self, passes: Passes) -> None:
         """Put hooks on the embeddings. Does nothing if they are on."""
@@ -105,10 +117,17 @@ class _Rows:
 
     def rows_wanted(self, ids: torch.Tensor) -> None:
         """The embedding is about to take these rows."""
-        self._passes.enter(self._module())
-        self._seat.bind(ids)
+        module = self._module()
+        self._passes.enter(module)
+        # Not where the pass that this one waited for has put all rows there, for good.
+        if module is not None and self._seat.attached:
+            self._seat.gate.enter(module)
+            self._seat.bind(ids)
 
     def rows_done(self) -> None:
         """It has taken them."""
-        self._seat.unbind()
-        self._passes.leave(self._module())
+        module = self._module()
+        if module is not None and self._seat.gate.owned():
+            self._seat.unbind()
+            self._seat.gate.leave(module)
+        self._passes.leave(module)

@@ -101,6 +101,21 @@ def read_widths(model: nn.Module, config: Any) -> Widths:
     )
 
 
+def settings_of(decoder: Any, widths: Widths) -> Widths:
+    """The same with what may be set at any time as `decoder`, a configuration, has it now."""
+    attention, use_cache = attention_of(decoder), getattr(decoder, "use_cache", True) is not False
+    if (attention, use_cache) == (widths.attention, widths.use_cache):
+        return widths
+    return widths._replace(attention=attention, use_cache=use_cache)
+
+
+def decoder_and_whole(config: Any) -> tuple[Any, ...]:
+    """The configurations that a user may change: of what generates, and of all."""
+    text = config.get_text_config(decoder=True)
+    parts = [part for part in vars(config).values() if part is text]
+    return (*parts, config)  # of a copy nobody knows
+
+
 def _decoder_of(config: Any) -> Any:
     """The configuration of what generates.
 

@@ -291,6 +291,32 @@ def test_a_block_called_by_itself(reference: Reference) -> None:
         reference.check(model)
 
 
+def test_blocks_that_die_one_after_the_other(reference: Reference) -> None:
+    """Each gives back what the one before held, so that no buffer is taken for good."""
+    model, plain = load_streamed(reference.folder), load_plain(reference.folder)
+    hidden = torch.randn(1, 3, 96, generator=torch.Generator().manual_seed(1))
+    angles = torch.randn(2, 1, 3, 16, generator=torch.Generator().manual_seed(2)).unbind()
+    break_pass(model, 0, KeyboardInterrupt)
+    for layer in (2, 4, 1, 5):
+        breaker = Breaker(model, layer, KeyboardInterrupt)
+        with torch.no_grad(), pytest.raises(KeyboardInterrupt):
+            model.model.layers[layer](hidden, position_embeddings=angles)
+        breaker.remove()
+    with torch.no_grad():
+        result = model.model.layers[3](hidden, position_embeddings=angles)
+        assert torch.equal(result, plain.model.layers[3](hidden, position_embeddings=angles))
+    reference.check(model)
+
+
+def test_nobody_watches_after_a_death(reference: Reference) -> None:
+    """What is asked of weights between two passes is no part of the one that died."""
+    model = load_streamed(reference.folder)
+    break_pass(model, 2, KeyboardInterrupt)
+    model.requires_grad_(False)
+    assert model.model.layers[0].mlp.up_proj.weight.sum().isnan()
+    reference.check(model)
+
+
 def test_recording_is_refused_and_forgotten(reference: Reference) -> None:
     """With autograd on, the error says what to do; doing that works on the same model."""
     model = load_streamed(reference.folder)

@@ -81,8 +81,12 @@ class PassGate:
         )
 
     def owned(self) -> bool:
-        """Whether the calling thread is inside a pass."""
+        """Whether the calling thread is inside a pass, or in none since its last one died."""
         return self._owner == threading.get_ident()
+
+    def died(self) -> bool:
+        """Whether the pass that the calling thread is on record for does not run any more."""
+        return self.owned() and not self._alive(sys._getframe(), None)
 
     @property
     def busy(self) -> bool:

@@ -59,15 +59,18 @@ class EvictedWeightWatch(TorchFunctionMode):
         names: Mapping[int, str],
         refuse: Callable[[str, str], None],
         tables: Mapping[int, Rows] | None = None,
+        ended: Callable[[], bool] | None = None,
     ) -> None:
         """Watch the parameters whose `id` is in `names`; `refuse(function, name)` raises.
 
-        `tables` are those of them that are tables, by `id`.
+        `tables` are those of them that are tables, by `id`. `ended` tells whether the watched pass
+        died without a word: whoever asks for a weight then is not that pass.
         """
         super().__init__()
         self._names = names
         self._refuse = refuse
         self._tables = tables or {}
+        self._ended = ended
         self.active = True
         self.has_served = False
         """Whether a table was used past its module: this watch is then needed in every pass."""
@@ -90,7 +93,7 @@ class EvictedWeightWatch(TorchFunctionMode):
     def _look(self, func: Callable[..., Any], value: object) -> None:
         for parameter in parameters_in((value,)):
             name = self._names.get(id(parameter))
-            if name is None or not is_placeholder(parameter):
+            if name is None or not is_placeholder(parameter) or self._has_died():
                 continue
             if (table := self._tables.get(id(parameter))) is not None:
                 self.has_served = True
@@ -99,7 +102,9 @@ class EvictedWeightWatch(TorchFunctionMode):
                 self._refuse(getattr(func, "__name__", str(func)), name)
 
     def _pick(self, table: torch.Tensor, index: Any) -> Any:
-        rows = rows_of(table, index) if is_placeholder(table) else None
+        if not is_placeholder(table) or self._has_died():
+            return table[index]
+        rows = rows_of(table, index)
         if rows is None:
             self._look(torch.Tensor.__getitem__, table)
             return table[index]
@@ -110,6 +115,11 @@ class EvictedWeightWatch(TorchFunctionMode):
             return table[index].clone()  # the rows themselves go again
         finally:
             source.unbind()
+
+    def _has_died(self) -> bool:
+        if self._ended is not None and self._ended():
+            self.end()
+        return not self.active
 
     def begin(self) -> None:
         """Put it on this thread's stack of modes."""

@@ -357,6 +357,43 @@ def test_extras_are_counted() -> None:
         assert needs.transient((), {"input_ids": ids(32), name: value}, shape) > plain, name
 
 
+def test_what_the_configuration_asks_for_is_counted() -> None:
+    """It may be set after loading, and is as good as an argument; an argument goes first."""
+    model = model_of("llama")
+    needs, given = needs_of(model), {"input_ids": ids(32)}
+    before = needs.for_pass((), given)
+    model.set_attn_implementation("eager")
+    plain = needs.for_pass((), given)
+    assert plain == needs_of(model).for_pass((), given) > before
+    for name, value in {
+        "output_hidden_states": True,
+        "output_attentions": True,
+        "use_cache": False,
+    }.items():
+        wanted = needs.for_pass((), given | {name: value})
+        setattr(model.config, name, value)
+        assert needs.for_pass((), given) == wanted != plain, name
+        assert needs.for_pass((), given | {name: not value}) == plain, name
+        setattr(model.config, name, not value)
+
+
+def test_hidden_states_of_some_numbers() -> None:
+    """The library keeps those alone."""
+    needs, shape = needs_of(model_of("llama")), PassShape(64, BATCH)
+    every, first, two, none = (
+        needs.transient((), {"input_ids": ids(64), "output_hidden_states": asked}, shape)
+        for asked in (True, 0, [0, -1], False)
+    )
+    assert every - none > 2 * (two - none) == 4 * (first - none) > 0
+
+
+def test_what_sampling_takes() -> None:
+    """As much as the library's own processors of temperature, top k and top p hold at once."""
+    needs = needs_of(model_of("llama", vocab_size=50_000))
+    one, many = (needs.transient((), {"input_ids": ids(1, n)}, PassShape(1, n)) for n in (1, 65))
+    assert many - one >= 64 * 50_000 * 30
+
+
 CAUSAL = {name: needs_of(model_of(name)) for name in ("llama", "gemma3", "gpt2")}
 
 
