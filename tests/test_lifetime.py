@@ -111,25 +111,31 @@ def test_del_is_enough(folder: Path, spare: int) -> None:
     model = load_streamed(folder, spare=spare)
     generated(model)
     threads = threads_of(model)
-    arenas = [weakref.ref(prefetcher_of(model)._dispatcher)]
+    arenas: list[weakref.ref[Any]] = [weakref.ref(prefetcher_of(model)._dispatcher)]
+    arenas += map(weakref.ref, model.parameters())  # where all fits, they hold the file's mapping
     gc.collect()
     gc.disable()
     try:
         del model
         assert [thread for thread in threads if thread.is_alive()] == []
-        assert [reference() for reference in arenas if reference() is not None] == []
+        assert not any(reference() is not None for reference in arenas)
     finally:
         gc.enable()
 
 
 def test_a_dropped_model_in_a_cycle_does_not_set_the_limit(folder: Path) -> None:
-    """As a pipeline or a trainer may hold it: the next one is loaded with a limit of its own."""
+    """As a pipeline or a trainer may hold it: the next one is loaded with a limit of its own.
+
+    Nor does it keep its weights, in whose place the next one's come.
+    """
     holder: list[Any] = [load_streamed(folder, spare=0)]
+    weights = [weakref.ref(parameter) for parameter in holder[0].parameters()]
     holder.append(holder)
     gc.disable()
     try:
         del holder
         other = pipeload.from_pretrained(folder, memory_limit="50GB")
+        assert not any(reference() is not None for reference in weights)
         other.pipeload.remove()
     finally:
         gc.enable()
