@@ -317,15 +317,18 @@ class Governor:
         tokens = self._needs.longest_tokens(free, shape.batch)
         batch = self._needs.largest_batch(free, shape.tokens + shape.cached)
         chunk = self._needs.prefill_chunk(free - _KEPT_OF_CHUNKS_BYTES, shape) or 0
-        useful = chunk >= _SMALLEST_CHUNK
-        advice = f"prefill_chunk_size={chunk} in generate() would" if useful else "No chunk would"
+        cures = f"A limit of {wanted} bytes ({format_size(wanted)}) makes it fit"
+        if chunk >= _SMALLEST_CHUNK:
+            cures += (
+                f", and so does prefill_chunk_size={chunk} in generate(), which may change the "
+                "last bits"
+            )
         return MemoryLimitError(
             f"this pass ({shape.batch} x {shape.tokens} tokens after {shape.cached}) needs "
             f"{self._need} bytes ({format_size(self._need)}) beside the weights, and with nothing "
             f"resident {max(0, free)} ({format_size(max(0, free))}) are free within "
             f"memory_limit={limit}. The longest prompt that fits at this batch is {tokens} tokens, "
-            f"the largest batch at this length {batch}. {advice} make it fit (it may change the "
-            f"last bits), and so does a limit of {wanted} bytes ({format_size(wanted)}).",
+            f"the largest batch at this length {batch}. {cures}.",
             limit=limit,
             smallest_limit=wanted,
         )

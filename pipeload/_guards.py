@@ -137,6 +137,10 @@ _OVERRIDES: dict[str, Callable[[weakref.ref[nn.Module]], Any]] = {
         "save_pretrained() would write placeholders instead of weights. The checkpoint on disk is "
         "unchanged: copy it."
     ),
+    # It copies rows that are on disk, and makes new ones from their mean: silently NaN, or others.
+    "resize_token_embeddings": _refusal(
+        "resize_token_embeddings() would copy weights that are on disk."
+    ),
     "compile": _refusal("compile() cannot trace weights that come and go."),
     "__deepcopy__": _refusal(
         "A streamed model cannot be copied: its weights are on disk. Load it twice instead."

@@ -40,12 +40,31 @@ def _state() -> str:
     return f"Models are streamed within {format_size(limit)} ({limit} bytes) for this process."
 
 
+def let_go(result: Any) -> None:
+    """Cut the traceback of an interrupted cell short; called when a cell has run, and shown it.
+
+    IPython keeps the last one for %debug. Through it, an interrupted `generate()` would hold its
+    model and cache within the limit, and a model loaded in its place would find little room.
+    Clearing its frames is not enough: they keep their functions, and those what they close over.
+    """
+    error = result.error_in_exec
+    if not isinstance(error, KeyboardInterrupt | PipeloadError):
+        return
+    while error is not None:
+        entry = error.__traceback__
+        while entry is not None:
+            entry.tb_next, entry = None, entry.tb_next
+        error = error.__cause__ or error.__context__
+
+
 def load(shell: Any) -> None:
     """Add the magic to an IPython shell."""
     shell.register_magic_function(pipeload, "line", "pipeload")
+    shell.events.register("post_run_cell", let_go)
 
 
 def unload(shell: Any) -> None:
     """Take it away again; models are loaded plainly from then on."""
     _api.stream_everywhere(None)
     shell.magics_manager.magics["line"].pop("pipeload", None)
+    shell.events.unregister("post_run_cell", let_go)

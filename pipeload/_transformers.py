@@ -299,10 +299,13 @@ class PendingLoad:
     def converter(self, *, hold_model: bool = False) -> Convert:
         """The library's operations as a function.
 
-        Those for quantised weights look at the model's modules. It is held weakly; with
-        `hold_model`, strongly: for one on the meta device that nobody else will have.
+        Those for quantised weights look at the model's modules. It is held weakly, also while one
+        runs: a model that is dropped meanwhile must not end in a thread of its own, which could not
+        wait for itself. With `hold_model`, strongly: for one on the meta device that nobody else
+        will have.
         """
         recipes, model = self._recipes, weakref.ref(self.model)
+        proxy: Any = weakref.proxy(self.model)
         held = self.model if hold_model and self.quantised_by is not None else None
 
         def convert(
@@ -311,7 +314,7 @@ class PendingLoad:
             into: Mapping[str, torch.Tensor],
         ) -> None:
             first = conversion.weights[0].group or ""
-            owner = held if held is not None else model()
+            owner = held if held is not None else None if model() is None else proxy
             recipes[first].fill(first, owner, stored, into)
 
         return convert

@@ -100,6 +100,7 @@ REFUSED: dict[str, Callable[[Any, Any, Path], object]] = {
     "block torch.save": lambda model, _plain, _path: torch.save(
         model.model.layers[0], io.BytesIO()
     ),
+    "resize_token_embeddings": lambda model, _plain, _path: model.resize_token_embeddings(600),
     "compile": lambda model, _plain, _path: model.compile(),
     "block compile": lambda model, _plain, _path: model.model.layers[0].compile(),
     "training": lambda model, _plain, _path: model.train()(IDS, labels=IDS),

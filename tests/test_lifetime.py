@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,10 +15,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from torch.overrides import _get_current_function_mode_stack
+from transformers import MixtralConfig, MixtralForCausalLM
 
 import pipeload
 from pipeload import UnsupportedOperationError
 from pipeload._dispatcher import Dispatcher
+from pipeload._recipes import Recipe
 from pipeload_hooks import discard_ended
 from tests.models import load_plain
 from tests.streaming import (
@@ -33,7 +36,6 @@ from tests.streaming import (
 )
 
 if TYPE_CHECKING:
-    import threading
     from collections.abc import Callable
 
     from tests.conftest import TinyCheckpoint
@@ -111,25 +113,66 @@ def test_del_is_enough(folder: Path, spare: int) -> None:
     model = load_streamed(folder, spare=spare)
     generated(model)
     threads = threads_of(model)
-    arenas = [weakref.ref(prefetcher_of(model)._dispatcher)]
+    arenas: list[weakref.ref[Any]] = [weakref.ref(prefetcher_of(model)._dispatcher)]
+    arenas += map(weakref.ref, model.parameters())  # where all fits, they hold the file's mapping
     gc.collect()
     gc.disable()
     try:
         del model
         assert [thread for thread in threads if thread.is_alive()] == []
-        assert [reference() for reference in arenas if reference() is not None] == []
+        assert not any(reference() is not None for reference in arenas)
     finally:
         gc.enable()
 
 
+def test_dropped_while_a_weight_is_converted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It goes at once, in the thread that drops it: a reader cannot wait for its own end."""
+    config = MixtralConfig(
+        hidden_size=96, intermediate_size=176, vocab_size=512, num_attention_heads=6,
+        num_key_value_heads=3, num_hidden_layers=6, num_local_experts=4,
+    )  # fmt: skip
+    MixtralForCausalLM(config).save_pretrained(tmp_path)  # experts in tensors of their own
+    model = load_streamed(tmp_path)
+    converting, go_on = threading.Event(), threading.Event()
+    late: list[object] = []
+    fill = Recipe.fill
+
+    def slowly(*args: Any) -> None:
+        if late:
+            converting.set()
+            go_on.wait(WAIT_SECONDS)
+        fill(*args)
+
+    monkeypatch.setattr(Recipe, "fill", slowly)
+    hook = model.model.layers[-1].register_forward_hook(lambda *_args: late.append(1))
+    logits(model)  # after it, the next pass's first blocks are read
+    hook.remove()
+    assert converting.wait(WAIT_SECONDS)
+    ended: list[threading.Thread] = []
+    weakref.finalize(model, lambda: ended.append(threading.current_thread()))
+    threads = threads_of(model)
+    gc.collect()  # what made the model for this test is in cycles
+    threading.Timer(0.2, go_on.set).start()
+    del model, hook
+    assert ended == [threading.current_thread()]
+    assert not any(thread.is_alive() for thread in threads)
+
+
 def test_a_dropped_model_in_a_cycle_does_not_set_the_limit(folder: Path) -> None:
-    """As a pipeline or a trainer may hold it: the next one is loaded with a limit of its own."""
+    """As a pipeline or a trainer may hold it: the next one is loaded with a limit of its own.
+
+    Nor does it keep its weights, in whose place the next one's come.
+    """
     holder: list[Any] = [load_streamed(folder, spare=0)]
+    weights = [weakref.ref(parameter) for parameter in holder[0].parameters()]
     holder.append(holder)
     gc.disable()
     try:
         del holder
         other = pipeload.from_pretrained(folder, memory_limit="50GB")
+        assert not any(reference() is not None for reference in weights)
         other.pipeload.remove()
     finally:
         gc.enable()

@@ -13,6 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+import pipeload
 from tests.models import load_plain
 from tests.streaming import logits, smallest_limit, steady_floor
 from tests.talking import add_letters
@@ -127,6 +128,34 @@ def test_unloading(run: Callable[[str], str], folder: Path) -> None:
         run("%pipeload")
     run("%load_ext pipeload")
     assert run("%pipeload").startswith(OFF)
+
+
+@pytest.mark.parametrize("error", ["KeyboardInterrupt", "pipeload.OptionError"])
+def test_an_interrupted_cell_keeps_nothing(
+    error: str, run: Callable[[str], str], folder: Path
+) -> None:
+    """IPython keeps the last traceback, but what its functions held goes."""
+    run(f"%pipeload {smallest_limit(folder, dtype='auto')}")
+    load_in(run, folder)
+    run("import gc, sys, weakref, pipeload, torch\nkept = 5")
+    run(
+        "def end(_module, args, _output):\n"
+        "    global states\n"
+        "    states = weakref.ref(args[0])\n"
+        f"    raise {error}('enough')\n"
+        "model.lm_head.register_forward_hook(end)"
+    )
+    with pytest.raises((KeyboardInterrupt, pipeload.OptionError), match="enough"):
+        run("model.generate(torch.arange(3, 20)[None], max_new_tokens=5)")
+    assert run("gc.collect()\nprint(kept, sys.last_value, states())") == "5 enough None"
+
+
+def test_other_errors_are_left_to_the_debugger(run: Callable[[str], str]) -> None:
+    """`%debug` shows what the functions of the last one held."""
+    with pytest.raises(ZeroDivisionError):
+        run("def divide(x):\n    return x / 0\ndivide(8)")
+    shown = "import sys, traceback\nfor frame, _ in traceback.walk_tb(sys.last_traceback):\n"
+    assert run(f"{shown}    last = frame\nprint(last.f_locals['x'])") == "8"
 
 
 @pytest.fixture

@@ -30,11 +30,12 @@ class TreeWatch:
 
         `inside`: it has come into the tree. Else it was given `root` or a part of the tree to hold;
         it is not complete then, since that happens in constructors, and may come into the tree
-        later. `grown` must not hold `root`.
+        later. `grown` is a method, held weakly: what it belongs to may hold weights, and they
+        would outlive `root` until the collector runs once more.
         """
         self._inside: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
         self._around: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
-        self._grown = grown
+        self._grown = weakref.WeakMethod(grown)
         self._root = weakref.ref(root)
         for module in root.modules():
             self._inside[id(module)] = module
@@ -56,13 +57,17 @@ class TreeWatch:
             for module in child.modules():
                 if not self._knows(module):
                     self._inside[id(module)] = module
-                    self._grown(module, True)
+                    self._tell(module, inside=True)
         elif not known and (held or self._around.get(id(child)) is child):
             if isinstance(parent, _CONTAINERS):
                 return  # libraries make such lists in every pass, to go through a part of another
             if not held or child is self._root():
                 self._around[id(parent)] = parent
-            self._grown(parent, False)
+            self._tell(parent, inside=False)
+
+    def _tell(self, module: nn.Module, *, inside: bool) -> None:
+        if (grown := self._grown()) is not None:
+            grown(module, inside)
 
     def _knows(self, module: nn.Module) -> bool:
         return self._inside.get(id(module)) is module

@@ -11,7 +11,12 @@ from torch import nn
 
 from pipeload_hooks import TreeWatch
 
-Seen = list[tuple[nn.Module, bool]]
+
+class Seen(list[tuple[nn.Module, bool]]):
+    """What a watch has told."""
+
+    def see(self, module: nn.Module, inside: bool) -> None:
+        self.append((module, inside))
 
 
 class Wrapper(nn.Module):
@@ -29,8 +34,8 @@ def tree() -> Any:
 
 
 def watched(tree: nn.Module) -> tuple[Seen, TreeWatch]:
-    seen: Seen = []
-    return seen, TreeWatch(tree, lambda module, inside: seen.append((module, inside)))
+    seen = Seen()
+    return seen, TreeWatch(tree, seen.see)
 
 
 def test_an_adapter_in_a_place(tree: Any) -> None:
@@ -75,6 +80,15 @@ def test_closed(tree: Any) -> None:
     watch.close()
     tree.append(nn.Linear(2, 2))
     assert (len(seen), len(others)) == (0, 1)
+
+
+def test_who_is_told_is_not_kept(tree: Any) -> None:
+    """It may hold what is large: that goes without the tree, and nobody is told then."""
+    seen, _watch = watched(tree)
+    reference = weakref.ref(seen)
+    del seen
+    assert reference() is None
+    tree.append(nn.Linear(2, 2))
 
 
 def test_a_forgotten_tree_goes() -> None:
