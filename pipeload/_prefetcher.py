@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import copy
 import os
 import threading
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 
 _THREAD_PREFIX = "pipeload-"
 _END_SECONDS = 10.0
+_ENDING: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+"""Dispatchers that were told to end where nobody could wait for them."""
 
 
 def _end(inbox: queue.SimpleQueue[Callable[[], None] | None], thread: threading.Thread) -> None:
@@ -40,8 +43,17 @@ def _end(inbox: queue.SimpleQueue[Callable[[], None] | None], thread: threading.
     which aborts the process.
     """
     inbox.put(None)
-    # In a forked child the thread is not there, and a thread of ours cannot wait for itself.
-    if thread.is_alive() and not threading.current_thread().name.startswith(_THREAD_PREFIX):
+    if not thread.is_alive():  # in a forked child it is not there
+        return
+    if threading.current_thread().name.startswith(_THREAD_PREFIX):
+        _ENDING.add(thread)  # a thread of ours cannot wait for itself
+    else:
+        thread.join(_END_SECONDS)
+
+
+@atexit.register
+def _wait_for_ending() -> None:
+    for thread in [*_ENDING]:
         thread.join(_END_SECONDS)
 
 

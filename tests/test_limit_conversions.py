@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaConfig, MixtralConfig
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, MixtralConfig
 
 from tests import quantised
 from tests.models import save_random
@@ -19,13 +19,15 @@ _CHILD = """
 import json, sys, torch, transformers, pipeload
 transformers.utils.logging.disable_progress_bar()
 folder, dtype, passes = sys.argv[1], getattr(torch, sys.argv[2]), int(sys.argv[3])
+prompt = torch.arange(int(sys.argv[4]))[None] % 500 + 3
+options = {"dtype": dtype, "tokens": max(256, prompt.numel() + 3)}
 try:
-    pipeload.plan(folder, memory_limit=1, dtype=dtype)
+    pipeload.plan(folder, memory_limit=1, **options)
 except pipeload.MemoryLimitError as error:
     limit = error.smallest_limit
-model = pipeload.from_pretrained(folder, memory_limit=limit, dtype=dtype, io_mode="direct")
+model = pipeload.from_pretrained(folder, memory_limit=limit, io_mode="direct", **options)
 for _ in range(passes):
-    model.generate(torch.arange(3, 20)[None], max_new_tokens=3, do_sample=False, pad_token_id=0)
+    model.generate(prompt, max_new_tokens=3, do_sample=False, pad_token_id=0)
 stats = model.pipeload.stats()
 print(json.dumps({"over": stats.peak_rss_bytes - limit, "read": stats.bytes_read,
     "streamed": model.pipeload.plan.bytes_per_pass}))
@@ -78,10 +80,33 @@ def test_unpacking_stays_within_the_limit(unpacked: Path) -> None:
     check(unpacked, "bfloat16", 2)
 
 
-def check(folder: Path, dtype: str, passes: int) -> None:
+def test_products_with_many_rows_stay_within_the_limit(tmp_path: Path) -> None:
+    """LLM.int8 holds them in int32, and twice in fp32, for all of a prompt at once."""
+    pytest.importorskip("bitsandbytes")
+    config = LlamaConfig(
+        vocab_size=512,
+        hidden_size=512,
+        intermediate_size=6144,
+        num_hidden_layers=3,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        max_position_embeddings=4096,
+        pad_token_id=0,
+    )
+    folder = save_random(config, tmp_path / "floats", torch.bfloat16, seed=3)
+    AutoModelForCausalLM.from_pretrained(
+        folder,
+        dtype=torch.bfloat16,
+        quantization_config=BitsAndBytesConfig(load_in_8bit=True),
+        device_map="cpu",
+    ).save_pretrained(tmp_path / "int8")
+    check(tmp_path / "int8", "bfloat16", 1, prompt=1500)
+
+
+def check(folder: Path, dtype: str, passes: int, *, prompt: int = 17) -> None:
     """A child of its own loads and runs at the smallest limit, and does not pass it."""
     done = subprocess.run(
-        [sys.executable, "-c", _CHILD, str(folder), dtype, str(passes)],
+        [sys.executable, "-c", _CHILD, str(folder), dtype, str(passes), str(prompt)],
         cwd=Path(__file__).parent.parent,
         env=os.environ | {"OMP_WAIT_POLICY": "passive"},
         capture_output=True,

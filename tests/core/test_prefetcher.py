@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pipeload import ReadError, UnsupportedModelError, UnsupportedOperationError
+from pipeload import _prefetcher
 from pipeload._unit import UnitState
+from pipeload.errors import ReadError, UnsupportedModelError, UnsupportedOperationError
 from tests.core.fake_disk import Rig, in_use
 from tests.streaming import WAIT_SECONDS, in_thread
 
@@ -223,6 +224,27 @@ def test_a_forgotten_prefetcher_ends_its_threads() -> None:
     for thread in threads:
         thread.join(WAIT_SECONDS)
         assert not thread.is_alive()
+
+
+def test_what_ends_in_a_reader_is_waited_for_at_exit() -> None:
+    """There nobody can wait for it; a thread that is left when Python ends aborts the process."""
+    held = [Rig("SSSSSS").prefetcher]
+    thread = held[0]._thread
+    gate = threading.Event()
+    held[0]._inbox.put(lambda: assert_set(gate))
+    reader = threading.Thread(target=held.clear, name="pipeload-reader")
+    reader.start()
+    reader.join(WAIT_SECONDS)
+    gc.collect()
+    assert thread.is_alive()
+    at_exit = in_thread(_prefetcher._wait_for_ending)
+    gate.set()
+    at_exit.result(WAIT_SECONDS)
+    assert not thread.is_alive()
+
+
+def assert_set(gate: threading.Event) -> None:
+    assert gate.wait(WAIT_SECONDS)
 
 
 def test_a_dead_dispatcher_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
