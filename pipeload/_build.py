@@ -16,7 +16,7 @@ from pipeload._arena import HUGE_PAGE
 from pipeload._floor import lower_floor
 from pipeload._layout import lay_out
 from pipeload._mapped import MappedFiles, can_map
-from pipeload._memory import free_page_cache_bytes, rss_bytes
+from pipeload._memory import allowed_bytes, free_page_cache_bytes, rss_bytes
 from pipeload._placement import scratch_bytes
 from pipeload._plan import SLOTS, Plan
 from pipeload._reader import resolve_io_mode
@@ -64,6 +64,18 @@ class Options:
     """Where the model computes, if not on the CPU."""
     device_limit: int = 0
     """What may be taken there. `memory_limit` is the process's in any case."""
+    found_out: bool = False
+    """Whether nobody named `memory_limit`."""
+
+    @property
+    def origin(self) -> str:
+        """For a refusal: what a limit is made of that nobody named."""
+        if not self.found_out:
+            return ""
+        return (
+            f' Nobody named it: "auto" leaves a part of the {format_size(allowed_bytes())} that '
+            "this process may use to everything else; name one to use more."
+        )
 
 
 class Build(NamedTuple):
@@ -122,7 +134,7 @@ def make_plan(
     # Not `limit`'s page tables, but its own; and the process grows a little by being told.
     smallest = limit_for(spent - page_table_bytes(limit) + least) + SMALLEST_SLACK_BYTES
     if chosen is None:
-        raise _too_small(limit, smallest, floor=floor, reserve=reserve, pinned=finest.pinned)
+        raise _too_small(options, smallest, floor=floor, reserve=reserve, pinned=finest.pinned)
     cut, choice = chosen
     units = cut.residency.plans(choice)
     streamed_bytes = sum(unit.streamed_bytes for unit in units)
@@ -176,14 +188,15 @@ def _cheapest(cuts: Sequence[_Cut], budget: int) -> tuple[_Cut, Choice] | None:
 
 
 def _too_small(
-    limit: int, smallest: int, *, floor: int, reserve: int, pinned: int
+    options: Options, smallest: int, *, floor: int, reserve: int, pinned: int
 ) -> MemoryLimitError:
+    limit = options.memory_limit
     return MemoryLimitError(
         f"memory_limit={limit} bytes ({format_size(limit)}) is too small. This process holds "
         f"{format_size(floor)} already, a pass needs {format_size(reserve)}, weights that are "
         f"always resident take {format_size(pinned)}, and two buffers for the largest unit must "
         f"fit. The smallest limit that works here is {smallest} bytes ({format_size(smallest)}); "
-        "a smaller tokens= or batch= lowers it.",
+        f"a smaller tokens= or batch= lowers it.{options.origin}",
         limit=limit,
         smallest_limit=smallest,
     )

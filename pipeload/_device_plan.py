@@ -246,7 +246,7 @@ def make_device_plan(
     needed = host_floor + host_reserve + staging + scratch
     host_least = limit_for(needed - page_table_bytes(host_limit)) + SMALLEST_SLACK_BYTES
     if needed > host_limit:
-        raise _host_too_small(host_limit, host_least, host_floor, staging)
+        raise _host_too_small(options, host_least, host_floor, staging)
     link_rate = device.link_rate() if options.disk_rate else None
     compute_rate = device.compute_rate() if options.disk_rate else None
     budget = 0 if device.unified else host_limit - needed
@@ -305,12 +305,13 @@ def _device_too_small(
     )
 
 
-def _host_too_small(limit: int, smallest: int, floor: int, staging: int) -> MemoryLimitError:
+def _host_too_small(options: Options, smallest: int, floor: int, staging: int) -> MemoryLimitError:
+    limit = options.memory_limit
     return MemoryLimitError(
         f"host_memory_limit={limit} bytes ({format_size(limit)}) is too small. This process holds "
         f"{format_size(floor)} already, and the staging between disk and device takes "
         f"{format_size(staging)}. Set at least {smallest} bytes ({format_size(smallest)}); with a "
-        "larger memory_limit less is enough.",
+        f"larger memory_limit less is enough.{options.origin}",
         limit=limit,
         smallest_limit=smallest,
     )

@@ -88,16 +88,17 @@ def make_request(
     if found is None:
         if host_memory_limit is not None:
             raise host_limit_alone(host_memory_limit)
-        limit = _resolve_limit(memory_limit, outer)
-        options = Options(limit, io_mode, readers, disk_rate, timeout)
+        limit, found_out = _resolve_limit(memory_limit, outer)
+        options = Options(limit, io_mode, readers, disk_rate, timeout, found_out=found_out)
         return Request(options, PassHint(tokens, batch), pressure == "auto")
     if pressure == "auto":
         raise OptionError(
             f"pressure='auto' gives weights back to the host, and on {found.where} it holds none "
             "that could be. Leave it out."
         )
-    limit = _resolve_limit("auto" if host_memory_limit is None else host_memory_limit, outer)
-    options = Options(limit, io_mode, readers, disk_rate, timeout)
+    named = "auto" if host_memory_limit is None else host_memory_limit
+    limit, found_out = _resolve_limit(named, outer)
+    options = Options(limit, io_mode, readers, disk_rate, timeout, found_out=found_out)
     options = replace(options, device=found, device_limit=_device_limit(found, memory_limit, outer))
     return Request(options, PassHint(tokens, batch), pressure=False)
 
@@ -114,19 +115,22 @@ def _device_limit(device: Device, memory_limit: int | str, outer: Options | None
     return device_limit(device, "auto")
 
 
-def _resolve_limit(memory_limit: int | str, outer: Options | None) -> int:
-    """Who says "auto" gets the limit that is in force already, else the environment's."""
+def _resolve_limit(memory_limit: int | str, outer: Options | None) -> tuple[int, bool]:
+    """Who says "auto" gets the limit that is in force already, else the environment's.
+
+    Also whether neither is there, and the machine was asked.
+    """
     if memory_limit != "auto":
-        return parse_limit(memory_limit)
+        return parse_limit(memory_limit), False
     if outer is not None:
-        return outer.memory_limit
+        return outer.memory_limit, outer.found_out
     if ACCOUNTANT.clients and ACCOUNTANT.limit:
-        return ACCOUNTANT.limit
+        return ACCOUNTANT.limit, False
     named = os.environ.get(LIMIT_VARIABLE, "").strip()
     if not named:
-        return parse_limit("auto")
+        return parse_limit("auto"), True
     try:
-        return parse_limit(named)
+        return parse_limit(named), False
     except OptionError as error:
         raise OptionError(f"the environment variable {LIMIT_VARIABLE}: {error}") from None
 

@@ -18,6 +18,7 @@ FLOORS = (
     {
         "errors",
         "_advice",
+        "_bitsandbytes_needs",
         "_device",
         "_first_pass",
         "_folder_lock",

@@ -254,6 +254,17 @@ def test_the_environment_says_the_limit(
         pipeload.from_pretrained(folder)
 
 
+def test_a_limit_that_nobody_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where "auto" comes to too little, the refusal says what it was made of."""
+    monkeypatch.setattr("pipeload._memory.allowed_bytes", lambda: 100_000_000)
+    monkeypatch.setattr("pipeload._build.allowed_bytes", lambda: 100_000_000)
+    with pytest.raises(MemoryLimitError, match=r'named it: "auto" leaves a part of the 100 MB'):
+        pipeload.from_pretrained(folder)
+    with pytest.raises(MemoryLimitError) as refusal:
+        pipeload.from_pretrained(folder, memory_limit="50%")
+    assert "auto" not in str(refusal.value)
+
+
 class Small(PreTrainedModel):
     """A model without repeated blocks."""
 
