@@ -21,6 +21,7 @@ from pipeload._cli_run import DTYPES, check_model, explained, load_tokenizer
 from pipeload._demo_model import STAMP, default_model_folder, make_smollm2
 from pipeload._device_plan import DevicePlan
 from pipeload._layout import PAGE
+from pipeload._memory import peak_rss_bytes
 from pipeload._open_device import open_device
 from pipeload._reader import FileSet, resolve_io_mode
 from pipeload._reader_pool import Work, run_jobs
@@ -158,6 +159,9 @@ def choose_limit(model: str, *, debug: bool, **where: Any) -> int:
             tight = _plan(model, memory_limit=error.smallest_limit * 11 // 10, **options)
     whole = tight.floor_bytes + tight.reserve_bytes + weights
     limit = tight.smallest_limit + round((whole - tight.smallest_limit) * _CHOSEN_SHARE)
+    if not isinstance(tight, DevicePlan):
+        # A CUDA build of torch took more while it was loaded, and that is the peak that is shown.
+        limit = max(limit, min(peak_rss_bytes(), whole - weights // 4))
     log.info(
         "%s are in use before; with all weights it would be %s."
         if isinstance(tight, DevicePlan)

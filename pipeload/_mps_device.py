@@ -14,8 +14,8 @@ for all the computing, while the model's thread cannot enqueue more. And torch 2
 that queue against two threads everywhere (`arange` is one place): Metal then ends the process. So
 other threads than the model's touch it only to record an event, when memory is taken or given back.
 
-[Note: looked at, not slept for] `torch.mps.Event.synchronize` keeps the interpreter's lock, and of
-two threads that wait for one event it wakes one. So events are looked at now and then.
+[Note: nobody sleeps for an event] `torch.mps.Event.synchronize` keeps the interpreter's lock, and
+of two threads that wait for one event it wakes one. So these, too, are looked at now and then.
 
 [Note: heaps] The allocator cuts tensors out of heaps of 8 MiB, 32 MiB and 1 GiB, and the limit that
 it keeps counts these as a whole, with what Metal's libraries hold. So a limit has to hold one begun
@@ -25,13 +25,12 @@ heap of each size beside everything else.
 from __future__ import annotations
 
 import os
-import time
 from typing import TYPE_CHECKING
 
 import torch
 
 from pipeload._memory import room_bytes
-from pipeload._torch_device import TorchDevice, share_of
+from pipeload._torch_device import Recorded, TorchDevice, share_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -44,7 +43,6 @@ _HEAPS = ((1 << 20, 8 << 20), (10 << 20, 32 << 20), (512 << 20, 1 << 30))
 _OWN_STEP = 2 << 20
 _LIBRARY_BYTES = 64_000_000
 _HOST_SLACK_BYTES = 64_000_000
-_LOOK_SECONDS = 0.0002
 _LARGEST_SHARE = 2.0
 _SHARE_VARIABLE = "PYTORCH_MPS_HIGH_WATERMARK_RATIO"
 _DEFAULT_SHARE = 1.7
@@ -56,19 +54,6 @@ class _Copied:
 
     def synchronize(self) -> None:
         """It has ended."""
-
-
-class _Computed:
-    """A point in the one queue of commands."""
-
-    def __init__(self) -> None:
-        self._event = torch.mps.Event()
-        self._event.record()
-
-    def synchronize(self) -> None:
-        """See [Note: looked at, not slept for]."""
-        while not self._event.query():
-            time.sleep(_LOOK_SECONDS)
 
 
 class MpsDevice(TorchDevice):
@@ -140,7 +125,9 @@ class MpsDevice(TorchDevice):
     def computed(self) -> Event:
         """Of all that any thread has enqueued."""
         self._look()
-        return _Computed()
+        event = torch.mps.Event()
+        event.record()
+        return Recorded(event)
 
     def wait(self, event: Event) -> None:
         """Copies have ended."""

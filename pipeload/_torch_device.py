@@ -8,6 +8,10 @@ page by page, where torch lets us (CUDA and ROCm). Elsewhere, or where the drive
 limit on locked memory), staging stays pageable: copies are then made by the reader's thread, which
 waits for them; slower, and still right.
 
+[Note: looked at, not slept for] A thread that waits for an event of CUDA's takes a core to look at
+it all the time: `blocking` is a flag that `torch.Event` has and, as of 2.13, ignores. On two cores
+computing would be enqueued more slowly meanwhile. So events are looked at now and then.
+
 [Note: segments] torch cuts tensors of up to 1 MiB out of segments of 2 MiB, those under 10 MiB out
 of 20 MiB, and its limit counts segments as a whole. Two tensors of 8 MiB leave 4 MiB that no third
 one gets: with 7 billion weights in NF4 that comes to 0.3 GB.
@@ -40,6 +44,8 @@ _OWN_STEP = 2 << 20
 _AMPERE = (8, 0)
 _LINK_PIECE_BYTES = 32 << 20
 _LINK_PIECES = 4
+_FIRST_PAUSE_SECONDS = 0.0001
+_LONGEST_PAUSE_SECONDS = 0.001
 _PRODUCTS = 16
 _PRODUCT_SIDE = 4096
 _SLACK_BYTES = 64_000_000
@@ -47,6 +53,21 @@ _HOST_SLACK_BYTES = 560_000_000
 _LATER_HOST_SLACK_BYTES = 240_000_000
 _WARM_BLOCKS = 256
 _log = logging.getLogger("pipeload")
+
+
+class Recorded:
+    """A point in the order of a stream, or of a queue of commands."""
+
+    def __init__(self, event: Any) -> None:
+        """`event`, of torch, is recorded there."""
+        self.event = event
+
+    def synchronize(self) -> None:
+        """See [Note: looked at, not slept for]."""
+        pause = _FIRST_PAUSE_SECONDS
+        while not self.event.query():
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
 
 
 class TorchDevice:
@@ -163,8 +184,8 @@ class TorchDevice:
         stream = torch.Stream(
             stream_id=one.stream_id, device_index=one.device_index, device_type=one.device_type
         )
-        if isinstance(after, torch.Event):
-            stream.wait_event(after)
+        if isinstance(after, Recorded):
+            stream.wait_event(after.event)
         with stream:
             for to, values in pairs:
                 to.copy_(values, non_blocking=True)
@@ -180,16 +201,15 @@ class TorchDevice:
         self._blocks += 1
         return self._record(torch.accelerator.current_stream(self.where))
 
-    def _record(self, stream: torch.Stream) -> torch.Event:
-        # One that a thread sleeps for: the others would take a core each to look at it.
-        event = torch.Event(device=self.where, blocking=True)
+    def _record(self, stream: torch.Stream) -> Recorded:
+        event = torch.Event(device=self.where)
         event.record(stream)
-        return event
+        return Recorded(event)
 
     def wait(self, event: Event) -> None:
         """By this thread's stream."""
-        assert isinstance(event, torch.Event)  # noqa: S101 - `copy` made it
-        torch.accelerator.current_stream(self.where).wait_event(event)
+        assert isinstance(event, Recorded)  # noqa: S101 - `copy` made it
+        torch.accelerator.current_stream(self.where).wait_event(event.event)
 
     def synchronize(self) -> None:
         """All streams of the device."""
@@ -280,11 +300,12 @@ def _measure_link(device: TorchDevice) -> float:
     memory = device.allocate(arena.nbytes)
     pinned = device.pin(arena.address, arena.nbytes)
     try:
-        device.copy([(memory, values)], None).synchronize()
+        device.copy([(memory, values)], None)
+        device.synchronize()
         started = time.perf_counter()
         for _ in range(_LINK_PIECES):
-            event = device.copy([(memory, values)], None)
-        event.synchronize()
+            device.copy([(memory, values)], None)
+        device.synchronize()
         seconds = time.perf_counter() - started
     finally:
         if pinned:

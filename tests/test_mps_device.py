@@ -267,7 +267,7 @@ def test_a_copy_waits_for_the_computing_before_it(gpu: StandIn, device: MpsDevic
     gpu.slow = 0.05
     computed = device.computed()
     event = device.copy([(to[512:762], values)], computed)
-    assert computed._event.query()  # type: ignore[attr-defined]
+    assert computed.event.query()  # type: ignore[attr-defined]
     assert torch.equal(to[512:762], values)
     gpu.calls.clear()
     device.wait(event)
@@ -280,7 +280,7 @@ def test_memory_is_handed_out_behind_its_last_owner(gpu: StandIn, device: MpsDev
     gpu.slow = 0.05
     before = device.computed()
     device.allocate(100)
-    assert before._event.query()  # type: ignore[attr-defined]
+    assert before.event.query()  # type: ignore[attr-defined]
 
 
 def test_from_one_place_on_the_device_to_another(gpu: StandIn, device: MpsDevice) -> None:

@@ -86,15 +86,17 @@ class RecordedEvent:
     name = ""
     _torch: Recorded
 
-    def __init__(self, device: torch.device, *, blocking: bool) -> None:
-        assert blocking, "a thread that waits would take a core"
+    def __init__(self, device: torch.device) -> None:
+        self.looks = 0
 
     def record(self, stream: Stream) -> None:
         self.name, self._torch = stream.name, stream.torch
         self._torch.calls.append(f"{stream.name} records")
 
-    def synchronize(self) -> None:
-        self._torch.calls.append(f"wait for {self.name}")
+    def query(self) -> bool:
+        """Passed when asked for the fourth time."""
+        self.looks += 1
+        return self.looks > 3
 
 
 class Stream:
@@ -213,6 +215,16 @@ def test_copies_go_behind_their_event(fake: Recorded) -> None:
     assert torch.equal(to, values)
     device.copy([], None)
     assert fake.calls[-3:] == ["enter copies", "leave copies", "copies records"]
+
+
+def test_who_waits_for_an_event_sleeps(fake: Recorded, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Longer and longer: torch's own way would take a core."""
+    event = opened("cuda").computed()
+    pauses: list[float] = []
+    monkeypatch.setattr("pipeload._torch_device.time.sleep", pauses.append)
+    event.synchronize()
+    assert len(pauses) == 3
+    assert 0 < pauses[0] < pauses[1] < pauses[2] < 0.01
 
 
 def test_threads_copy_at_once(fake: Recorded) -> None:
