@@ -31,7 +31,7 @@ def run(*arguments: object) -> subprocess.CompletedProcess[str]:
         capture_output=True,
         text=True,
         check=False,
-        timeout=120,
+        timeout=400,  # at a low priority, beside other tests
     )
 
 
