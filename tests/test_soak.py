@@ -18,7 +18,7 @@ CAP = 600_000_000
 @pytest.mark.cgroup
 def test_a_short_soak(smollm2_bf16: Path) -> None:
     """Two threads, other limits, passes that are broken off: nothing wrong, nobody killed."""
-    result = soak(smollm2_bf16, CAP, 40)
+    result = soak(smollm2_bf16, CAP, 30)
     assert (result["wrongs"], result["kills"]) == (0, 0), result
     assert result["left"] == []
     assert result["peak"] <= CAP
