@@ -96,7 +96,7 @@ class Assembly:
         mapped = list(paths) if plan.io_mode == MAPPED else None
         target = make_target(build)
         self._target = target
-        places = target.places(files, convert, wholes, mapped)
+        places = self._places = target.places(files, convert, wholes, mapped)
         scratch = target.scratch(plan)
         pinned = places.make(lay_out(parts.pinned))
         read = run_jobs(pinned.read_jobs(CHUNK_BYTES), scratch, files.stalls)
@@ -220,7 +220,9 @@ class Assembly:
         undo += _guards.guard_packed(model, self._companions)
         if in_notebook():
             undo.append(FirstPass(model, NotebookBar()).stop)
-        restore = self._target.restorer(self._streamer, self._filled, self._companions)
+        restore = self._target.restorer(
+            self._places, self._streamer, self._filled, self._companions
+        )
         handle = Handle(model, self._streamer, undo, restore)
         object.__setattr__(model, "pipeload", handle)
 

@@ -93,7 +93,7 @@ def _read_forever(
             report(Outcome(tag, nbytes, error, time.perf_counter()))
             del tag, error
     except BaseException as caught:  # thrown in from outside; the job it was at may be lost
-        report(Outcome(READER_DIED, 0, caught.with_traceback(None), 0.0))
+        report(Outcome(READER_DIED, 0, forget_frames(caught), 0.0))
 
 
 _Error = TypeVar("_Error", bound=BaseException)

@@ -7,7 +7,7 @@ buffers, seats and governors are simply of one kind or of the other.
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -94,7 +94,7 @@ class Target(Protocol):
 
     @property
     def restorer(self) -> Callable[..., Callable[[nn.Module], None]]:
-        """Makes what puts real weights back, of what `Restorer` takes."""
+        """Makes what puts real weights back, of the model's places and what `Restorer` takes."""
 
     def settle(self, model: nn.Module, undo: list[Callable[[], None]], /) -> None:
         """Have all else that the model consists of be where its weights are."""
@@ -106,7 +106,7 @@ class CpuTarget:
     def __init__(self) -> None:
         self.where = _CPU
         self.place: MakePlace = place_streamed
-        self.governor, self.seat, self.restorer = Governor, Seat, Restorer
+        self.governor, self.seat = Governor, Seat
 
     def places(
         self, files: FileSet, convert: Convert, wholes: list[Weight], mapped: list[Path] | None
@@ -128,6 +128,10 @@ class CpuTarget:
         """Only where weights are cast."""
         return bool(layout.casts)
 
+    def restorer(self, _places: PlacesLike, *parts: Any) -> Callable[[nn.Module], None]:
+        """What it puts back comes from the files themselves."""
+        return Restorer(*parts)
+
     def settle(self, _model: nn.Module, _undo: list[Callable[[], None]]) -> None:
         """It is."""
 
@@ -143,18 +147,13 @@ class DeviceTarget:
         self.place: MakePlace = hosting.place
         self.governor = partial(DeviceGovernor, size=size, slots=self._slots, hosting=hosting)
         self.seat = partial(DeviceSeat, device)
+        self.restorer = partial(DeviceRestorer, device)
 
     def places(
         self, files: FileSet, convert: Convert, _wholes: list[Weight], _mapped: list[Path] | None
     ) -> PlacesLike:
         """Memory of the device."""
-        self._places = _DevicePlaces(self._device, files, convert)
-        return self._places
-
-    @property
-    def restorer(self) -> Callable[..., Callable[[nn.Module], None]]:
-        """Makes one, of what `Restorer` takes, once there are places."""
-        return partial(DeviceRestorer, self._device, self._places)
+        return _DevicePlaces(self._device, files, convert)
 
     def slots(self, _build: Build) -> list[DeviceSlot]:
         """Staging and memory of the device."""

@@ -78,7 +78,7 @@ def read_widths(model: nn.Module, config: Any) -> Widths:
     nope, rope = size_of(text, "qk_nope_head_dim"), size_of(text, "qk_rope_head_dim")
     query = heads * (nope + rope) if latent else heads * head_dim
     query = max([query, *(widths.get("q_proj", 0) for widths in found.values())])
-    return Widths(
+    found_once = Widths(
         item=item,
         hidden=hidden,
         query=query,
@@ -91,14 +91,15 @@ def read_widths(model: nn.Module, config: Any) -> Widths:
         experts=size_of(text, "num_local_experts", "num_experts", "n_routed_experts"),
         vocabulary=size_of(text, "vocab_size"),
         capped=getattr(text, "final_logit_softcapping", None) is not None,
-        attention=attention_of(text),
-        use_cache=getattr(text, "use_cache", True) is not False,
+        attention="",
+        use_cache=True,
         encoder_decoder=bool(getattr(config, "is_encoder_decoder", False)),
         seen_by_encoder=size_of(config, "max_source_positions"),
         patch=size_of(getattr(config, "vision_config", None), "patch_size"),
         vision=_vision(getattr(config, "vision_config", None)),
         layers=layers,
     )
+    return settings_of(text, found_once)
 
 
 def settings_of(decoder: Any, widths: Widths) -> Widths:

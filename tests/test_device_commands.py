@@ -15,7 +15,7 @@ import typer
 from typer.testing import CliRunner
 
 import pipeload
-from pipeload import _bench_worker, _cli_plan, bench, cli
+from pipeload import _bench_worker, _cli_eval, _cli_plan, bench, cli
 from pipeload._cli_output import reported
 from pipeload._perplexity import Losses, measure
 from pipeload._windows import slide
@@ -161,6 +161,23 @@ def test_eval_on_a_device(speaker: Path, text: Path, device: FakeDevice) -> None
     assert perplexity(speaker, text, *options)["windows_per_pass"] > 1
     row = perplexity(speaker, text, "--memory-limit", "1GB", "--window", 16)
     assert row["windows_per_pass"] == 1  # where everything is on the device nothing is saved
+
+
+def test_eval_plans_for_the_device_it_computes_on(
+    speaker: Path, text: Path, device: FakeDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Quantised weights take another form, and other kernels, than on the processor."""
+    asked: list[object] = []
+    for name in ("peek", "needs_of"):
+        original = getattr(_cli_eval, name)
+
+        def note(first: Any, where: Any = None, original: Any = original) -> Any:
+            asked.append(where)
+            return original(first, where)
+
+        monkeypatch.setattr(_cli_eval, name, note)
+    perplexity(speaker, text, "--memory-limit", "1GB", "--window", 16)
+    assert asked == [device, device]
 
 
 def test_models_are_measured_at_the_same_limits(

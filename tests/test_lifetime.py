@@ -235,7 +235,7 @@ def hooks_of(root: torch.nn.Module) -> int:
     return sum(len(m._forward_pre_hooks) + len(m._forward_hooks) for m in root.modules())
 
 
-def test_a_block_costs_two_hooks_and_two_messages(
+def test_a_block_costs_two_hooks_and_one_message(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However many weights it has; nothing is opened, collected or trimmed in a pass."""
