@@ -19,6 +19,7 @@ Work = Callable[["Region | None"], int]
 """One job: gets the thread's scratch region, returns the bytes it read."""
 
 
+_JOIN_SECONDS = 5.0
 READER_DIED = object()
 """The tag of an outcome that says that its thread has ended by an error, perhaps within a job."""
 
@@ -156,6 +157,8 @@ def run_jobs(jobs: Sequence[Work], scratch: Sequence[Region | None], stalls: Sta
         finished = [_alive(_next_outcome(outcomes, stalls)) for _ in jobs]
     finally:
         pool.close()
+    seconds = time.perf_counter() - started
+    pool.join(_JOIN_SECONDS)  # they have nothing to do any more; one that hangs is not waited for
     error = next((outcome.error for outcome in finished if outcome.error is not None), None)
     if error is not None:
         try:
@@ -163,7 +166,6 @@ def run_jobs(jobs: Sequence[Work], scratch: Sequence[Region | None], stalls: Sta
             raise error if isinstance(error, Exception) else reader_died(error)
         finally:
             del error, finished  # else a cycle keeps what these frames hold
-    seconds = time.perf_counter() - started
     return PinnedRead(sum(outcome.nbytes for outcome in finished), len(finished), seconds)
 
 
