@@ -15,8 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from pipeload._layout import PAGE, ceil_page, floor_page
-from pipeload._pages import MAP_NORESERVE, give_back
+from pipeload._pages import MAP_NORESERVE, PAGE, ceil_page, floor_page, give_back
 
 HUGE_PAGE = 2 << 20
 # A page of page tables, eight bytes each, covers one. With pages of 64 kB (some kernels on ARM)

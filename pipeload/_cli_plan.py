@@ -20,9 +20,9 @@ from pipeload._cli_output import log, silence_libraries
 from pipeload._cli_run import DTYPES, check_model, explained, load_tokenizer
 from pipeload._demo_model import STAMP, default_model_folder, make_smollm2
 from pipeload._device_plan import DevicePlan
-from pipeload._layout import PAGE
 from pipeload._memory import peak_rss_bytes
 from pipeload._open_device import open_device
+from pipeload._pages import PAGE
 from pipeload._reader import FileSet, resolve_io_mode
 from pipeload._reader_pool import Work, run_jobs
 from pipeload._sizes import format_size

@@ -11,13 +11,14 @@ import torch
 
 from pipeload._arena import Arena, Region
 from pipeload._device_views import copies, device_bytes, fail, raise_failure, show
-from pipeload._layout import Layout, ceil_page
+from pipeload._pages import ceil_page
 from pipeload._placement import Convert, Placement
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pipeload._device import Device, Event
+    from pipeload._layout import Layout
     from pipeload._plan import UnitPlan
     from pipeload._reader import FileSet
     from pipeload._reader_pool import Work

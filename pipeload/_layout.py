@@ -6,17 +6,14 @@ plain load maps the file, so there `address % PAGE == file offset % PAGE`. Keepi
 the results bit-identical, and it is what direct reads need anyway: whole pages land at page
 addresses. Weights that are cast or converted are freshly allocated in a plain load, hence aligned
 to 64 bytes.
-
-[Note: the page is the system's] Memory is taken and given back in the system's pages: 4 kB mostly,
-16 kB on Macs with ARM, up to 64 kB on Linux with ARM. A smaller unit would give back bytes of a
-neighbour, and would count less memory than a byte really takes.
 """
 
 from __future__ import annotations
 
-import mmap
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
+
+from pipeload._pages import PAGE, ceil_page, floor_page
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -24,8 +21,6 @@ if TYPE_CHECKING:
 
     from pipeload._checkpoint import TensorEntry
 
-PAGE = max(4096, mmap.PAGESIZE)
-"""Bytes: see [Note: the page is the system's]. Also what direct reads are multiples of."""
 _ALIGN = 64
 # Neighbours this close are read in one go. Wider gaps would cost memory that the plan, which weighs
 # weights one by one and grants each a page for its borders, does not count.
@@ -152,16 +147,6 @@ class Layout:
         pages = sum(stop - start for start, stop, _ in (extent.pages for extent in self.extents))
         sources = [source for cast in self.casts for source in cast.weight.sources]
         return pages + sum(ceil_page(s.stop) - floor_page(s.start) for s in sources)
-
-
-def floor_page(value: int) -> int:
-    """The page border at or below `value`."""
-    return value - value % PAGE
-
-
-def ceil_page(value: int) -> int:
-    """The page border at or above `value`."""
-    return value + -value % PAGE
 
 
 def lay_out(weights: Iterable[Weight]) -> Layout:

@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from pipeload._arena import DTYPES
-from pipeload._layout import ceil_page, floor_page
-from pipeload._pages import drops_at_once
+from pipeload._pages import ceil_page, drops_at_once, floor_page
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

@@ -1,4 +1,8 @@
-"""Pages of our own go back to the system, by the means that it has.
+"""Pages: their size, and how those of our own go back to the system.
+
+[Note: the page is the system's] Memory is taken and given back in the system's pages: 4 kB mostly,
+16 kB on Macs with ARM, up to 64 kB on Linux with ARM. A smaller unit would give back bytes of a
+neighbour, and would count less memory than a byte really takes.
 
 [Note: three ways to give pages back] On Linux, madvise(MADV_DONTNEED) takes them at once. Other
 POSIX systems treat that as a hint, so there fresh memory is mapped over the old, in one step. On
@@ -13,10 +17,22 @@ import mmap
 import os
 import sys
 
+PAGE = max(4096, mmap.PAGESIZE)
+"""Bytes: see [Note: the page is the system's]. Also what direct reads are multiples of."""
 # Not in the mmap module before Python 3.13. The number holds for Linux on x86 and ARM.
 MAP_NORESERVE: int = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
 _MAP_FIXED = 0x10  # on every system; not in Python's mmap module
 _READ_WRITE = 0x3
+
+
+def floor_page(value: int) -> int:
+    """The page border at or below `value`."""
+    return value - value % PAGE
+
+
+def ceil_page(value: int) -> int:
+    """The page border at or above `value`."""
+    return value + -value % PAGE
 
 
 def drops_at_once() -> bool:

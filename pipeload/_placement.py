@@ -10,16 +10,8 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from pipeload._arena import DTYPES, Arena, Region
-from pipeload._layout import (
-    PAGE,
-    Cast,
-    Conversion,
-    Extent,
-    Layout,
-    Weight,
-    ceil_page,
-    floor_page,
-)
+from pipeload._layout import Cast, Conversion, Extent, Layout, Weight
+from pipeload._pages import PAGE, ceil_page, floor_page
 from pipeload._repack import repack_as, repack_rows
 
 if TYPE_CHECKING:

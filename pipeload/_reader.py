@@ -12,9 +12,9 @@ import sys
 import weakref
 from typing import TYPE_CHECKING
 
-from pipeload._layout import PAGE
 from pipeload._mounts import warn_of_network
 from pipeload._open_file import OpenFile, open_file
+from pipeload._pages import PAGE
 from pipeload._reader_pool import run_jobs
 from pipeload._stalls import DEFAULT_SECONDS, Stalls
 from pipeload.errors import CheckpointChangedError, OptionError, ReadError

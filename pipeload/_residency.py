@@ -23,7 +23,8 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pipeload._layout import PAGE, Weight, ceil_page, lay_out
+from pipeload._layout import Weight, lay_out
+from pipeload._pages import PAGE, ceil_page
 from pipeload._plan import UnitPlan
 
 if TYPE_CHECKING:

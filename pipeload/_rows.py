@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pipeload._layout import PAGE, ceil_page, floor_page
 from pipeload._nan_arena import NanArena
+from pipeload._pages import PAGE, ceil_page, floor_page
 from pipeload._reader_pool import run_jobs
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ import torch
 
 import pipeload
 from pipeload._accountant import Accountant
-from pipeload._layout import PAGE
+from pipeload._pages import PAGE
 from pipeload.errors import MemoryLimitError
 
 if TYPE_CHECKING:

@@ -15,6 +15,7 @@ FILES = sorted([*(ROOT / "pipeload").glob("*.py"), *(ROOT / "hooks").glob("*/*.p
 
 # A module may import those on lower floors, at run time. A new module needs a floor.
 FLOORS = (
+    {"_pages"},
     {
         "errors",
         "_advice",
@@ -35,7 +36,6 @@ FLOORS = (
         "_windows",
         "_mounts",
         "_open_file",
-        "_pages",
         "_tabled",
         "_wide_product",
     },

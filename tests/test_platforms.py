@@ -65,7 +65,7 @@ for name in [name for name in sys.modules if name.split(".")[0].startswith("pipe
     del sys.modules[name]  # the tests' models come from it
 made = SYSTEMS[system](pytest.MonkeyPatch())
 
-from pipeload import _assembly, _build, _layout, _sites
+from pipeload import _assembly, _build, _pages, _sites
 from pipeload._accountant import Accountant
 from tests.streaming import FLOOR_BYTES, load_streamed, streamer_of
 Accountant.other_bytes = lambda self: FLOOR_BYTES  # a tiny model is less than the libraries' noise
@@ -89,7 +89,7 @@ for folder, expected, spare in zip(folders, wanted, (200_000, 30_000_000)):
     result["fits"] = model.pipeload.plan.io_mode
     model.pipeload.remove()
     results.append(result)
-stats = {"page": _layout.PAGE, "unlocked": len(getattr(made, "unlocked", ()))}
+stats = {"page": _pages.PAGE, "unlocked": len(getattr(made, "unlocked", ()))}
 print(json.dumps({"results": results, **stats}))
 """
 

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import given
 
-from pipeload._layout import PAGE, Layout, Weight, ceil_page, floor_page, lay_out
+from pipeload._layout import Layout, Weight, lay_out
+from pipeload._pages import PAGE, ceil_page, floor_page
 from pipeload._residency import _hold_bytes
 from tests.core.weights import FILES, Writer, weight_lists
 

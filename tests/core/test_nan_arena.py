@@ -7,8 +7,8 @@ import sys
 import pytest
 
 from pipeload._arena import DTYPES, HUGE_PAGE
-from pipeload._layout import PAGE
 from pipeload._nan_arena import NanArena
+from pipeload._pages import PAGE
 
 FLOATS = [code for code, dtype in DTYPES.items() if dtype.is_floating_point]
 linux = pytest.mark.skipif(sys.platform != "linux", reason="needs memfd")

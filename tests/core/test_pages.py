@@ -11,9 +11,9 @@ import torch
 
 from pipeload import _arena
 from pipeload._arena import Arena
-from pipeload._layout import PAGE
 from pipeload._memory import rss_bytes
 from pipeload._nan_arena import NanArena
+from pipeload._pages import PAGE
 from tests.platforms import Windows, become_windows, take_away
 
 NBYTES = 64 << 20

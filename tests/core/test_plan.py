@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from pipeload import MemoryLimitError
 from pipeload import _build as build
 from pipeload._build import Options, make_plan
-from pipeload._layout import PAGE, Weight
+from pipeload._layout import Weight
+from pipeload._pages import PAGE
 from pipeload._reserve import page_table_bytes
 from pipeload._residency import Choice, Residency, UnitSpec, _hold_bytes, is_tiny
 from pipeload._sites import Divider, Grain, Parts, Touched

@@ -20,7 +20,8 @@ from torch.nn import functional
 
 from pipeload._arena import DTYPES
 from pipeload._checkpoint import TensorEntry
-from pipeload._layout import PAGE, Weight
+from pipeload._layout import Weight
+from pipeload._pages import PAGE
 from pipeload._reader import FileSet, resolve_io_mode
 from pipeload._rows import RowTable
 from pipeload.errors import OptionError, ReadError
