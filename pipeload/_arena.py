@@ -11,11 +11,14 @@ from __future__ import annotations
 
 import contextlib
 import mmap
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import torch
 
 from pipeload._pages import MAP_NORESERVE, PAGE, ceil_page, floor_page, give_back
+
+if TYPE_CHECKING:
+    from pipeload._reader_pool import Job
 
 HUGE_PAGE = 2 << 20
 # A page of page tables, eight bytes each, covers one. With pages of 64 kB (some kernels on ARM)
@@ -64,6 +67,10 @@ class Region(NamedTuple):
     def discard(self, start: int = 0) -> None:
         """Give everything from `start` on back to the system: see `Arena.discard`."""
         self.arena.discard(self.offset + start, self.nbytes - start)
+
+
+Work: TypeAlias = "Job[Region | None]"
+"""A job of a reader: reads or makes weights. Its thread's region is scratch."""
 
 
 class Arena:

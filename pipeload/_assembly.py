@@ -25,7 +25,6 @@ from pipeload._reader_pool import run_jobs
 from pipeload._rows import RowTable
 from pipeload._streamer import Streamer
 from pipeload._tables import TableSeat
-from pipeload._targets import make_target
 from pipeload._unit import Unit
 from pipeload_hooks import Binding, bind, placeholder, put_parameter, set_parameter
 
@@ -75,6 +74,7 @@ class Assembly:
         self,
         source: Source,
         build: Build,
+        target: Target,
         needs: PassNeeds,
         hint: PassHint,
         *,
@@ -94,7 +94,6 @@ class Assembly:
         convert = source.converter()
         wholes = [site.whole for site in parts.sites if site.whole is not None]
         mapped = list(paths) if plan.io_mode == MAPPED else None
-        target = make_target(build)
         self._target = target
         places = self._places = target.places(files, convert, wholes, mapped)
         scratch = target.scratch(plan)

@@ -22,10 +22,10 @@ import torch
 from pipeload._arena import DTYPES
 from pipeload._bitsandbytes_needs import Held, held_by_4bit, held_by_8bit
 from pipeload._checkpoint_json import show
-from pipeload._compare import read_whole
 from pipeload._layout import Weight
 from pipeload._nf4 import QuickProduct, install, quick_product
 from pipeload._repack import BITSANDBYTES, TILE_ROWS, repack
+from pipeload._whole import read_whole
 from pipeload.errors import CheckpointError, UnsupportedModelError
 from pipeload_hooks import Companion, placeholder
 

@@ -12,7 +12,7 @@ import transformers
 
 import pipeload
 from pipeload import _eval_report as report
-from pipeload._cli_output import log, silence_libraries
+from pipeload._cli_output import Screen, log, silence_libraries
 from pipeload._cli_report import describe_limits
 from pipeload._cli_run import DTYPES, check_model, explained, load_tokenizer, load_whole
 from pipeload._eval_progress import all_passes
@@ -191,7 +191,8 @@ def _evaluate(subject: _Subject, request: Request, *, window: int, stride: int) 
     )
     scored = sum(one.scored for one in windows)
     try:
-        with all_passes(model, subject.name, scored) as shown:
+        screen = Screen(subject.name, "tokens", time_left=True)
+        with all_passes(model, screen, scored) as shown:
             losses = measure(
                 model,
                 handle,

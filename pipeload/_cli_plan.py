@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import pipeload
-from pipeload._arena import Arena, Region
+from pipeload._arena import Arena, Region, Work
 from pipeload._cli_output import log, silence_libraries
 from pipeload._cli_run import DTYPES, check_model, explained, load_tokenizer
 from pipeload._demo_model import STAMP, default_model_folder, make_smollm2
@@ -24,7 +24,7 @@ from pipeload._memory import peak_rss_bytes
 from pipeload._open_device import open_device
 from pipeload._pages import PAGE
 from pipeload._reader import FileSet, resolve_io_mode
-from pipeload._reader_pool import Work, run_jobs
+from pipeload._reader_pool import run_jobs
 from pipeload._sizes import format_size
 from pipeload.errors import CheckpointError, MemoryLimitError
 

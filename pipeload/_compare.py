@@ -8,6 +8,7 @@ import torch
 
 from pipeload._arena import DTYPES
 from pipeload._mappings import mappings_of
+from pipeload._whole import read_whole
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -63,14 +64,6 @@ def _differing_of_group(
     for weight in group:
         if not _same_bits(made[weight.name], live[weight.name]):
             yield weight.name
-
-
-def read_whole(entry: TensorEntry) -> torch.Tensor:
-    """A stored tensor, in memory of its own."""
-    with entry.file.open("rb") as file:
-        file.seek(entry.start)
-        data = bytearray(file.read(entry.nbytes))
-    return torch.frombuffer(data, dtype=DTYPES[entry.dtype]).view(entry.shape)
 
 
 def _equal(source: TensorEntry, tensor: torch.Tensor) -> bool:

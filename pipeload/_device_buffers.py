@@ -17,11 +17,11 @@ from pipeload._placement import Convert, Placement
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from pipeload._arena import Work
     from pipeload._device import Device, Event
     from pipeload._layout import Layout
     from pipeload._plan import UnitPlan
     from pipeload._reader import FileSet
-    from pipeload._reader_pool import Work
 
 _CPU = torch.device("cpu")
 

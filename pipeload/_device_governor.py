@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from pipeload._build import Build
+    from pipeload._counters import Counters
     from pipeload._device import Device
     from pipeload._device_buffers import DeviceSlot, SlotSize
     from pipeload._device_plan import DevicePlan
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
     from pipeload._pass_shape import PassShape
     from pipeload._plan import Plan, UnitPlan
     from pipeload._reserve import PassHint
-    from pipeload._stats import Counters
 
 
 class DeviceGovernor(Governor):

@@ -15,13 +15,12 @@ from pipeload._placement import CAST_CHUNK_BYTES, Placement, read_into, scratch_
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from pipeload._arena import Region
+    from pipeload._arena import Region, Work
     from pipeload._checkpoint import TensorEntry
     from pipeload._device import Device
     from pipeload._layout import Cast, Layout, Weight
     from pipeload._placement import Convert
     from pipeload._reader import FileSet
-    from pipeload._reader_pool import Work
 
 _CPU = torch.device("cpu")
 

@@ -15,10 +15,9 @@ from pipeload.errors import ReadError
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from pipeload._arena import Arena
+    from pipeload._arena import Arena, Work
     from pipeload._device import Device
     from pipeload._layout import Layout, Weight
-    from pipeload._reader_pool import Work
 
 
 def device_bytes(layout: Layout) -> int:

@@ -18,24 +18,23 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from pipeload._counters import Counters
 from pipeload._read_faults import name_block, name_fault
 from pipeload._reader_pool import (
     READER_DIED,
     Outcome,
     ReaderPool,
-    Work,
     forget_frames,
     reader_died,
 )
 from pipeload._slots import Slots
-from pipeload._stats import Counters
 from pipeload._unit import Load, Split, Ticket, Unit, UnitState
 from pipeload.errors import UnsupportedModelError, UnsupportedOperationError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from pipeload._arena import Region
+    from pipeload._arena import Region, Work
     from pipeload._placement import Convert, Place
     from pipeload._plan import UnitPlan
     from pipeload._reader import FileSet
@@ -72,7 +71,7 @@ class Dispatcher:
         self.units = units
         self._slots = Slots(slots, self.counters)
         self._files, self._convert, self._make_place = files, convert, place
-        self._pool: ReaderPool | None = None
+        self._pool: ReaderPool[Region | None] | None = None
         self._scratch = scratch
         self._chunk_bytes = chunk_bytes
         self._successor = [(index + 1) % len(units) for index in range(len(units))]

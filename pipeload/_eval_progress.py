@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING
 
-from pipeload._cli_output import Screen
 from pipeload_hooks import find_blocks
 
 if TYPE_CHECKING:
@@ -13,12 +12,14 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from pipeload._first_pass import Display
+
 
 @contextlib.contextmanager
-def all_passes(model: nn.Module, name: str, tokens: int) -> Iterator[AllPasses]:
+def all_passes(model: nn.Module, display: Display, tokens: int) -> Iterator[AllPasses]:
     """Show how many of `tokens` are done, while passes of `model` run inside."""
     blocks = [block.module for block in find_blocks(model)]
-    shown = AllPasses(name, tokens, len(blocks))
+    shown = AllPasses(display, tokens, len(blocks))
     hooks = [block.register_forward_hook(shown.block_done) for block in blocks]
     try:
         yield shown
@@ -31,10 +32,10 @@ def all_passes(model: nn.Module, name: str, tokens: int) -> Iterator[AllPasses]:
 class AllPasses:
     """Counts tokens; inside a pass, each block is worth an equal part of them."""
 
-    def __init__(self, name: str, tokens: int, blocks: int) -> None:
+    def __init__(self, display: Display, tokens: int, blocks: int) -> None:
         self._tokens, self._blocks = tokens, blocks
         self._before = self._coming = self._blocks_done = 0
-        self._screen = Screen(name, "tokens", time_left=True)
+        self._display = display
 
     def pass_begins(self, done: int, coming: int) -> None:
         """Tokens that are done, and those of the pass that comes now."""
@@ -44,8 +45,8 @@ class AllPasses:
         """Forward hook of every block."""
         self._blocks_done += 1
         share = min(1.0, self._blocks_done / self._blocks)
-        self._screen.show(self._before + int(self._coming * share), self._tokens)
+        self._display.show(self._before + int(self._coming * share), self._tokens)
 
     def close(self) -> None:
         """Nothing is shown any more."""
-        self._screen.close()
+        self._display.close()

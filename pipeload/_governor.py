@@ -33,10 +33,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from pipeload._build import Build
+    from pipeload._counters import Counters
     from pipeload._pass_needs import PassNeeds
     from pipeload._pass_shape import PassShape
     from pipeload._plan import Plan
-    from pipeload._stats import Counters
 
 STEPS = 128
 MIN_STEP_BYTES = 2 << 20

@@ -24,13 +24,12 @@ from pipeload._placement import Placement
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pipeload._arena import Region
+    from pipeload._arena import Region, Work
     from pipeload._device import Device
     from pipeload._device_buffers import DeviceSlot
     from pipeload._placement import Convert
     from pipeload._plan import UnitPlan
     from pipeload._reader import FileSet
-    from pipeload._reader_pool import Work
 
 _CPU = torch.device("cpu")
 _LOCKED_SHARE = 0.5

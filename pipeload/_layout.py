@@ -11,7 +11,7 @@ to 64 bytes.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from pipeload._pages import PAGE, ceil_page, floor_page
 
@@ -19,12 +19,24 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
     from pathlib import Path
 
+    import torch
+
     from pipeload._checkpoint import TensorEntry
 
 _ALIGN = 64
 # Neighbours this close are read in one go. Wider gaps would cost memory that the plan, which weighs
 # weights one by one and grants each a page for its borders, does not count.
 _MAX_GAP_BYTES = PAGE
+
+
+class Repacking(Protocol):
+    """Puts bytes of a weight into another order, some of its rows at a time."""
+
+    def rows(self, width: int) -> int:
+        """How many rows of `width` bytes to take at once."""
+
+    def fill(self, stored: torch.Tensor, out: torch.Tensor) -> None:
+        """Fill `out` with `stored`, both of the same dtype and [rows, width]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +62,8 @@ class Weight:
     """Number of its first row in the whole weight."""
     guarded: bool = False
     """Whether its module refuses to compute while it is evicted: integers have no NaN to show."""
-    repacked: tuple[str, str] | None = None
-    """For bytes put into another order, for the processor, as they are read: from which, to which.
-    Names that `_repack` knows."""
+    repacked: Repacking | None = None
+    """For bytes put into another order, for the processor, as they are read: how."""
 
     @property
     def raw(self) -> bool:

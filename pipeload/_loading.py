@@ -18,6 +18,7 @@ from pipeload._checkpoint import check_folder
 from pipeload._device import aligned
 from pipeload._device_account import account_of
 from pipeload._device_plan import make_device_plan
+from pipeload._device_target import make_target
 from pipeload._memory import keep_few_kernels, return_freed_memory, rss_bytes
 from pipeload._pass_needs import PassNeeds
 from pipeload._probe import probe_usage
@@ -152,7 +153,9 @@ def assemble(pending: PendingLoad, request: Request) -> tuple[Assembly, Any]:
     build = plan_beside_others(
         partial(plan_pending, pending, needs, request), request.options.device
     )
-    assembly = Assembly(pending, build, needs, request.hint, pressure=request.pressure)
+    assembly = Assembly(
+        pending, build, make_target(build), needs, request.hint, pressure=request.pressure
+    )
     return assembly, pending.load_rest([weight.name for weight in build.parts.weights])
 
 

@@ -23,9 +23,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
     from pathlib import Path
 
-    from pipeload._arena import Region
+    from pipeload._arena import Region, Work
     from pipeload._layout import Layout
-    from pipeload._reader_pool import Work
     from pipeload._stalls import Stalls
 
 _MADV_POPULATE_READ = 22  # Linux 5.14; not in Python's mmap module

@@ -12,13 +12,11 @@ import torch
 from pipeload._arena import DTYPES, Arena, Region
 from pipeload._layout import Cast, Conversion, Extent, Layout, Weight
 from pipeload._pages import PAGE, ceil_page, floor_page
-from pipeload._repack import repack_as, repack_rows
 
 if TYPE_CHECKING:
+    from pipeload._arena import Work
     from pipeload._checkpoint import TensorEntry
-    from pipeload._plan import UnitPlan
     from pipeload._reader import FileSet
-    from pipeload._reader_pool import Work
 
 CAST_CHUNK_BYTES = 4 << 20
 
@@ -120,9 +118,9 @@ class Placement:
 
     def _cast_jobs(self, cast: Cast, chunk_bytes: int) -> Iterator[Work]:
         (source,) = cast.weight.sources
-        if cast.weight.repacked is not None:
+        if (repacked := cast.weight.repacked) is not None:
             rows, width = cast.weight.shape
-            step = repack_rows(width)
+            step = repacked.rows(width)
             for start in range(0, rows, step):
                 stop = min(start + step, rows)
                 yield partial(self._read_repacked, cast, source, start, stop)
@@ -145,13 +143,13 @@ class Placement:
     def _read_repacked(
         self, cast: Cast, source: TensorEntry, start: int, stop: int, scratch: Region | None
     ) -> int:
-        how = cast.weight.repacked
-        assert how is not None  # noqa: S101 - only then there is such a job
+        repacked = cast.weight.repacked
+        assert repacked is not None  # noqa: S101 - only then there is such a job
         rows, width = stop - start, cast.weight.shape[1]
         scratch = scratch_of(scratch)
         count, at = read_into(scratch, self._files, source, start * width, stop * width)
         stored = scratch.tensor(at, cast.weight.dtype, (rows, width), rows * width)
-        repack_as(how, stored, self.views[cast.weight.name][start:stop])
+        repacked.fill(stored, self.views[cast.weight.name][start:stop])
         return count
 
     def _run_conversion(self, conversion: Conversion, _scratch: Region | None) -> int:
@@ -181,11 +179,6 @@ def read_into(
     first, last = floor_page(begin), ceil_page(end)
     count = files.read_pages(source.file, first, last, scratch.buffer(0, last - first))
     return count, begin - first
-
-
-def place_streamed(plan: UnitPlan, region: Region, files: FileSet, convert: Convert) -> Place:
-    """A unit's streamed part in a buffer."""
-    return Placement(plan.streamed, region, files, convert)
 
 
 SCRATCH_BYTES = CAST_CHUNK_BYTES + 2 * PAGE

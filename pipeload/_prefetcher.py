@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from pipeload._dispatcher import Dispatcher, dispatch
-from pipeload._placement import place_streamed
+from pipeload._placement import Placement
 from pipeload._read_faults import name_block
 from pipeload._unit import Split, Ticket, Unit
 from pipeload.errors import ReadError, UnsupportedOperationError
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from pipeload._arena import Region
+    from pipeload._counters import Counters
     from pipeload._dispatcher import MakePlace
-    from pipeload._placement import Convert
+    from pipeload._placement import Convert, Place
     from pipeload._plan import UnitPlan
     from pipeload._reader import FileSet
     from pipeload._slots import Buffer
-    from pipeload._stats import Counters
 
 
 _THREAD_PREFIX = "pipeload-"
@@ -55,6 +55,11 @@ def _end(inbox: queue.SimpleQueue[Callable[[], None] | None], thread: threading.
 def _wait_for_ending() -> None:
     for thread in [*_ENDING]:
         thread.join(_END_SECONDS)
+
+
+def place_streamed(plan: UnitPlan, region: Region, files: FileSet, convert: Convert) -> Place:
+    """A unit's streamed part in a buffer."""
+    return Placement(plan.streamed, region, files, convert)
 
 
 class Prefetcher:

@@ -7,16 +7,16 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 from pipeload.errors import UnsupportedOperationError
 
 if TYPE_CHECKING:
-    from pipeload._arena import Region
     from pipeload._stalls import Stalls
 
-Work = Callable[["Region | None"], int]
-"""One job: gets the thread's scratch region, returns the bytes it read."""
+Scratch = TypeVar("Scratch")
+Job = Callable[[Scratch], int]
+"""Gets working memory of the thread it runs in, returns the bytes it read."""
 
 
 _JOIN_SECONDS = 5.0
@@ -35,12 +35,12 @@ class Outcome(NamedTuple):
     """`time.perf_counter()` at its end."""
 
 
-class ReaderPool:
+class ReaderPool(Generic[Scratch]):
     """Threads that run read jobs in the order they were submitted and report each outcome."""
 
-    def __init__(self, report: Callable[[Outcome], None], scratch: Sequence[Region | None]) -> None:
+    def __init__(self, report: Callable[[Outcome], None], scratch: Sequence[Scratch]) -> None:
         """One thread per entry of `scratch`, which is that thread's working memory."""
-        self._jobs: queue.SimpleQueue[tuple[object, Work] | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[tuple[object, Job[Scratch]] | None] = queue.SimpleQueue()
         self._closed = threading.Event()
         self._threads = [
             threading.Thread(
@@ -58,7 +58,7 @@ class ReaderPool:
             self.close()
             raise
 
-    def submit(self, tag: object, work: Work) -> None:
+    def submit(self, tag: object, work: Job[Scratch]) -> None:
         """Queue a job. Never blocks."""
         self._jobs.put((tag, work))
 
@@ -77,10 +77,10 @@ class ReaderPool:
 
 
 def _read_forever(
-    jobs: queue.SimpleQueue[tuple[object, Work] | None],
+    jobs: queue.SimpleQueue[tuple[object, Job[Scratch]] | None],
     closed: threading.Event,
     report: Callable[[Outcome], None],
-    scratch: Region | None,
+    scratch: Scratch,
 ) -> None:
     # A function, not a method: a thread must not keep alive whoever owns the pool.
     try:
@@ -140,7 +140,9 @@ class PinnedRead(NamedTuple):
         return self.nbytes / self.seconds if self.seconds else 0.0
 
 
-def run_jobs(jobs: Sequence[Work], scratch: Sequence[Region | None], stalls: Stalls) -> PinnedRead:
+def run_jobs(
+    jobs: Sequence[Job[Scratch]], scratch: Sequence[Scratch], stalls: Stalls
+) -> PinnedRead:
     """Run `jobs` on one thread per entry of `scratch` and wait for all of them.
 
     Raises:

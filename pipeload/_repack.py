@@ -12,6 +12,7 @@ before it relies on it.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pipeload._int4_order import BLOCK_ROWS, reorder
@@ -20,33 +21,41 @@ if TYPE_CHECKING:
     import torch
 
 TILE_ROWS = 32
-BITSANDBYTES = ("bitsandbytes", "bitsandbytes tiles")
-"""Its plain order, and what its CPU kernels read."""
-AS_IT_IS = ("rows", "rows")
-"""For what only has to lie elsewhere than in the file."""
 _HALF = TILE_ROWS // 2
 _CHUNK_BYTES = 1 << 20
 
 
-def repack_rows(width: int) -> int:
-    """How many rows of `width` bytes to repack at once: whole tiles of any kind, about 1 MB."""
-    return max(1, _CHUNK_BYTES // (width * BLOCK_ROWS)) * BLOCK_ROWS
+@dataclass(frozen=True, slots=True)
+class Repack:
+    """From one order to another, by the names of both."""
+
+    source: str
+    target: str
+
+    @staticmethod
+    def rows(width: int) -> int:
+        """How many rows of `width` bytes to take at once: whole tiles of any kind, about 1 MB."""
+        return max(1, _CHUNK_BYTES // (width * BLOCK_ROWS)) * BLOCK_ROWS
+
+    def fill(self, stored: torch.Tensor, out: torch.Tensor) -> None:
+        """Fill `out` with `stored`, both of the same dtype and [rows, width], in the other order.
+
+        Args:
+            stored: rows of a weight, the first of them at a multiple of `rows`.
+            out: as many.
+        """
+        if self == AS_IT_IS:
+            out.copy_(stored)
+        elif self == BITSANDBYTES:
+            repack(stored, out)
+        else:
+            reorder(stored, out, self.source, self.target)
 
 
-def repack_as(how: tuple[str, str], stored: torch.Tensor, out: torch.Tensor) -> None:
-    """Fill `out` with `stored`, both of the same dtype and [rows, width], in another order.
-
-    Args:
-        how: names of both orders.
-        stored: rows of a weight, the first of them at a multiple of `repack_rows`.
-        out: as many.
-    """
-    if how == AS_IT_IS:
-        out.copy_(stored)
-    elif how == BITSANDBYTES:
-        repack(stored, out)
-    else:
-        reorder(stored, out, *how)
+BITSANDBYTES = Repack("bitsandbytes", "bitsandbytes tiles")
+"""Its plain order, and what its CPU kernels read."""
+AS_IT_IS = Repack("rows", "rows")
+"""For what only has to lie elsewhere than in the file."""
 
 
 def repack(stored: torch.Tensor, out: torch.Tensor) -> None:

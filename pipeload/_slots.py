@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from pipeload._stats import Counters
+    from pipeload._counters import Counters
 
 
 class Buffer(Protocol):

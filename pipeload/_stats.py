@@ -9,21 +9,6 @@ from pipeload._sizes import format_size
 from pipeload._tabled import Row, Tabled
 
 
-@dataclass(slots=True)
-class Counters:
-    """Running totals of the reads. Written by the dispatcher alone."""
-
-    bytes_read: int = 0
-    reads: int = 0
-    read_seconds: float = 0.0
-    hits: int = 0
-    misses: int = 0
-    resident_bytes: int = 0
-    """Weights that units keep, read or being read."""
-    buffer_bytes: int = 0
-    """The part of the buffers that was ever written to."""
-
-
 class Work(Protocol):
     """What every record of a model's work holds. Sizes in bytes, times in seconds."""
 

@@ -38,7 +38,7 @@ from pipeload._layout import Conversion, Weight
 from pipeload._packed_linear import INT8_ALIGNMENT, Int4Linear, Int8Linear, PackedLinear
 from pipeload._patch import Patch
 from pipeload._recipes import Recipe
-from pipeload._repack import AS_IT_IS
+from pipeload._repack import AS_IT_IS, Repack
 from pipeload._wide_product import temporary_bytes
 from pipeload.errors import CheckpointError
 
@@ -164,7 +164,7 @@ class PendingLoad:
                 raise self._unusable(name, parameters[name], self._recipes[name])
             repacked = None
             if isinstance(module, Int4Linear) and module.order != kernel_order():
-                repacked = module.order, kernel_order()
+                repacked = Repack(module.order, kernel_order())
             elif isinstance(module, Int8Linear) and stored.start % INT8_ALIGNMENT:
                 repacked = AS_IT_IS
             found[name] = replace(weight, guarded=True, repacked=repacked)

@@ -19,6 +19,7 @@ from torch import nn
 from pipeload import _takeover, _transformers
 from pipeload._advice import advise_openmp
 from pipeload._assembly import Assembly
+from pipeload._device_target import make_target
 from pipeload._handle import Handle
 from pipeload._live import Live, check_values, match, refuse_missing, tied_names
 from pipeload._loading import (
@@ -166,7 +167,9 @@ def _stream(
     buffers = [(module._buffers, dict(module._buffers)) for module in model.modules()]  # noqa: SLF001
     assembly: Assembly | None = None
     try:
-        assembly = Assembly(live, build, needs, request.hint, pressure=request.pressure)
+        assembly = Assembly(
+            live, build, make_target(build), needs, request.hint, pressure=request.pressure
+        )
         if spill is not None:
             assembly.at_removal(spill.remove)
         assembly.finish(model, root)

@@ -19,7 +19,7 @@ import pipeload
 from pipeload import _nf4
 from pipeload._bitsandbytes import is_4bit
 from pipeload._nf4_kernel import make_fill
-from pipeload._repack import repack, repack_rows
+from pipeload._repack import Repack, repack
 from pipeload._transformers import PendingLoad
 from pipeload.errors import CheckpointError, UnsupportedModelError, UnsupportedOperationError
 from tests.exact import (
@@ -467,4 +467,4 @@ def test_repacking_is_the_librarys(rows: int, columns: int) -> None:
     for start in range(0, rows, 32):
         repack(stored[start : start + 32], made[start : start + 32])
     assert torch.equal(made, wanted)
-    assert repack_rows(columns // 2) % 32 == 0
+    assert Repack.rows(columns // 2) % 32 == 0

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipeload._int4_order import ORDERS, kernel_order, pack, reorder, unpack, unpack_transposed
 from pipeload._packed_linear import Int4Linear, Int8Linear, PackedLinear
-from pipeload._repack import repack_as, repack_rows
+from pipeload._repack import Repack
 from pipeload._rounding import GROUPS, ZERO_POINTS, from_int4, to_int4, to_int8
 from pipeload._wide_product import product_dtype, temporary_bytes
 from pipeload.errors import UnsupportedModelError
@@ -140,11 +140,12 @@ def test_pieces_are_the_whole() -> None:
     values = torch.randint(0, 16, (ROWS, 64), dtype=torch.uint8)
     stored, wanted = pack(values, "halves-32"), pack(values, "halves-64")
     made = torch.empty_like(stored)
+    repack = Repack("halves-32", "halves-64")
     for start in range(0, ROWS, 64):
         piece = slice(start, start + 64)
-        repack_as(("halves-32", "halves-64"), stored[piece], made[piece])
+        repack.fill(stored[piece], made[piece])
     assert torch.equal(made, wanted)
-    assert repack_rows(COLUMNS // 2) % 64 == 0
+    assert repack.rows(COLUMNS // 2) % 64 == 0
 
 
 IN_A_CHILD = """

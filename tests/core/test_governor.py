@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from pipeload import MemoryLimitError
 from pipeload._accountant import ACCOUNTANT, Accountant
 from pipeload._checkpoint import TensorEntry
+from pipeload._counters import Counters
 from pipeload._governor import Governor
 from pipeload._layout import Weight
 from pipeload._pass_shape import PassShape
 from pipeload._plan import Plan
 from pipeload._reserve import WARM_UP_BYTES, PassHint, page_table_bytes
 from pipeload._residency import Residency, UnitSpec
-from pipeload._stats import Counters
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -1,0 +1,20 @@
+"""What reading has come to so far: counted by one thread, looked at by all."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class Counters:
+    """Running totals of the reads. Written by the dispatcher alone."""
+
+    bytes_read: int = 0
+    reads: int = 0
+    read_seconds: float = 0.0
+    hits: int = 0
+    misses: int = 0
+    resident_bytes: int = 0
+    """Weights that units keep, read or being read."""
+    buffer_bytes: int = 0
+    """The part of the buffers that was ever written to."""
