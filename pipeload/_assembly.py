@@ -27,7 +27,15 @@ from pipeload._streamer import Streamer
 from pipeload._tables import TableSeat
 from pipeload._targets import make_target
 from pipeload._unit import Unit
-from pipeload_hooks import Binding, bind, placeholder, put_parameter, set_parameter
+from pipeload_hooks import (
+    Binding,
+    bind,
+    note_changes,
+    placeholder,
+    plain_kind,
+    put_parameter,
+    set_parameter,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -206,7 +214,10 @@ class Assembly:
         modules = _transformers.pretrained_modules(model)
         weights = self._own_weights()
         undo = self._undo
-        adapters = Adapters(model, root or model, weights, self._seats, undo)
+        adapters = Adapters(model, root or model, weights, undo)
+        undo.append(partial(_disarm, self._streamer, [p for p, _ in self._filled.values()]))
+        for parameter, _ in self._filled.values():
+            note_changes(parameter)
         self._streamer.attach(modules, adapters)
         sites = [site.module for site in self._parts.sites]
         _guards.install(model, modules, sites, weights, undo)
@@ -231,6 +242,13 @@ class Assembly:
         own = {id(parameter): weight for parameter, weight in self._filled.values()}
         hidden = {k: w for k, w in own.items() if w.name in moving or w.guarded}
         return OwnWeights(own, hidden, self._read)
+
+
+def _disarm(streamer: Streamer, parameters: Sequence[nn.Parameter]) -> None:
+    """Make plain parameters of all."""
+    streamer.disarm()
+    for parameter in parameters:
+        parameter.__class__ = plain_kind(parameter)
 
 
 def _stamps(weights: list[Weight]) -> dict[Path, tuple[int, int]]:

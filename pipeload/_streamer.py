@@ -8,6 +8,7 @@ import time
 import weakref
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from pipeload._edits import Edits
 from pipeload._hooking import Hooks
 from pipeload._passlog import PassLog
 from pipeload._refusals import (
@@ -82,6 +83,7 @@ class Streamer:
         self._known: set[Call] = set()
         """Calls that have been watched to their end."""
         self._hooks = Hooks(seats, tables, [])
+        self._edits: Edits | None = None
         self._settled = False
         self._waiting: set[int] = set()
         """Threads that wait at the start of a pass until others have ended theirs."""
@@ -93,6 +95,9 @@ class Streamer:
     def attach(self, pass_modules: Sequence[nn.Module], adapters: Adapters) -> None:
         """Put the hooks on: around every site, and around every module a pass may begin at."""
         self._adapters = adapters
+        for owner in (*self._seats, *self.tables):
+            owner.arm()
+        self._edits = Edits(self._seats, self.tables)
         self._look_out()
         self._hooks = Hooks(self._seats, self.tables, pass_modules)
         self._hooks.attach_sites(self)
@@ -101,6 +106,12 @@ class Streamer:
     def detach(self) -> None:
         """Take all hooks off. The weights stay as they are."""
         self._hooks.detach()
+
+    def disarm(self) -> None:
+        """Have parameters be plain ones, whatever they hold."""
+        self._edits = None
+        for owner in (*self._seats, *self.tables):
+            owner.disarm()
 
     @property
     def hooked_sites(self) -> int:
@@ -133,6 +144,8 @@ class Streamer:
             seat.bind(units[index])
             return True
         if any(units[index].streams for index in seat.units):
+            if seat.replaced():
+                return True  # the weight is another's, and all there
             check_threads(seat)
             return False
         for index in () if seat.settled(units) else seat.units:
@@ -221,6 +234,7 @@ class Streamer:
             self.recover()
         if self._adapters is not None:
             self._adapters.check()
+        self._settle_edits()
         discard_ended()  # another thread may have ended a pass that died in this one
         self._open = True
         self.files.check_unchanged()
@@ -316,6 +330,8 @@ class Streamer:
             self.prefetcher.start()
             self._settled = False
             self._hooks.attach_passes(self._begin, self._end)
+        if not self._held:
+            self._settle_edits()  # else the pass has looked for them when it began
         units = self.prefetcher.units
         changed = {i for i, unit in enumerate(units) if unit.plan is not plan.units[i]}
         for seat in self._seats:
@@ -323,6 +339,13 @@ class Streamer:
                 seat.evict()
         self.prefetcher.resplit(plan.units, plan.slot_bytes)
         self._in_force, self._kept_old = plan, bool(self._held)
+
+    def _settle_edits(self) -> None:
+        """Weights that were changed meanwhile are nobody's but the user's."""
+        if self._edits is not None and self._edits.settle(self.prefetcher.units):
+            for index in self._hooks.sites():
+                if not self._seats[index].parameters:
+                    self._hooks.detach_site(index)
 
     def _drop_settled(self) -> None:
         """A site that is all resident and bound needs no hook any more."""

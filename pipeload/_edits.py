@@ -1,0 +1,77 @@
+"""Weights that somebody gives other values while they stream: left to them, or refused by name.
+
+What is written to an evicted weight is refused at once: see [Note: kinds of parameters] in the
+lower layer's _evicted.py. One that is there may be changed as on a plain model. It is not the
+checkpoint's from then on, so it is not evicted any more: its memory counts as the user's.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from pipeload.errors import UnsupportedOperationError
+from pipeload_hooks import is_placeholder
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import nn
+
+    from pipeload._seats import Seat
+    from pipeload._tables import TableSeat
+    from pipeload._unit import Unit
+
+_version = vars(torch._C.TensorBase)["_version"].__get__  # noqa: SLF001 - no instructions of Python
+
+
+class Edits:
+    """Knows, of all weights that are evicted now and then, how often each was changed."""
+
+    def __init__(self, seats: Sequence[Seat], tables: Sequence[TableSeat]) -> None:
+        owners: list[Seat | TableSeat] = [*seats, *tables]
+        self._seats, self._tables = seats, tables
+        self._parameters = {
+            id(p): (name, p) for owner in owners for name, p in owner.parameters.items()
+        }
+        self._watched = [parameter for _, parameter in self._parameters.values()]
+        self._known = self._versions()
+
+    def settle(self, units: Sequence[Unit]) -> bool:
+        """Leave what was changed to whoever did; to be called while no weight is in use.
+
+        Returns whether there was anything.
+
+        Raises:
+            UnsupportedOperationError: what was written to a weight is gone, or cannot be left.
+        """
+        now = self._versions()
+        if now == self._known:
+            return False
+        for index, parameter in enumerate(self._watched):
+            if now[index] != self._known[index]:
+                self._leave(self._parameters[id(parameter)][0], parameter, units)
+                self._known[index] = now[index]
+        return True
+
+    def _versions(self) -> list[int]:
+        with torch._C.DisableTorchFunction():  # noqa: SLF001 - evicted ones would be asked one by one
+            return [*map(_version, self._watched)]
+
+    def _leave(self, name: str, parameter: nn.Parameter, units: Sequence[Unit]) -> None:
+        seats = [seat for seat in self._seats if name in seat.parameters]
+        with torch._C.DisableTorchFunction():  # noqa: SLF001 - see above
+            gone = is_placeholder(parameter)
+        if gone or any(seat.packed(name) for seat in seats):
+            raise UnsupportedOperationError(
+                f"the weight {name!r} was given other values while it streamed, and they are not "
+                "kept. Call handle.remove() to get the plain model back (pipeload.handle(model)"
+                ".remove()), change it there, and stream it again with pipeload.wrap(model, "
+                "memory_limit, spill_dir=FOLDER)."
+            )
+        for seat in seats:
+            seat.leave(name, units)
+        for table in self._tables:
+            if name in table.parameters:
+                table.leave(name)
