@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NoReturn
 from pipeload._calls import MERGING, has_all
 from pipeload._guards import forget
 from pipeload.errors import UnsupportedOperationError
-from pipeload_hooks import TreeWatch
+from pipeload_hooks import TreeWatch, is_placeholder
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -97,6 +97,8 @@ class Adapters:
 def _has_nan(parameter: nn.Parameter) -> bool:
     if parameter.is_meta or not parameter.is_floating_point() or not parameter.numel():
         return False
+    if is_placeholder(parameter):
+        return False  # of another model that streams, which is a part of this one
     return bool(parameter.detach().amax().isnan())  # takes no memory, unlike isnan().any()
 
 

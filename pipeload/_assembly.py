@@ -11,6 +11,7 @@ from pipeload._adapters import Adapters
 from pipeload._arena import DTYPES
 from pipeload._build import MAPPED, TABLE_KEEP_BYTES, Build
 from pipeload._copies import allow_copies
+from pipeload._edits import Edits
 from pipeload._first_pass import FirstPass
 from pipeload._handle import Handle
 from pipeload._home import Home
@@ -121,6 +122,8 @@ class Assembly:
             chunk_bytes=CHUNK_BYTES,
         )
         self._governor = target.governor(build, needs, hint, prefetcher.counters, pressure=pressure)
+        model = source.model
+        self._governor.name = f"{type(model).__name__} of {getattr(model, 'name_or_path', '')!r}"
         self._governor.join()
         self._read = _reader_of(target, places, plan.readers, files.stalls, self._governor)
         self._seats = self._make_seats()
@@ -215,10 +218,13 @@ class Assembly:
         weights = self._own_weights()
         undo = self._undo
         adapters = Adapters(model, root or model, weights, undo)
-        undo.append(partial(_disarm, self._streamer, [p for p, _ in self._filled.values()]))
-        for parameter, _ in self._filled.values():
+        parameters = [parameter for parameter, _ in self._filled.values()]
+        undo.append(partial(_make_plain, parameters))
+        for parameter in parameters:
             note_changes(parameter)
-        self._streamer.attach(modules, adapters)
+        edits = Edits(self._seats, self._streamer.tables, weights.own)
+        undo.append(edits.disarm)
+        self._streamer.attach(modules, adapters, edits)
         sites = [site.module for site in self._parts.sites]
         _guards.install(model, modules, sites, weights, undo)
         allow_copies(model, weights, undo)
@@ -244,9 +250,7 @@ class Assembly:
         return OwnWeights(own, hidden, self._read)
 
 
-def _disarm(streamer: Streamer, parameters: Sequence[nn.Parameter]) -> None:
-    """Make plain parameters of all."""
-    streamer.disarm()
+def _make_plain(parameters: Sequence[nn.Parameter]) -> None:
     for parameter in parameters:
         parameter.__class__ = plain_kind(parameter)
 

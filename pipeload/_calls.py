@@ -20,7 +20,7 @@ _OURS = ("pipeload", "pipeload_hooks")
 # Where packages are; torch may lie elsewhere than the rest.
 _PACKAGES = (sysconfig.get_path("purelib"), str(Path(torch.__file__).parent.parent))
 # Of the standard library, between a package's functions.
-_BETWEEN = frozenset({"contextlib", "functools", "copy", "pickle"})
+_BETWEEN = frozenset({"contextlib", "copy", "functools", "pickle", "typing_extensions"})
 
 
 def name_call(function: Callable[..., Any]) -> str:

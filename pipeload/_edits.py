@@ -11,14 +11,17 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from pipeload._arena import DTYPES
+from pipeload._compare import differing, no_conversion
 from pipeload.errors import UnsupportedOperationError
 from pipeload_hooks import is_placeholder
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from torch import nn
 
+    from pipeload._layout import Weight
     from pipeload._seats import Seat
     from pipeload._tables import TableSeat
     from pipeload._unit import Unit
@@ -29,12 +32,17 @@ _version = vars(torch._C.TensorBase)["_version"].__get__  # noqa: SLF001 - no in
 class Edits:
     """Knows, of all weights that are evicted now and then, how often each was changed."""
 
-    def __init__(self, seats: Sequence[Seat], tables: Sequence[TableSeat]) -> None:
+    def __init__(
+        self, seats: Sequence[Seat], tables: Sequence[TableSeat], weights: Mapping[int, Weight]
+    ) -> None:
+        """`weights` are those of the checkpoint, by the `id` of their parameter."""
         owners: list[Seat | TableSeat] = [*seats, *tables]
-        self._seats, self._tables = seats, tables
+        self._seats, self._tables, self._weights = seats, tables, weights
         self._parameters = {
             id(p): (name, p) for owner in owners for name, p in owner.parameters.items()
         }
+        for owner in owners:
+            owner.arm()
         self._watched = [parameter for _, parameter in self._parameters.values()]
         self._known = self._versions()
 
@@ -51,9 +59,31 @@ class Edits:
             return False
         for index, parameter in enumerate(self._watched):
             if now[index] != self._known[index]:
-                self._leave(self._parameters[id(parameter)][0], parameter, units)
+                name, _ = self._parameters[id(parameter)]
+                if not self._is_stored(parameter):
+                    self._leave(name, parameter, units)
                 self._known[index] = now[index]
         return True
+
+    def disarm(self) -> None:
+        """Look for nothing any more; all parameters are plain ones, whatever they hold."""
+        self._watched, self._known = [], []
+        for owner in (*self._seats, *self._tables):
+            owner.disarm()
+
+    def overlook(self) -> None:
+        """What was done to weights until now is no edit: modules that were added do such things."""
+        self._known = self._versions()
+
+    def _is_stored(self, parameter: nn.Parameter) -> bool:
+        """Whether it holds what the checkpoint does: it may have been copied onto itself."""
+        weight = self._weights[id(parameter)]
+        if is_placeholder(parameter) or weight.group is not None or weight.guarded:
+            return False
+        shown = {weight.name: parameter.detach()}
+        if parameter.shape != weight.shape or parameter.dtype != DTYPES[weight.dtype]:
+            return False
+        return next(differing({weight.name: weight}, shown, no_conversion, ()), None) is None
 
     def _versions(self) -> list[int]:
         with torch._C.DisableTorchFunction():  # noqa: SLF001 - evicted ones would be asked one by one
@@ -61,9 +91,7 @@ class Edits:
 
     def _leave(self, name: str, parameter: nn.Parameter, units: Sequence[Unit]) -> None:
         seats = [seat for seat in self._seats if name in seat.parameters]
-        with torch._C.DisableTorchFunction():  # noqa: SLF001 - see above
-            gone = is_placeholder(parameter)
-        if gone or any(seat.packed(name) for seat in seats):
+        if is_placeholder(parameter) or any(seat.packed(name) for seat in seats):
             raise UnsupportedOperationError(
                 f"the weight {name!r} was given other values while it streamed, and they are not "
                 "kept. Call handle.remove() to get the plain model back (pipeload.handle(model)"

@@ -10,6 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
+from torch import nn
 
 from pipeload._calls import called_by_adapter, name_call
 from pipeload.errors import UnsupportedOperationError
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
     import weakref
     from collections.abc import Callable, Collection, Mapping, MutableMapping
 
-    from torch import nn
     from typing_extensions import Self
 
     from pipeload._own_weights import OwnWeights
@@ -39,7 +39,7 @@ _CASTING = frozenset(
         torch.Tensor.half,
         torch.Tensor.double,
         torch.Tensor.bfloat16,
-        torch.Tensor.type,
+        torch.Tensor.type_as,
     }
 )
 
@@ -75,7 +75,7 @@ class OnDisk(torch.Tensor):
         if changes_nothing(func, args, kwargs):
             return args[0]
         name = next((found for found in _names(args)), None) or next(_names(kwargs.values()), "?")
-        refuse_use(func, name)
+        return refuse_use(func, name)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refuse to be pickled: torch.save would write placeholders."""
@@ -102,11 +102,12 @@ def _on_use(
         return OnDisk(parameter, name)
     if changes_nothing(func, args, kwargs):
         return parameter
-    if not _writes(func) and called_by_adapter():
-        # It is NaN, and so is what is made of it, which is looked for before the next pass.
+    as_another = func in _CASTING and args[0] is not parameter
+    if as_another or (called_by_adapter() and not _writes(func)):
+        # For an adapter it is NaN, and so is what it makes of it: looked for before the next pass.
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 - as torch does
             return func(*args, **kwargs)
-    refuse_use(func, name)
+    return refuse_use(func, name)
 
 
 def changes_nothing(
@@ -115,11 +116,16 @@ def changes_nothing(
     """Whether a weight would be given what it has, or be cast to what it is."""
     first, *others = args
     if func in _GIVING and others:
-        return others[0] is first or getattr(others[0], "stands_for", None) == id(first)
-    if func not in _CASTING:
+        return shows(others[0], first)
+    if func not in _CASTING or not isinstance(first, (OnDisk, nn.Parameter)):
         return False
     sample = torch.empty(0, dtype=first.dtype, device=first.device)
     return func(sample, *others, **kwargs) is sample
+
+
+def shows(value: object, parameter: object) -> bool:
+    """Whether it is the parameter, or stands for it."""
+    return value is parameter or getattr(value, "stands_for", None) == id(parameter)
 
 
 def _writes(func: Callable[..., Any]) -> bool:

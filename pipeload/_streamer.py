@@ -8,7 +8,6 @@ import time
 import weakref
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from pipeload._edits import Edits
 from pipeload._hooking import Hooks
 from pipeload._passlog import PassLog
 from pipeload._refusals import (
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from pipeload._adapters import Adapters
+    from pipeload._edits import Edits
     from pipeload._governor import Governor
     from pipeload._layout import Weight
     from pipeload._plan import Plan
@@ -92,12 +92,9 @@ class Streamer:
         self._kept_old = False
         """Units that were in use then keep and stream what they did before."""
 
-    def attach(self, pass_modules: Sequence[nn.Module], adapters: Adapters) -> None:
+    def attach(self, pass_modules: Sequence[nn.Module], adapters: Adapters, edits: Edits) -> None:
         """Put the hooks on: around every site, and around every module a pass may begin at."""
-        self._adapters = adapters
-        for owner in (*self._seats, *self.tables):
-            owner.arm()
-        self._edits = Edits(self._seats, self.tables)
+        self._adapters, self._edits = adapters, edits
         self._look_out()
         self._hooks = Hooks(self._seats, self.tables, pass_modules)
         self._hooks.attach_sites(self)
@@ -106,12 +103,6 @@ class Streamer:
     def detach(self) -> None:
         """Take all hooks off. The weights stay as they are."""
         self._hooks.detach()
-
-    def disarm(self) -> None:
-        """Have parameters be plain ones, whatever they hold."""
-        self._edits = None
-        for owner in (*self._seats, *self.tables):
-            owner.disarm()
 
     @property
     def hooked_sites(self) -> int:
@@ -280,6 +271,7 @@ class Streamer:
             self.recover()  # an exception that somebody caught inside the pass
         self._alone = None
         self._open = False
+        self._overlook()
         if self._kept_old:
             self._in_force = None  # units that were in use then have not followed
         self.governor.after_pass()
@@ -299,6 +291,7 @@ class Streamer:
                 restore_split(module)
         for table in self.tables:
             table.unbind()
+        self._overlook()
         self._held.clear()
         self._inside.clear()
         self._alone = None
@@ -346,6 +339,11 @@ class Streamer:
             for index in self._hooks.sites():
                 if not self._seats[index].parameters:
                     self._hooks.detach_site(index)
+
+    def _overlook(self) -> None:
+        """What added modules do to weights while they run, they undo."""
+        if self._edits is not None and self._adapted:
+            self._edits.overlook()
 
     def _drop_settled(self) -> None:
         """A site that is all resident and bound needs no hook any more."""

@@ -60,6 +60,12 @@ BESIDE = HARMLESS | {
     torch.is_complex,
     torch.is_floating_point,
     torch.numel,
+    torch.empty_like,
+    torch.full_like,
+    torch.ones_like,
+    torch.rand_like,
+    torch.randn_like,
+    torch.zeros_like,
 }
 
 
