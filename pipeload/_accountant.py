@@ -192,9 +192,9 @@ class Accountant:
         if not held:
             return ""
         return (
-            f" Of that, models that stream in this process hold weights: {', '.join(sorted(held))}. "
-            "One that is not needed goes with the last reference to it: del model before this call, "
-            "or pipeload.handle(model).remove() for a plain model that is mapped."
+            f" Of that, weights of models that stream here already: {', '.join(sorted(held))}. "
+            "One that is not needed goes with the last reference to it: del model before this "
+            "call. pipeload.handle(model).remove() makes a plain one of it, mapped where it can be."
         )
 
     def untouched_bytes(self) -> int:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -62,6 +63,12 @@ def called_by_adapter() -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+def makes_parameter() -> bool:
+    """Whether it is the constructor of a parameter that made this call."""
+    frame = _first_of_others()
+    return frame is not None and frame.f_code is nn.Parameter.__new__.__code__
 
 
 def _first_of_others() -> FrameType | None:

@@ -68,8 +68,10 @@ class Edits:
     def disarm(self) -> None:
         """Look for nothing any more; all parameters are plain ones, whatever they hold."""
         self._watched, self._known = [], []
-        for owner in (*self._seats, *self._tables):
-            owner.disarm()
+        for seat in self._seats:
+            seat.disarm()
+        for table in self._tables:
+            table.disarm()
 
     def overlook(self) -> None:
         """What was done to weights until now is no edit: modules that were added do such things."""

@@ -186,8 +186,8 @@ def _load_guard(weights: OwnWeights) -> Callable[..., None]:
                 continue
             if not _equal(given, parameter, weight, weights):
                 raise UnsupportedOperationError(
-                    f"load_state_dict() cannot change the weight {name!r}: it comes from the "
-                    f"checkpoint on disk. {_WAY_OUT}."
+                    f"load_state_dict() cannot change the weight {weight.name!r}: it comes from "
+                    f"the checkpoint on disk. {_WAY_OUT}."
                 )
             # Copying that does nothing, and does not count as a change.
             state[name] = parameter if assigned else OnDisk(parameter, name)

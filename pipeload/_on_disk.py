@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import nn
 
-from pipeload._calls import called_by_adapter, name_call
+from pipeload._calls import called_by_adapter, makes_parameter, name_call
 from pipeload.errors import UnsupportedOperationError
 from pipeload_hooks import BESIDE, placeholder
 
@@ -98,7 +98,7 @@ def _on_use(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
 ) -> Any:
-    if func in _SHOWING:
+    if func in _SHOWING and not makes_parameter():
         return OnDisk(parameter, name)
     if changes_nothing(func, args, kwargs):
         return parameter

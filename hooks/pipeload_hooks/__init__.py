@@ -20,7 +20,7 @@ from pipeload_hooks._binding import (
     unbind,
 )
 from pipeload_hooks._blocks import Block, find_blocks
-from pipeload_hooks._evicted import BESIDE, HARMLESS, OnUse, note_changes, plain_kind
+from pipeload_hooks._evicted import BESIDE, OnUse, note_changes, plain_kind
 from pipeload_hooks._growth import TreeWatch
 from pipeload_hooks._lookup import takes_ids
 from pipeload_hooks._passes import PassGate
@@ -32,7 +32,6 @@ from pipeload_hooks._watch import EvictedWeightWatch, discard_ended
 
 __all__ = [
     "BESIDE",
-    "HARMLESS",
     "Attachment",
     "Binding",
     "Block",

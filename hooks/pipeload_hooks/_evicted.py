@@ -10,6 +10,7 @@ with. While a parameter is bound for one run only it is a plain one: that must c
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -38,9 +39,10 @@ HARMLESS = frozenset(
     }
 )
 _SETTINGS = ("requires_grad", "grad")
-_MORE_METADATA = ("itemsize", "nbytes", "is_leaf", "grad_fn", "is_sparse", "is_quantized")
-_MORE_METADATA += ("_version", "_backward_hooks", "is_cpu", "is_cuda", "is_xpu", "is_mps")
-# Of no use to a computation, so that the watch of a pass need not know them.
+_MORE_METADATA = (
+    *("itemsize", "nbytes", "is_leaf", "grad_fn", "is_sparse", "is_quantized"),
+    *("_version", "_backward_hooks", "is_cpu", "is_cuda", "is_xpu", "is_mps"),
+)
 BESIDE = HARMLESS | {
     *(vars(torch._C.TensorBase)[name].__set__ for name in _SETTINGS),
     *(vars(torch._C.TensorBase)[name].__get__ for name in _MORE_METADATA),
@@ -67,6 +69,7 @@ BESIDE = HARMLESS | {
     torch.randn_like,
     torch.zeros_like,
 }
+"""More of the kind, which are asked between passes rather than in one."""
 
 
 class Kind:
@@ -112,10 +115,21 @@ class Resident(Kind, nn.Parameter):
         """Make a plain one: libraries call the class of a parameter to make another."""
         return nn.Parameter(*args, **kwargs)
 
+    def detach(self) -> torch.Tensor:
+        """As of any other; its constructor wants one of the same class back."""
+        made = super().detach()
+        if sys._getframe(1).f_code is nn.Parameter.__new__.__code__:
+            made.__class__ = Resident
+        return made
+
+    def __repr__(self) -> str:
+        """As of a plain one."""
+        return repr(nn.Parameter(super().detach(), self.requires_grad))
+
     @property
     def data(self) -> torch.Tensor:
         """As of any other, but changes of it count as the parameter's."""
-        return self.detach()
+        return super().detach()
 
     @data.setter
     def data(self, values: torch.Tensor) -> None:
