@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 
 from pipeload._arena import DTYPES
 from pipeload._compare import differing, no_conversion
@@ -18,8 +19,6 @@ from pipeload_hooks import is_placeholder
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-
-    from torch import nn
 
     from pipeload._layout import Weight
     from pipeload._seats import Seat
@@ -46,10 +45,10 @@ class Edits:
         self._watched = [parameter for _, parameter in self._parameters.values()]
         self._known = self._versions()
 
-    def settle(self, units: Sequence[Unit]) -> bool:
+    def settle(self, units: Sequence[Unit], *, last: bool = False) -> bool:
         """Leave what was changed to whoever did; to be called while no weight is in use.
 
-        Returns whether there was anything.
+        Returns whether there was anything. `last`: streaming ends, so nothing is refused.
 
         Raises:
             UnsupportedOperationError: what was written to a weight is gone, or cannot be left.
@@ -61,7 +60,7 @@ class Edits:
             if now[index] != self._known[index]:
                 name, _ = self._parameters[id(parameter)]
                 if not self._is_stored(parameter):
-                    self._leave(name, parameter, units)
+                    self._leave(name, parameter, units, last=last)
                 self._known[index] = now[index]
         return True
 
@@ -80,6 +79,8 @@ class Edits:
     def _is_stored(self, parameter: nn.Parameter) -> bool:
         """Whether it holds what the checkpoint does: it may have been copied onto itself."""
         weight = self._weights[id(parameter)]
+        if type(parameter) is nn.Parameter:
+            return False  # somebody has taken it: see [Note: kinds of parameters]
         if is_placeholder(parameter) or weight.group is not None or weight.guarded:
             return False
         shown = {weight.name: parameter.detach()}
@@ -91,9 +92,13 @@ class Edits:
         with torch._C.DisableTorchFunction():  # noqa: SLF001 - evicted ones would be asked one by one
             return [*map(_version, self._watched)]
 
-    def _leave(self, name: str, parameter: nn.Parameter, units: Sequence[Unit]) -> None:
+    def _leave(
+        self, name: str, parameter: nn.Parameter, units: Sequence[Unit], *, last: bool
+    ) -> None:
         seats = [seat for seat in self._seats if name in seat.parameters]
         if is_placeholder(parameter) or any(seat.packed(name) for seat in seats):
+            if last:
+                return
             raise UnsupportedOperationError(
                 f"the weight {name!r} was given other values while it streamed, and they are not "
                 "kept. Call handle.remove() to get the plain model back (pipeload.handle(model)"

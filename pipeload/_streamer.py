@@ -281,6 +281,12 @@ class Streamer:
             self.log.end()
             self._drop_settled()
 
+    def rest(self) -> None:
+        """Be done with all weights, before somebody puts others in their place."""
+        if self._edits is not None:
+            self._edits.settle(self.prefetcher.units, last=True)
+        self.recover()
+
     def recover(self) -> None:
         """Give back what a pass that died was holding; the next pass starts clean."""
         if self._watch is not None:

@@ -71,6 +71,7 @@ class TableSeat:
         """Never again touch it: whoever changed it has all of it in memory."""
         self.detach()
         self._modules.clear()
+        self._pairs.clear()
         self._binding.forget(name)
 
     @property

@@ -116,10 +116,11 @@ class Resident(Kind, nn.Parameter):
         return nn.Parameter(*args, **kwargs)
 
     def detach(self) -> torch.Tensor:
-        """As of any other; its constructor wants one of the same class back."""
+        """As of any other. Another parameter that is made of it takes it: it shares its memory."""
         made = super().detach()
         if sys._getframe(1).f_code is nn.Parameter.__new__.__code__:
-            made.__class__ = Resident
+            self._take()
+            made.__class__ = nn.Parameter  # the constructor wants one of the same class back
         return made
 
     def __repr__(self) -> str:
@@ -133,9 +134,13 @@ class Resident(Kind, nn.Parameter):
 
     @data.setter
     def data(self, values: torch.Tensor) -> None:
+        self._take()
+        self.data = values
+
+    def _take(self) -> None:
+        """Make a plain one of it, which counts as changed."""
         parameter: Any = self
         parameter.__class__ = nn.Parameter
-        parameter.data = values
         torch.autograd.graph.increment_version(parameter)
 
 
