@@ -28,8 +28,9 @@ if TYPE_CHECKING:
 class Client(Protocol):
     """A streamed model, as the accountant sees it. All sizes in bytes."""
 
-    name: str
-    """What it is called in errors."""
+    @property
+    def name(self) -> str:
+        """What it is called in errors."""
 
     def held_bytes(self) -> int:
         """Its weights and buffers in memory now."""

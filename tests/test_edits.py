@@ -8,10 +8,10 @@ import io
 import re
 from typing import TYPE_CHECKING, Any
 
-import accelerate
+import accelerate  # type: ignore[import-untyped]
 import pytest
 import torch
-from accelerate.utils import align_module_device
+from accelerate.utils import align_module_device  # type: ignore[import-untyped]
 from safetensors.torch import save_model
 from torch import nn
 from torch.nn.utils import parametrizations, prune
@@ -173,7 +173,7 @@ def test_edited(state: str, target: str, tiny: TinyCheckpoint) -> None:
 @pytest.mark.parametrize("spare", [0, ENOUGH])
 def test_quantised(method: str, spare: int, tmp_path: Path) -> None:
     """As on a plain one, or refused by name: at once, or before it would be lost."""
-    config = tiny_config("llama", hidden_size=192, intermediate_size=256)
+    config: Any = tiny_config("llama", hidden_size=192, intermediate_size=256)
     LlamaForCausalLM(config).save_pretrained(tmp_path / "source")
     folder = pipeload.quantize(tmp_path / "source", tmp_path / "made", method=method)
     plain = load_plain(folder)
@@ -300,8 +300,9 @@ def test_loaded_again(tiny: TinyCheckpoint) -> None:
     folder = tiny("llama")
     with steady_floor():
         limit = smallest_limit(folder, dtype="auto")
-        model = pipeload.from_pretrained(folder, dtype="auto", memory_limit=limit)
+        first = pipeload.from_pretrained(folder, dtype="auto", memory_limit=limit)
         with pytest.raises(
             pipeload.MemoryLimitError, match=r"LlamaForCausalLM of '.*' \(.*B\)\. .*del model"
         ):
             pipeload.from_pretrained(folder, dtype="auto", memory_limit=limit)
+    assert not first.pipeload.removed

@@ -123,7 +123,7 @@ class Resident(Kind, nn.Parameter):
             made.__class__ = nn.Parameter  # the constructor wants one of the same class back
         return made
 
-    def __repr__(self) -> str:
+    def __repr__(self) -> str:  # type: ignore[override]
         """As of a plain one."""
         return repr(nn.Parameter(super().detach(), self.requires_grad))
 
