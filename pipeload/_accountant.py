@@ -28,6 +28,10 @@ if TYPE_CHECKING:
 class Client(Protocol):
     """A streamed model, as the accountant sees it. All sizes in bytes."""
 
+    @property
+    def name(self) -> str:
+        """What it is called in errors."""
+
     def held_bytes(self) -> int:
         """Its weights and buffers in memory now."""
 
@@ -182,6 +186,17 @@ class Accountant:
             if other is not client and given < nbytes and other.shrink(before - nbytes + given):
                 given += before - other.budget
         return given
+
+    def name_holders(self) -> str:
+        """A sentence about who streams in this process and what they hold; empty if nobody does."""
+        held = [f"{client.name} ({format_size(client.held_bytes())})" for client in self.clients]
+        if not held:
+            return ""
+        return (
+            f" Of that, weights of models that stream here already: {', '.join(sorted(held))}. "
+            "One that is not needed goes with the last reference to it: del model before this "
+            "call. pipeload.handle(model).remove() makes a plain one of it, mapped where it can be."
+        )
 
     def untouched_bytes(self) -> int:
         """What models may come to hold and do not hold yet."""

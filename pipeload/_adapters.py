@@ -10,21 +10,18 @@ import weakref
 from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
+from pipeload._calls import MERGING, has_all
 from pipeload._guards import forget
 from pipeload.errors import UnsupportedOperationError
-from pipeload_hooks import TreeWatch
+from pipeload_hooks import TreeWatch, is_placeholder
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
+    from collections.abc import Callable
 
     from torch import nn
 
     from pipeload._own_weights import OwnWeights
-    from pipeload._seats import Seat
 
-# Of a layer, and of the module around the whole model. The second of each pair tells such a module
-# from one that merges something else.
-_MERGING = (("merge", "unmerge"), ("merge_adapter", "unmerge_adapter"))
 _ALL_AT_ONCE = "merge_and_unload"
 
 
@@ -36,7 +33,6 @@ class Adapters:
         model: nn.Module,
         root: nn.Module,
         weights: OwnWeights,
-        seats: Sequence[Seat],
         undo: list[Callable[[], None]],
     ) -> None:
         """Look at `root`, and from now on at whatever is added to `model`, which is inside.
@@ -47,7 +43,7 @@ class Adapters:
         """Whether there may be any: what a pass reads then depends on which are active."""
         self._unchecked = True
         self._model = weakref.ref(model)
-        self._own, self._seats = weights.own, seats
+        self._own = weights.own
         self._undo: list[Callable[[], None]] = []
         self._tree: TreeWatch | None = None
         undo.append(self.remove)
@@ -59,20 +55,11 @@ class Adapters:
         """Look at what is new since the last time. To be called before a pass.
 
         Raises:
-            UnsupportedOperationError: it was computed from weights that were on disk, or weights
-                were given other values.
+            UnsupportedOperationError: it was computed from weights that were on disk.
         """
         model = self._model()
         if not (self.present and self._unchecked) or model is None:
             return
-        for seat in self._seats:
-            if (name := seat.changed()) is not None:
-                raise UnsupportedOperationError(
-                    f"the weight {name!r} was given other values, but it is streamed from disk. "
-                    "handle.remove() brings the checkpoint's back (pipeload.handle(model)"
-                    ".remove()); make adapters that change weights on the plain model, and stream "
-                    "it with pipeload.wrap(model, spill_dir=FOLDER)."
-                )
         for name, parameter in model.named_parameters():
             if id(parameter) not in self._own and _has_nan(parameter):
                 raise UnsupportedOperationError(
@@ -87,7 +74,6 @@ class Adapters:
         """Allow everything again."""
         if self._tree is not None:
             self._tree.close()
-        self._seats = ()  # they hold the memory that streaming took
         while self._undo:
             self._undo.pop()()
 
@@ -97,25 +83,22 @@ class Adapters:
         self._meet(module)
 
     def _meet(self, module: nn.Module) -> None:
-        names = [name for pair in _MERGING for name in pair if _has_all(module, pair)]
+        names = [name for pair in MERGING for name in pair if has_all(module, pair)]
         if not names:
             return
         self.present = True
-        if _has_all(module, (_ALL_AT_ONCE,)):
+        if has_all(module, (_ALL_AT_ONCE,)):
             names.append(_ALL_AT_ONCE)
         for name in names:
             self._undo.append(partial(forget, weakref.ref(module), name))
             object.__setattr__(module, name, partial(_refuse_merging, name))
 
 
-def _has_all(module: nn.Module, names: Collection[str]) -> bool:
-    # Of the class: an adapter's model hands on what it does not know to the model inside.
-    return all(callable(getattr(type(module), name, None)) for name in names)
-
-
 def _has_nan(parameter: nn.Parameter) -> bool:
     if parameter.is_meta or not parameter.is_floating_point() or not parameter.numel():
         return False
+    if is_placeholder(parameter):
+        return False  # of another model that streams, which is a part of this one
     return bool(parameter.detach().amax().isnan())  # takes no memory, unlike isnan().any()
 
 

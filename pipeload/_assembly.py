@@ -11,6 +11,7 @@ from pipeload._adapters import Adapters
 from pipeload._arena import DTYPES
 from pipeload._build import MAPPED, TABLE_KEEP_BYTES, Build
 from pipeload._copies import allow_copies
+from pipeload._edits import Edits
 from pipeload._first_pass import FirstPass
 from pipeload._handle import Handle
 from pipeload._home import Home
@@ -26,7 +27,15 @@ from pipeload._rows import RowTable
 from pipeload._streamer import Streamer
 from pipeload._tables import TableSeat
 from pipeload._unit import Unit
-from pipeload_hooks import Binding, bind, placeholder, put_parameter, set_parameter
+from pipeload_hooks import (
+    Binding,
+    bind,
+    note_changes,
+    placeholder,
+    plain_kind,
+    put_parameter,
+    set_parameter,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -112,6 +121,8 @@ class Assembly:
             chunk_bytes=CHUNK_BYTES,
         )
         self._governor = target.governor(build, needs, hint, prefetcher.counters, pressure=pressure)
+        model = source.model
+        self._governor.name = f"{type(model).__name__} of {getattr(model, 'name_or_path', '')!r}"
         self._governor.join()
         self._read = _reader_of(target, places, plan.readers, files.stalls, self._governor)
         self._seats = self._make_seats()
@@ -205,8 +216,14 @@ class Assembly:
         modules = _transformers.pretrained_modules(model)
         weights = self._own_weights()
         undo = self._undo
-        adapters = Adapters(model, root or model, weights, self._seats, undo)
-        self._streamer.attach(modules, adapters)
+        adapters = Adapters(model, root or model, weights, undo)
+        parameters = [parameter for parameter, _ in self._filled.values()]
+        undo.append(partial(_make_plain, parameters))
+        for parameter in parameters:
+            note_changes(parameter)
+        edits = Edits(self._seats, self._streamer.tables, weights.own)
+        undo.append(edits.disarm)
+        self._streamer.attach(modules, adapters, edits)
         sites = [site.module for site in self._parts.sites]
         _guards.install(model, modules, sites, weights, undo)
         allow_copies(model, weights, undo)
@@ -230,6 +247,11 @@ class Assembly:
         own = {id(parameter): weight for parameter, weight in self._filled.values()}
         hidden = {k: w for k, w in own.items() if w.name in moving or w.guarded}
         return OwnWeights(own, hidden, self._read)
+
+
+def _make_plain(parameters: Sequence[nn.Parameter]) -> None:
+    for parameter in parameters:
+        parameter.__class__ = plain_kind(parameter)
 
 
 def _stamps(weights: list[Weight]) -> dict[Path, tuple[int, int]]:

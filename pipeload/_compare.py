@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,6 +20,11 @@ if TYPE_CHECKING:
 
 _CHUNK_BYTES = 16 << 20
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def no_conversion(*_: object) -> Any:
+    """For weights that are stored as they are."""
+    raise AssertionError("nothing is converted")
 
 
 def differing(

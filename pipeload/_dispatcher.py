@@ -306,7 +306,7 @@ class Dispatcher:
         if load.error is not None:
             self._give_slot_back(unit)
             for place in unit.home.unread:
-                place.drop()  # half filled, and not counted any more
+                unit.home.drop(place)  # half filled, and not counted any more
                 self.counters.resident_bytes -= place.nbytes
             unit.state, unit.failed = UnitState.ON_DISK, True
             if ticket is not None:

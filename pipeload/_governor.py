@@ -54,6 +54,8 @@ _SMALLEST_CHUNK = 16  # tokens: each chunk reads the whole model
 class Governor:
     """One model's budget for residents and buffers, in bytes."""
 
+    name = "a model"
+
     def __init__(
         self,
         build: Build,

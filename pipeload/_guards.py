@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import nn
 
-from pipeload._on_disk import Hide, save_hidden
+from pipeload._on_disk import Hide, OnDisk, save_hidden, shows
 from pipeload.errors import UnsupportedModelError, UnsupportedOperationError
 
 if TYPE_CHECKING:
@@ -47,6 +47,8 @@ def install(
     for module in model.modules():
         # By the owners: every route to a state dict passes through their own.
         mine = weights.hidden_of(module)
+        if mine:
+            undo.append(module.register_load_state_dict_pre_hook(refuse_load).remove)
         if any(weight.guarded for weight in mine):
             undo.append(_override(module, "_save_to_state_dict", partial(save_hidden, weights)))
         elif mine:
@@ -130,6 +132,27 @@ def _refusal(what: str) -> Callable[[weakref.ref[nn.Module]], Callable[..., NoRe
     return make
 
 
+def _resize(reference: weakref.ref[nn.Module]) -> Callable[..., object]:
+    """Leaves a table of the size that is asked for as it is, and refuses any other."""
+
+    def guarded(
+        new_num_tokens: int | None = None,
+        pad_to_multiple_of: int | None = None,
+        mean_resizing: bool = True,
+    ) -> object:
+        module: Any = reference()
+        table = module.get_input_embeddings()
+        rows = table.weight.shape[0]
+        wanted = rows if new_num_tokens is None else new_num_tokens
+        wanted += -wanted % (pad_to_multiple_of or 1)
+        if wanted != rows:
+            # It would copy rows that are on disk, and make new ones from their mean.
+            _refusal("resize_token_embeddings() would copy weights that are on disk.")(reference)()
+        return table
+
+    return guarded
+
+
 _OVERRIDES: dict[str, Callable[[weakref.ref[nn.Module]], Any]] = {
     "_apply": _apply,
     "share_memory": _refusal("share_memory() needs all weights in memory."),
@@ -137,10 +160,7 @@ _OVERRIDES: dict[str, Callable[[weakref.ref[nn.Module]], Any]] = {
         "save_pretrained() would write placeholders instead of weights. The checkpoint on disk is "
         "unchanged: copy it."
     ),
-    # It copies rows that are on disk, and makes new ones from their mean: silently NaN, or others.
-    "resize_token_embeddings": _refusal(
-        "resize_token_embeddings() would copy weights that are on disk."
-    ),
+    "resize_token_embeddings": _resize,
     "compile": _refusal("compile() cannot trace weights that come and go."),
     "__deepcopy__": _refusal(
         "A streamed model cannot be copied: its weights are on disk. Load it twice instead."
@@ -155,18 +175,22 @@ def _load_guard(weights: OwnWeights) -> Callable[..., None]:
     Saved adapters hold weights of the checkpoint, too, where they adapt embeddings or a head.
     """
 
-    def check(module: nn.Module, state: dict[str, Any], prefix: str, *_rest: object) -> None:
+    def check(
+        module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any, *_rest: object
+    ) -> None:
+        assigned = metadata.get("assign_to_params_buffers", False)
         for name, parameter in module.named_parameters(prefix.rstrip("."), remove_duplicate=False):
             weight = weights.own.get(id(parameter))
             given = state.get(name)
-            if weight is None or given is None or given is parameter:
+            if weight is None or given is None or shows(given, parameter):
                 continue
             if not _equal(given, parameter, weight, weights):
                 raise UnsupportedOperationError(
-                    f"load_state_dict() cannot change the weight {name!r}: it comes from the "
-                    f"checkpoint on disk. {_WAY_OUT}."
+                    f"load_state_dict() cannot change the weight {weight.name!r}: it comes from "
+                    f"the checkpoint on disk. {_WAY_OUT}."
                 )
-            state[name] = parameter  # copying it onto itself does nothing
+            # Copying that does nothing, and does not count as a change.
+            state[name] = parameter if assigned else OnDisk(parameter, name)
 
     return check
 
@@ -177,5 +201,5 @@ def _equal(given: object, parameter: nn.Parameter, weight: Weight, weights: OwnW
         and given.shape == parameter.shape
         and not given.is_meta
         and weights.readable(weight)
-        and torch.equal(given.to(parameter), weights.read(weight))
+        and torch.equal(given.to(parameter.device, parameter.dtype), weights.read(weight))
     )

@@ -26,18 +26,31 @@ class Home:
         self._places: dict[str, Place] = {}
         self._read: set[str] = set()
         self._views: dict[str, torch.Tensor] = {}
+        self._left: set[str] = set()
         self.keep(layouts)
 
     def keep(self, layouts: Iterable[Layout]) -> None:
         """Keep exactly these; memory of what leaves goes back to the system."""
         wanted = {layout.weights[0].name: layout for layout in layouts}
         for name in [name for name in self._places if name not in wanted]:
-            self._places.pop(name).drop()
+            self.drop(self._places.pop(name))
             self._read.discard(name)
         for name, layout in wanted.items():
             if name not in self._places:
                 self._places[name] = self._make(layout)
         self._show()
+
+    def leave(self, name: str | None) -> None:
+        """Never take the memory of that weight, or of any if None: somebody else shows it, too.
+
+        Called by the model's thread before it has anything dropped.
+        """
+        self._left |= {*self._views} if name is None else {name}
+
+    def drop(self, place: Place) -> None:
+        """Give the memory of a place back, if it is not left to somebody."""
+        if self._left.isdisjoint(place.views):
+            place.drop()
 
     def _show(self) -> None:
         self._views = {

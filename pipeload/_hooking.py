@@ -56,7 +56,7 @@ class Hooks:
         hooked = set(self._attachment.sites())
         for index, seat in enumerate(self._seats):
             module = seat.module()
-            if index in hooked or module is None:
+            if index in hooked or module is None or not seat.parameters:
                 continue
             if seat.whole is not None and isinstance(module, nn.Linear):
                 self._attachment.add(index, *attach_split(module, index, source))

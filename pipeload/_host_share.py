@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 class Owner(Protocol):
     """Whose host memory it is."""
 
+    name: str
     device_plan: DevicePlan
     """What is to be kept and streamed."""
     hosting: Hosting
@@ -47,6 +48,11 @@ class HostShare:
         governor = self._owner()
         assert governor is not None  # noqa: S101 - it holds this
         return governor
+
+    @property
+    def name(self) -> str:
+        """The owner's."""
+        return self._governor.name
 
     @property
     def plan(self) -> DevicePlan:

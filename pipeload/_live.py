@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from pipeload._arena import DTYPE_CODES
-from pipeload._compare import differing
+from pipeload._compare import differing, no_conversion
 from pipeload._layout import Weight
 from pipeload._sites import ADAPTED
 from pipeload._spill import Spill
@@ -59,7 +59,7 @@ class Live:
 def match(model: Any, pending: PendingLoad | None) -> Live:
     """What of the model the checkpoint says it holds."""
     if pending is None:
-        return Live(model, {}, {}, (), _no_conversion)
+        return Live(model, {}, {}, (), no_conversion)
     stored = pending.weights()
     names = {_plain(name): name for name, _ in model.named_parameters()}
     live: dict[str, Weight] = {}
@@ -94,10 +94,6 @@ def _as_it_is(weight: Weight, name: str, parameter: nn.Parameter) -> Weight:
         shape=tuple(parameter.shape),
         nbytes=parameter.numel() * parameter.element_size(),
     )
-
-
-def _no_conversion(*_: object) -> Any:
-    raise AssertionError("nothing is converted without a checkpoint")
 
 
 def check_values(

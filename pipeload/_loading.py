@@ -175,7 +175,12 @@ def plan_beside_others(make: Callable[[], Build], device: Device | None) -> Buil
             given = asked.make_room((short, short), 0)
         if not given:
             break
-    return make()
+    try:
+        return make()
+    except MemoryLimitError as error:
+        if error.device is None:
+            error.args = (f"{error.args[0]}{ACCOUNTANT.name_holders()}",)
+        raise
 
 
 def plan_pending(pending: PendingLoad, needs: PassNeeds, request: Request) -> Build:

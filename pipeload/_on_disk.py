@@ -6,21 +6,42 @@ own entries. So there is one, and whatever reads a weight out of it that may be 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
+from torch import nn
 
+from pipeload._calls import called_by_adapter, makes_parameter, name_call
 from pipeload.errors import UnsupportedOperationError
-from pipeload_hooks import HARMLESS, placeholder
+from pipeload_hooks import BESIDE, placeholder
 
 if TYPE_CHECKING:
     import weakref
     from collections.abc import Callable, Collection, Mapping, MutableMapping
 
-    from torch import nn
     from typing_extensions import Self
 
     from pipeload._own_weights import OwnWeights
+    from pipeload_hooks import OnUse
+
+
+_DATA = vars(torch._C.TensorBase)["data"]  # noqa: SLF001 - where it is
+_SHOWING = frozenset({_DATA.__get__, torch.Tensor.detach})
+_GIVING = frozenset({_DATA.__set__, torch.Tensor.copy_})
+_WRITING = frozenset({"__set__", "__setitem__", "__setstate__"})
+_CASTING = frozenset(
+    {
+        torch.Tensor.to,
+        torch.Tensor.cpu,
+        torch.Tensor.cuda,
+        torch.Tensor.float,
+        torch.Tensor.half,
+        torch.Tensor.double,
+        torch.Tensor.bfloat16,
+        torch.Tensor.type_as,
+    }
+)
 
 
 class OnDisk(torch.Tensor):
@@ -28,12 +49,14 @@ class OnDisk(torch.Tensor):
 
     weight_name: str
     """Where it stands in the state dict."""
+    stands_for: int
+    """The `id` of the parameter."""
 
     def __new__(cls, weight: torch.Tensor, name: str) -> Self:
         """Stand for `weight`, whose values are not looked at."""
         shown = placeholder(weight.shape, weight.dtype, weight.device)
         self = torch.Tensor._make_subclass(cls, shown)  # noqa: SLF001 - torch's documented way
-        self.weight_name = name
+        self.weight_name, self.stands_for = name, id(weight)
         return self
 
     @classmethod
@@ -46,16 +69,13 @@ class OnDisk(torch.Tensor):
     ) -> Any:
         """Answer what a placeholder can; for anything else the values are needed."""
         kwargs = kwargs or {}
-        if func in HARMLESS:
+        if func in BESIDE:
             with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 - as torch does
                 return func(*args, **kwargs)
+        if changes_nothing(func, args, kwargs):
+            return args[0]
         name = next((found for found in _names(args)), None) or next(_names(kwargs.values()), "?")
-        raise UnsupportedOperationError(
-            f"{getattr(func, '__name__', func)}() needs the weight {name!r} of a state dict, which "
-            "is on disk: a streamed model's state dict has values of adapters alone. Call "
-            "handle.remove() first to get the plain model back (pipeload.handle(model).remove()), "
-            "or read or copy the checkpoint itself."
-        )
+        return refuse_use(func, name)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refuse to be pickled: torch.save would write placeholders."""
@@ -64,6 +84,64 @@ class OnDisk(torch.Tensor):
     def __repr__(self) -> str:  # type: ignore[override]
         """Not the values."""
         return f"OnDisk({self.weight_name!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
+
+
+def on_use_of(name: str) -> OnUse:
+    """What is to be done when somebody uses the weight of that name while it is evicted."""
+    return partial(_on_use, name)
+
+
+def _on_use(
+    name: str,
+    func: Callable[..., Any],
+    parameter: nn.Parameter,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> Any:
+    if func in _SHOWING and not makes_parameter():
+        return OnDisk(parameter, name)
+    if changes_nothing(func, args, kwargs):
+        return parameter
+    as_another = func in _CASTING and args[0] is not parameter
+    if as_another or (called_by_adapter() and not _writes(func)):
+        # For an adapter it is NaN, and so is what it makes of it: looked for before the next pass.
+        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 - as torch does
+            return func(*args, **kwargs)
+    return refuse_use(func, name)
+
+
+def changes_nothing(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> bool:
+    """Whether a weight would be given what it has, or be cast to what it is."""
+    first, *others = args
+    if func in _GIVING and others:
+        return shows(others[0], first)
+    if func not in _CASTING or not isinstance(first, (OnDisk, nn.Parameter)):
+        return False
+    sample = torch.empty(0, dtype=first.dtype, device=first.device)
+    return func(sample, *others, **kwargs) is sample
+
+
+def shows(value: object, parameter: object) -> bool:
+    """Whether it is the parameter, or stands for it."""
+    return value is parameter or getattr(value, "stands_for", None) == id(parameter)
+
+
+def _writes(func: Callable[..., Any]) -> bool:
+    name = getattr(func, "__name__", "")
+    return name in _WRITING or (name.endswith("_") and not name.endswith("__"))
+
+
+def refuse_use(func: Callable[..., Any], name: str) -> NoReturn:
+    """Say who needs what is on disk, and what to do."""
+    raise UnsupportedOperationError(
+        f"{name_call(func)} needs the weight {name!r}, which is on disk: of a streamed model it is "
+        "in memory only while its module runs. Call handle.remove() first to get the plain model "
+        "back (pipeload.handle(model).remove()); what is changed there is streamed again with "
+        "pipeload.wrap(model, memory_limit, spill_dir=FOLDER). Values alone can be read from, and "
+        "copied with, the checkpoint."
+    )
 
 
 def _names(values: Any) -> Any:

@@ -53,7 +53,7 @@ class Restorer:
             raise UnsupportedOperationError(
                 "remove() was called while a forward pass is running. Let it end first."
             )
-        self._streamer.recover()
+        self._streamer.rest()
         self._streamer.files.check_unchanged()
         made = self._make_converted()
         made.update(self._map_raw())

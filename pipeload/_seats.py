@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pipeload_hooks import Binding, bind, is_placeholder, unbind
+from pipeload._on_disk import on_use_of
+from pipeload_hooks import Binding, bind, bind_for_long, unbind
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -40,7 +41,8 @@ class Seat:
         self.whole = site.whole
         self.threads = torch.get_num_threads()
         """Those with which ranges of rows were found to be exact."""
-        self._binding = Binding(parameters, companions)
+        self._packed = frozenset(companions)
+        self._binding = Binding(parameters, companions, on_use_of)
         self._plan: UnitPlan | None = None
         self._resident: list[Bound] = []
         self._streamed: dict[int, list[Bound]] = {}
@@ -56,10 +58,10 @@ class Seat:
         if self._plan is not unit.plan:
             self.evict()
             self._resident = self._binding.pair(unit.home.views)
-            bind(self._resident)
+            bind_for_long(self._resident)
             self._plan = unit.plan
         elif self.shared:
-            bind(self._resident)  # the table has put its placeholder there since
+            bind_for_long(self._resident)  # the table has put its placeholder there since
         if unit.slot is not None:
             if unit.slot not in self._streamed:
                 self._streamed[unit.slot] = self._binding.pair(unit.slots[unit.slot].views)
@@ -70,7 +72,7 @@ class Seat:
         """All ranges of rows are there, one behind the other: have `show` make one tensor."""
         if not self._resident and self.whole is not None:
             self._resident = self._binding.pair({self.whole.name: show(self.whole)})
-        bind(self._resident)  # also when it was before: a table may share the parameter
+        bind_for_long(self._resident)  # also when it was before: a table may share the parameter
 
     def unbind(self) -> None:
         """Put placeholders into what was streamed; what is resident stays bound."""
@@ -84,16 +86,33 @@ class Seat:
         self._resident, self._passing = [], []
         self._streamed.clear()
 
-    def changed(self) -> str | None:
-        """The name of a parameter that holds neither its values nor its placeholder, if any."""
-        bound = {id(one.parameter): one.values for one in (*self._resident, *self._passing)}
-        for name, parameter in self.parameters.items():
-            values = bound.get(id(parameter))
-            if not is_placeholder(parameter) and (
-                values is None or parameter.data_ptr() != values.data_ptr()
-            ):
-                return name
-        return None
+    def arm(self) -> None:
+        """Have it seen from now on how parameters are used from outside."""
+        self._binding.arm()
+
+    def disarm(self) -> None:
+        """Have nothing seen any more, and nothing changed."""
+        self._binding.disarm()
+
+    def packed(self, name: str) -> bool:
+        """Whether that parameter is quantised."""
+        return name in self._packed
+
+    def leave(self, name: str, units: Sequence[Unit]) -> None:
+        """Never again touch that parameter, nor the memory that it shows. Nothing is passing."""
+        parameter = self.parameters[name]
+        self._binding.forget(name)
+        for index in self.units:
+            home = units[index].home
+            home.leave(name if self.whole is None else None)
+        self._resident = [one for one in self._resident if one.parameter is not parameter]
+        self._streamed.clear()
+
+    def replaced(self) -> bool:
+        """Whether the module computes with another weight than the one it had."""
+        module = self.module()
+        weight = None if module is None else module._parameters.get("weight")  # noqa: SLF001
+        return all(weight is not parameter for parameter in self.parameters.values())
 
     def settled(self, units: Sequence[Unit]) -> bool:
         """Whether everything is resident and bound, so that nothing is left to do for it."""

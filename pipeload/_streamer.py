@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from pipeload._adapters import Adapters
+    from pipeload._edits import Edits
     from pipeload._governor import Governor
     from pipeload._layout import Weight
     from pipeload._plan import Plan
@@ -82,6 +83,7 @@ class Streamer:
         self._known: set[Call] = set()
         """Calls that have been watched to their end."""
         self._hooks = Hooks(seats, tables, [])
+        self._edits: Edits | None = None
         self._settled = False
         self._waiting: set[int] = set()
         """Threads that wait at the start of a pass until others have ended theirs."""
@@ -90,9 +92,9 @@ class Streamer:
         self._kept_old = False
         """Units that were in use then keep and stream what they did before."""
 
-    def attach(self, pass_modules: Sequence[nn.Module], adapters: Adapters) -> None:
+    def attach(self, pass_modules: Sequence[nn.Module], adapters: Adapters, edits: Edits) -> None:
         """Put the hooks on: around every site, and around every module a pass may begin at."""
-        self._adapters = adapters
+        self._adapters, self._edits = adapters, edits
         self._look_out()
         self._hooks = Hooks(self._seats, self.tables, pass_modules)
         self._hooks.attach_sites(self)
@@ -133,6 +135,8 @@ class Streamer:
             seat.bind(units[index])
             return True
         if any(units[index].streams for index in seat.units):
+            if seat.replaced():
+                return True  # the weight is another's, and all there
             check_threads(seat)
             return False
         for index in () if seat.settled(units) else seat.units:
@@ -221,6 +225,7 @@ class Streamer:
             self.recover()
         if self._adapters is not None:
             self._adapters.check()
+        self._settle_edits()
         discard_ended()  # another thread may have ended a pass that died in this one
         self._open = True
         self.files.check_unchanged()
@@ -266,6 +271,7 @@ class Streamer:
             self.recover()  # an exception that somebody caught inside the pass
         self._alone = None
         self._open = False
+        self._overlook()
         if self._kept_old:
             self._in_force = None  # units that were in use then have not followed
         self.governor.after_pass()
@@ -274,6 +280,12 @@ class Streamer:
                 self._known.add(self._call)  # else it depends on which adapters are active
             self.log.end()
             self._drop_settled()
+
+    def rest(self) -> None:
+        """Be done with all weights, before somebody puts others in their place."""
+        if self._edits is not None:
+            self._edits.settle(self.prefetcher.units, last=True)
+        self.recover()
 
     def recover(self) -> None:
         """Give back what a pass that died was holding; the next pass starts clean."""
@@ -285,6 +297,7 @@ class Streamer:
                 restore_split(module)
         for table in self.tables:
             table.unbind()
+        self._overlook()
         self._held.clear()
         self._inside.clear()
         self._alone = None
@@ -316,6 +329,8 @@ class Streamer:
             self.prefetcher.start()
             self._settled = False
             self._hooks.attach_passes(self._begin, self._end)
+        if not self._held:
+            self._settle_edits()  # else the pass has looked for them when it began
         units = self.prefetcher.units
         changed = {i for i, unit in enumerate(units) if unit.plan is not plan.units[i]}
         for seat in self._seats:
@@ -323,6 +338,18 @@ class Streamer:
                 seat.evict()
         self.prefetcher.resplit(plan.units, plan.slot_bytes)
         self._in_force, self._kept_old = plan, bool(self._held)
+
+    def _settle_edits(self) -> None:
+        """Weights that were changed meanwhile are nobody's but the user's."""
+        if self._edits is not None and self._edits.settle(self.prefetcher.units):
+            for index in self._hooks.sites():
+                if not self._seats[index].parameters:
+                    self._hooks.detach_site(index)
+
+    def _overlook(self) -> None:
+        """What added modules do to weights while they run, they undo."""
+        if self._edits is not None and self._adapted:
+            self._edits.overlook()
 
     def _drop_settled(self) -> None:
         """A site that is all resident and bound needs no hook any more."""

@@ -14,9 +14,10 @@ import torch
 
 from pipeload._accountant import ACCOUNTANT
 from pipeload._memory import rss_bytes
+from pipeload._on_disk import on_use_of
 from pipeload._sizes import format_size
 from pipeload.errors import MemoryLimitError
-from pipeload_hooks import Binding, PassGate, attach_rows, bind, unbind
+from pipeload_hooks import Binding, PassGate, attach_rows, bind, bind_for_long, unbind
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -45,7 +46,7 @@ class TableSeat:
     ) -> None:
         self.table = table
         self.bytes_read = 0
-        self._binding = Binding({name: parameter})
+        self._binding = Binding({name: parameter}, on_use=on_use_of)
         self._pairs = self._binding.pair({name: table.view})
         self._modules = [weakref.ref(module) for module in modules]
         self._handles: list[RemovableHandle] = []
@@ -57,6 +58,21 @@ class TableSeat:
     def parameters(self) -> Mapping[str, nn.Parameter]:
         """The table's, by name."""
         return self._binding.parameters
+
+    def arm(self) -> None:
+        """Have it seen from now on how the table is used from outside."""
+        self._binding.arm()
+
+    def disarm(self) -> None:
+        """Have nothing seen any more, and nothing changed."""
+        self._binding.disarm()
+
+    def leave(self, name: str) -> None:
+        """Never again touch it: whoever changed it has all of it in memory."""
+        self.detach()
+        self._modules.clear()
+        self._pairs.clear()
+        self._binding.forget(name)
 
     @property
     def attached(self) -> bool:
@@ -78,7 +94,9 @@ class TableSeat:
         """Have the rows of `ids` read, and show them."""
         if not self._kept:
             self.bytes_read += self.table.fetch(ids)
-        bind(self._pairs)
+            bind(self._pairs)
+        else:
+            bind_for_long(self._pairs)
 
     def keep(self) -> None:
         """Have all rows read, and show them from now on: the model uses them as one matrix.
@@ -99,7 +117,7 @@ class TableSeat:
                 )
             self.bytes_read += self.table.fetch(torch.arange(view.shape[0]))
             self._kept = True
-        bind(self._pairs)
+        bind_for_long(self._pairs)
 
     def unbind(self) -> None:
         """Put the placeholder back, unless all is kept."""

@@ -19,6 +19,7 @@ FLOORS = (
     {
         "errors",
         "_advice",
+        "_calls",
         "_bitsandbytes_needs",
         "_counters",
         "_device",
@@ -110,7 +111,7 @@ FLOORS = (
         "_tables",
     },
     {"_prefetcher", "_bitsandbytes", "_reserve", "_sites", "_spill"},
-    {"_host_share", "_recipes"},
+    {"_edits", "_host_share", "_recipes"},
     {"_build", "_hooking", "_model_card", "_quantizer", "_refusals", "_shards", "_transformers"},
     {
         "_device_plan",
@@ -205,6 +206,7 @@ FILES_ON_THE_HOOKS = {
     "_bench_worker",
     "_bitsandbytes",
     "_device_restore",
+    "_edits",
     "_eval_progress",
     "_first_pass",
     "_hooking",

@@ -12,6 +12,7 @@ from pipeload_hooks._binding import (
     Bound,
     Companion,
     bind,
+    bind_for_long,
     is_placeholder,
     placeholder,
     put_parameter,
@@ -19,6 +20,7 @@ from pipeload_hooks._binding import (
     unbind,
 )
 from pipeload_hooks._blocks import Block, find_blocks
+from pipeload_hooks._evicted import BESIDE, OnUse, note_changes, plain_kind
 from pipeload_hooks._growth import TreeWatch
 from pipeload_hooks._lookup import takes_ids
 from pipeload_hooks._passes import PassGate
@@ -26,16 +28,17 @@ from pipeload_hooks._rows import RowSource, attach_rows
 from pipeload_hooks._source import WeightSource
 from pipeload_hooks._split import SplitSource, attach_split, can_split, restore_split
 from pipeload_hooks._usage import Usage, observe_usage
-from pipeload_hooks._watch import HARMLESS, EvictedWeightWatch, discard_ended
+from pipeload_hooks._watch import EvictedWeightWatch, discard_ended
 
 __all__ = [
-    "HARMLESS",
+    "BESIDE",
     "Attachment",
     "Binding",
     "Block",
     "Bound",
     "Companion",
     "EvictedWeightWatch",
+    "OnUse",
     "PassGate",
     "RowSource",
     "SplitSource",
@@ -46,13 +49,16 @@ __all__ = [
     "attach_rows",
     "attach_split",
     "bind",
+    "bind_for_long",
     "can_split",
     "discard_ended",
     "find_blocks",
     "inside_compiled_call",
     "is_placeholder",
+    "note_changes",
     "observe_usage",
     "placeholder",
+    "plain_kind",
     "put_parameter",
     "restore_split",
     "set_parameter",

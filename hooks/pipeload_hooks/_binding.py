@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import nn
 
+from pipeload_hooks._evicted import OnUse, evicted_kind, note_changes, plain_kind
+
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
 
 def placeholder(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -81,6 +83,9 @@ class Bound(NamedTuple):
     parameter: nn.Parameter | _Field
     values: torch.Tensor
     evicted: torch.Tensor | None
+    kind: type
+    """Its class while it holds values; see [Note: kinds of parameters] in _evicted.py."""
+    evicted_kind: type
 
 
 class Binding:
@@ -89,37 +94,72 @@ class Binding:
     It keeps the Parameter objects, not their names: adapters may move them to other modules.
     """
 
-    __slots__ = ("_companions", "_evicted", "parameters")
+    __slots__ = ("_companions", "_evicted", "_kinds", "_on_use", "parameters")
 
     def __init__(
         self,
         parameters: Mapping[str, nn.Parameter],
         companions: Mapping[str, Sequence[Companion]] | None = None,
+        on_use: Callable[[str], OnUse] | None = None,
     ) -> None:
-        """`companions` are what goes with a parameter, by its name."""
+        """`companions` are what goes with a parameter, by its name.
+
+        `on_use`, given that name, makes what is called when an evicted one is used, once `arm` was
+        called; without it they give NaN.
+        """
         self.parameters = dict(parameters)
         """By name."""
         self._companions = dict(companions or {})
         self._evicted = {
             name: placeholder(p.shape, p.dtype, p.device) for name, p in self.parameters.items()
         }
+        self._on_use = on_use
+        self._kinds = {name: plain_kind(p) for name, p in self.parameters.items()}
+
+    def arm(self) -> None:
+        """Report uses of what is evicted from now on, and count changes of what is not."""
+        for name, parameter in self.parameters.items():
+            if self._on_use is not None:
+                setattr(parameter, "on_use", self._on_use(name))  # noqa: B010 - of a class to come
+            if is_placeholder(parameter):
+                parameter.__class__ = self._evicted_kind(name)
+            else:
+                note_changes(parameter)
+
+    def disarm(self) -> None:
+        """Make plain parameters of them."""
+        for name in [*self.parameters]:
+            self.forget(name)
+
+    def forget(self, name: str) -> None:
+        """Leave a parameter as it is from now on, a plain one."""
+        parameter = self.parameters.pop(name)
+        parameter.__class__ = self._kinds[name]
+        vars(parameter).pop("on_use", None)
+
+    def _evicted_kind(self, name: str) -> type:
+        kind = self._kinds[name]
+        return kind if self._on_use is None else evicted_kind(kind)
 
     def pair(self, views: Mapping[str, torch.Tensor]) -> list[Bound]:
         """Prepare those parameters that `views` has values for."""
         pairs: list[Bound] = []
         for name, view in views.items():
             if name in self.parameters:
-                pairs.append(Bound(self.parameters[name], view, self._evicted[name]))
+                kinds = self._kinds[name], self._evicted_kind(name)
+                pairs.append(Bound(self.parameters[name], view, self._evicted[name], *kinds))
                 for one in self._companions.get(name, ()):
                     values = view if one.values is None else one.values
-                    pairs.append(Bound(_Field(one), values, None))
+                    pairs.append(Bound(_Field(one), values, None, _Field, _Field))
         return pairs
 
     def evict(self) -> None:
         """Put the placeholder into every parameter."""
         with torch._C.DisableTorchFunction():
             for name, parameter in self.parameters.items():
+                parameter.__class__ = self._kinds[name]
                 parameter.data = self._evicted[name]
+                parameter.__class__ = self._evicted_kind(name)
             for one in (one for several in self._companions.values() for one in several):
                 _Field(one).data = None
 
@@ -127,12 +167,22 @@ class Binding:
 def bind(pairs: Iterable[Bound]) -> None:
     """Give every parameter its values."""
     with torch._C.DisableTorchFunction():  # a watch of evicted weights has no say here
-        for parameter, values, _ in pairs:
+        for parameter, values, _, kind, _ in pairs:
+            parameter.__class__ = kind
             parameter.data = values
 
 
+def bind_for_long(pairs: Sequence[Bound]) -> None:
+    """The same, and have all changes of them count."""
+    bind(pairs)
+    for pair in pairs:
+        if isinstance(pair.parameter, nn.Parameter):
+            note_changes(pair.parameter)
+
+
 def unbind(pairs: Iterable[Bound]) -> None:
-    """Put the placeholders back."""
+    """Put the placeholders back into what `bind` has filled."""
     with torch._C.DisableTorchFunction():
-        for parameter, _, evicted in pairs:
+        for parameter, _, evicted, _, kind in pairs:
             parameter.data = evicted
+            parameter.__class__ = kind

@@ -22,6 +22,8 @@ from torch.nn.modules.module import (
     register_module_forward_hook,
 )
 
+from pipeload_hooks._evicted import plain_kind
+
 if TYPE_CHECKING:
     from collections.abc import Generator
 
@@ -144,7 +146,7 @@ class _Seat:
         self.hook = -1
         """The id of the post-hook."""
         self._early: RemovableHandle | None = None
-        self._taken: tuple[tuple[nn.Parameter, torch.Tensor], ...] = ()
+        self._taken: tuple[tuple[nn.Parameter, torch.Tensor, type], ...] = ()
 
     def go_first(self, module: nn.Module) -> None:
         """Have the post-hook run before others of `module`, and before those for all modules."""
@@ -169,8 +171,10 @@ class _Seat:
         """Leave every parameter of `module` with no rows."""
         with torch._C.DisableTorchFunction():  # a watch of evicted weights has no say here
             # Recorded before the first is changed: an interrupt may come in between.
-            self._taken = tuple((p, p.data) for p in module._parameters.values() if p is not None)
-            for parameter, data in self._taken:
+            own = (p for p in module._parameters.values() if p is not None)
+            self._taken = tuple((p, p.data, type(p)) for p in own)
+            for parameter, data, _ in self._taken:
+                parameter.__class__ = plain_kind(parameter)
                 # A view, because one that is made in inference mode could not be bound outside.
                 parameter.data = data[:0]
 
@@ -179,9 +183,10 @@ class _Seat:
         if not self._taken:
             return False
         with torch._C.DisableTorchFunction():
-            for parameter, data in self._taken:
+            for parameter, data, kind in self._taken:
                 if parameter.shape[0] == 0:  # else somebody has given it new values since
                     parameter.data = data
+                    parameter.__class__ = kind
         self._taken = ()
         torch.clear_autocast_cache()  # or the weight without rows is kept there as the weight
         return True
@@ -201,7 +206,8 @@ def _by_rows(
     weight, bias = module._parameters["weight"], module._parameters.get("bias")
     if weight is None:
         raise RuntimeError("a Linear that runs in row ranges has lost its weight")
-    rows = weight.shape[0]
+    with torch._C.DisableTorchFunction():  # it is evicted
+        rows, requires_grad = weight.shape[0], weight.requires_grad
     out = torch.empty((*empty.shape[:-1], rows), dtype=empty.dtype, device=empty.device)
     done = 0
     for start, stop, values in chunks:
@@ -211,7 +217,7 @@ def _by_rows(
                 f"as a tensor of shape {tuple(values.shape)}"
             )
         # requires_grad is kept because matmul picks its kernel by it, even under no_grad.
-        part = nn.Parameter(values, requires_grad=weight.requires_grad)
+        part = nn.Parameter(values, requires_grad=requires_grad)
         part_bias = None if bias is None else bias[start:stop]
         # Not computed into the slice: only in this form is it the very call that a whole one is.
         out[..., start:stop].copy_(functional.linear(given, part, part_bias))

@@ -10,7 +10,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from pipeload_hooks._blocks import find_blocks
-from pipeload_hooks._watch import HARMLESS, parameters_in, rows_of
+from pipeload_hooks._evicted import HARMLESS, parameters_in
+from pipeload_hooks._watch import rows_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping

@@ -5,28 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from pipeload_hooks._binding import is_placeholder
+from pipeload_hooks._evicted import HARMLESS, parameters_in
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
-
-# What may be asked of an evicted weight: its placeholder answers these truthfully.
-_METADATA = ("shape", "dtype", "device", "requires_grad", "layout", "is_meta", "ndim", "grad")
-HARMLESS = frozenset(
-    {
-        *(vars(torch._C.TensorBase)[name].__get__ for name in _METADATA),
-        torch.Tensor.size,
-        torch.Tensor.dim,
-        torch.Tensor.numel,
-        torch.Tensor.element_size,
-        torch.Tensor.is_floating_point,
-        torch.Tensor.is_complex,
-        torch.Tensor.get_device,
-    }
-)
+    from collections.abc import Callable, Iterable, Mapping
 
 _WITHOUT = frozenset({torch.Tensor, torch.dtype, torch.Size, int, float, bool, str, type(None)})
 """Types of arguments that are no parameters and hold none."""
@@ -166,14 +151,3 @@ def discard_ended() -> None:
 
 def _has_ended(mode: object) -> bool:
     return isinstance(mode, EvictedWeightWatch) and not mode.active
-
-
-def parameters_in(values: Iterable[object]) -> Iterator[nn.Parameter]:
-    """Parameters among a function's arguments, those in lists and dictionaries included."""
-    for value in values:
-        if isinstance(value, nn.Parameter):
-            yield value
-        elif isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
-            yield from parameters_in(value)
-        elif isinstance(value, dict):
-            yield from parameters_in(value.values())

@@ -21,6 +21,7 @@ class FakeClient:
     """Sizes as they are set; it notes what it was asked for."""
 
     budget: int = 100
+    name: str = "a model"
     wants: tuple[int, int] = (10, 100)
     held: int = 60
     running: int = 0
