@@ -53,15 +53,6 @@ class ZeroPoints(str, enum.Enum):
     HQQ = "hqq"
 
 
-def check_size(text: str, name: str) -> str:
-    """The text as it is.
-
-    Raises:
-        BadParameter: it is no size; names the option `name`.
-    """
-    return _checked(text, name, parse_size)
-
-
 def _limit(text: str, name: str) -> str:
     if text == "auto":
         return text
@@ -78,10 +69,10 @@ def _host_limit(text: str | None) -> str | None:
 
 
 def _rate(text: str | None) -> str | None:
-    return None if text is None else check_size(text, "--disk-rate")
+    return None if text is None else _checked(text, "--disk-rate", parse_size)
 
 
-def _sizes(texts: list[str] | None) -> list[str] | None:
+def _limits(texts: list[str] | None) -> list[str] | None:
     for text in texts or ():
         _process_limit(text)
     return texts
@@ -210,7 +201,7 @@ NoChatTemplate = Annotated[
 PlanLimits = Annotated[
     list[str] | None,
     typer.Option(
-        callback=_sizes,
+        callback=_limits,
         help='What the whole process may hold: "2GB", "50%" or "auto"; several make a table.',
     ),
 ]
@@ -264,7 +255,7 @@ BenchModel = Annotated[
 ]
 BenchLimits = Annotated[
     list[str] | None,
-    typer.Option(help="A limit to measure at; may be given several times."),
+    typer.Option(callback=_limits, help="A limit to measure at; may be given several times."),
 ]
 TimedTokens = Annotated[int, typer.Option(min=1, help="Tokens timed in each run.")]
 Rounds = Annotated[int, typer.Option(min=1, help="Runs of everything; medians count.")]

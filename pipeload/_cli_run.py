@@ -97,8 +97,8 @@ def run(request: Request, *, debug: bool) -> None:
             if not beyond:
                 raise
             raise OptionError(
-                f"the model cannot go on behind its {beyond} positions. Shorten the prompt, or ask "
-                f"for fewer tokens: --max-new-tokens {max(1, beyond - prompt_tokens)}."
+                f"the model cannot go on behind its {beyond} positions. Give a shorter prompt, or "
+                f"ask for fewer tokens: --max-new-tokens {max(1, beyond - prompt_tokens)}."
             ) from error
     _report(request, answer, prompt_tokens, loaded - started, loaded)
 

@@ -126,9 +126,10 @@ def _parse_text(text: str, name: str) -> int:
 
 
 def _refusal(name: str, value: object, reason: str) -> OptionError:
+    others = ', "50%", "auto"' if name.endswith("limit") else ""
     return OptionError(
         f"{name}={_show(value)} {reason}. Pass bytes as an int, or a number with a unit: "
-        '"2GB" (2 * 10^9 bytes), "1.5GiB" (1.5 * 2^30 bytes), "512MB", "50%", "auto".'
+        f'"2GB" (2 * 10^9 bytes), "1.5GiB" (1.5 * 2^30 bytes), "512MB"{others}.'
     )
 
 

@@ -230,9 +230,6 @@ def bench(
     debug: opt.Debug = False,
 ) -> None:
     """Measure how close streaming comes to what this machine's disk and processor allow."""
-    limits: list[str | int] = [
-        opt.check_size(text, "--memory-limit") for text in memory_limit or []
-    ]
     with reported(debug=debug, quiet=json):
         from pipeload import _cli_plan
         from pipeload import bench as benchmark
@@ -242,7 +239,7 @@ def bench(
         check_model(chosen)
         benchmark.run(
             model=chosen,
-            limits=limits
+            limits=memory_limit
             or [
                 _cli_plan.choose_limit(
                     chosen, debug=debug, device=device, host_memory_limit=host_memory_limit

@@ -129,6 +129,7 @@ FLOORS = (
     {"_everywhere", "_notebook"},
     {"__init__"},
     {
+        "_bench_report",
         "_bench_worker",
         "_cli_options",
         "_cli_output",
@@ -139,9 +140,8 @@ FLOORS = (
         "_eval_text",
         "_perplexity",
         "_run_script",
-        "bench",
     },
-    {"_cli_answer", "_cli_model", "_eval_progress"},
+    {"bench", "_cli_answer", "_cli_model", "_eval_progress"},
     {"_cli_eval", "_cli_plan", "_cli_quantise", "_cli_run"},
     {"cli"},
     {"__main__"},
