@@ -99,9 +99,10 @@ class _Cut:
         if self._found:
             return ""
         text = self._held + text
-        places = [place for stop in self._stops if (place := text.find(stop)) >= 0]
-        self._found = bool(places)
-        kept = min(places) if places else len(text) - (0 if end else self._begun(text))
+        # The one that is whole first: there the answer ends, whatever might have come.
+        found = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
+        self._found = bool(found)
+        kept = min(found)[1] if found else len(text) - (0 if end else self._begun(text))
         self._held = text[kept:]
         return text[:kept]
 

@@ -203,8 +203,6 @@ def _report(
         sys.stdout.write(json.dumps(result | figures.as_dict(), ensure_ascii=False) + "\n")
         return
     if not answer.text.strip():
-        log.warning(
-            "the answer is empty: the model ended it with %s that hold no text",
-            counted(answer.tokens, "token"),
-        )
+        came = counted(answer.tokens, "token")
+        log.warning("the answer is empty: %s came, and no text before the end", came)
     log.info("%s", "\n" + figures.table())
