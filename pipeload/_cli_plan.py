@@ -64,7 +64,7 @@ def show(request: Request, *, debug: bool) -> None:
     Raises:
         PipeloadError: something is wrong with the model, an option, or every limit.
     """
-    options = {
+    options: dict[str, Any] = {
         "device": request.device,
         "host_memory_limit": request.host_memory_limit,
         "tokens": request.tokens,
