@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 import sys
 
+# Of the command itself, not of a script that would follow.
+_OPTIONS = ("-h", "--help", "--version", "--install-completion", "--show-completion")
+
 
 def main() -> None:
     """Choose by what was typed first: one of the commands, or a script and options before it."""
@@ -13,7 +16,7 @@ def main() -> None:
     from pipeload import cli
 
     words = sys.argv[1:]
-    if not words or words[0] in {*cli.command_names(), "-h", "--help", "--version"}:
+    if not words or words[0] in {*cli.command_names(), *_OPTIONS}:
         cli.main()
     else:
         from pipeload._run_script import run

@@ -23,7 +23,7 @@ from pipeload._reader import resolve_io_mode
 from pipeload._reserve import limit_for, page_table_bytes
 from pipeload._residency import Residency
 from pipeload._sites import CHUNKS, Grain
-from pipeload._sizes import format_size
+from pipeload._sizes import format_size, show_limit
 from pipeload._stalls import DEFAULT_SECONDS
 from pipeload.errors import MemoryLimitError
 
@@ -192,11 +192,11 @@ def _too_small(
 ) -> MemoryLimitError:
     limit = options.memory_limit
     return MemoryLimitError(
-        f"memory_limit={limit} bytes ({format_size(limit)}) is too small. This process holds "
+        f"memory_limit={show_limit(limit)} is too small. This process holds "
         f"{format_size(floor)} already, a pass needs {format_size(reserve)}, weights that are "
         f"always resident take {format_size(pinned)}, and two buffers for the largest unit must "
         f"fit. The smallest limit that works here is {smallest} bytes ({format_size(smallest)}); "
-        f"a smaller tokens= or batch= lowers it.{options.origin}",
+        f"fewer tokens or sequences at once (tokens=, batch=) lower it.{options.origin}",
         limit=limit,
         smallest_limit=smallest,
     )

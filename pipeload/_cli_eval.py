@@ -12,9 +12,16 @@ import transformers
 
 import pipeload
 from pipeload import _eval_report as report
+from pipeload._cli_model import (
+    DTYPES,
+    check_model,
+    check_tokens,
+    explained,
+    load_tokenizer,
+    load_whole,
+)
 from pipeload._cli_output import Screen, log, silence_libraries
 from pipeload._cli_report import describe_limits
-from pipeload._cli_run import DTYPES, check_model, explained, load_tokenizer, load_whole
 from pipeload._eval_progress import all_passes
 from pipeload._eval_text import Encoded, encode, read_text
 from pipeload._loading import check_source, needs_of, refuse_quantised
@@ -132,13 +139,7 @@ def _prepare(model: str, text: str, request: Request, device: Device | None) -> 
         raise CheckpointError(f"{model!r} has no weights. Name a folder that holds some.")
     if device is not None:
         refuse_quantised(pending, device)  # now, not when those before it are measured
-    known = getattr(pending.model.get_input_embeddings(), "num_embeddings", None)
-    largest = int(encoded.ids.max())
-    if known is not None and largest >= known:
-        raise CheckpointError(
-            f"the tokenizer of {model!r} is another model's: it makes token {largest}, and the "
-            f"model knows {known}. Put its own tokenizer beside the weights."
-        )
+    check_tokens(model, pending.model, int(encoded.ids.max()))
     return _Subject(
         model,
         pending.weight_count(),

@@ -6,6 +6,7 @@ What several commands take has one name here and means the same in all of them.
 from __future__ import annotations
 
 import enum
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -52,15 +53,6 @@ class ZeroPoints(str, enum.Enum):
     HQQ = "hqq"
 
 
-def check_size(text: str, name: str) -> str:
-    """The text as it is.
-
-    Raises:
-        BadParameter: it is no size; names the option `name`.
-    """
-    return _checked(text, name, parse_size)
-
-
 def _limit(text: str, name: str) -> str:
     if text == "auto":
         return text
@@ -77,7 +69,37 @@ def _host_limit(text: str | None) -> str | None:
 
 
 def _rate(text: str | None) -> str | None:
-    return None if text is None else check_size(text, "--disk-rate")
+    return None if text is None else _checked(text, "--disk-rate", parse_size)
+
+
+def _limits(texts: list[str] | None) -> list[str] | None:
+    for text in texts or ():
+        _process_limit(text)
+    return texts
+
+
+def _finite(value: float | None) -> float | None:
+    if value is not None and not 0 <= value < math.inf:
+        raise typer.BadParameter(f"{value} is no number of at least 0.")
+    return value
+
+
+def _more_than_zero(value: float | None) -> float | None:
+    if value is not None and not 0 < value < math.inf:
+        raise typer.BadParameter(f"{value} is no number above 0.")
+    return value
+
+
+def _share(value: float | None) -> float | None:
+    if value is not None and not 0 < value <= 1:
+        raise typer.BadParameter(f"{value} is no number above 0 and up to 1.")
+    return value
+
+
+def _texts(values: list[str] | None) -> list[str] | None:
+    if values and not all(values):
+        raise typer.BadParameter("an empty text is everywhere; leave the option out.")
+    return values
 
 
 def _checked(text: str, name: str, parse: Callable[..., object]) -> str:
@@ -124,10 +146,50 @@ Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks and the li
 
 # -- run -----------------------------------------------------------------------------------------
 
-Prompt = Annotated[str, typer.Argument(help='The prompt; "-" or nothing reads standard input.')]
+Prompt = Annotated[
+    str,
+    typer.Argument(
+        help='The prompt; "@FILE" reads a file, "-" or nothing standard input. "@@" is an "@".'
+    ),
+]
 NewTokens = Annotated[int, typer.Option(min=1, help="The most tokens to generate.")]
+RunTokens = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help="Longest sequence to keep memory free for; by default all that prompt and answer "
+        "may come to. Longer ones take it from the weights.",
+    ),
+]
 Seed = Annotated[
-    int | None, typer.Option(min=0, help="Sample with this seed; without one, greedy.")
+    int | None,
+    typer.Option(
+        min=0,
+        help="Sample, and with this seed again the same. Without it and the next three, greedy.",
+    ),
+]
+Temperature = Annotated[
+    float | None,
+    typer.Option(
+        callback=_finite, help="Sample: below 1 the likelier, above 1 the others; 0: greedy."
+    ),
+]
+TopP = Annotated[
+    float | None,
+    typer.Option(callback=_share, help="Sample among the likeliest tokens of this probability."),
+]
+TopK = Annotated[
+    int | None, typer.Option(min=1, help="Sample among so many of the likeliest tokens.")
+]
+RepetitionPenalty = Annotated[
+    float | None,
+    typer.Option(callback=_more_than_zero, help="Above 1: tokens there already become unlikelier."),
+]
+Stop = Annotated[
+    list[str] | None,
+    typer.Option(
+        callback=_texts, help="End the answer before this text; may be given several times."
+    ),
 ]
 System = Annotated[str | None, typer.Option(help="System message for the model.")]
 NoChatTemplate = Annotated[
@@ -135,6 +197,14 @@ NoChatTemplate = Annotated[
 ]
 
 # -- plan ----------------------------------------------------------------------------------------
+
+PlanLimits = Annotated[
+    list[str] | None,
+    typer.Option(
+        callback=_limits,
+        help='What the whole process may hold: "2GB", "50%" or "auto"; several make a table.',
+    ),
+]
 
 Tokens = Annotated[int, typer.Option(min=1, help="Longest sequence, prompt and answer together.")]
 Batch = Annotated[int, typer.Option(min=1, help="Sequences at once.")]
@@ -185,7 +255,7 @@ BenchModel = Annotated[
 ]
 BenchLimits = Annotated[
     list[str] | None,
-    typer.Option(help="A limit to measure at; may be given several times."),
+    typer.Option(callback=_limits, help="A limit to measure at; may be given several times."),
 ]
 TimedTokens = Annotated[int, typer.Option(min=1, help="Tokens timed in each run.")]
 Rounds = Annotated[int, typer.Option(min=1, help="Runs of everything; medians count.")]
@@ -204,10 +274,12 @@ MethodOption = Annotated[
     ),
 ]
 GroupSize = Annotated[
-    int, typer.Option(help="Of int4: 32, 64 or 128 weights share a scale and a zero.")
+    int | None,
+    typer.Option(help="Of int4: 32, 64 (by default) or 128 weights share a scale and a zero."),
 ]
 ZeroPointsOption = Annotated[
-    ZeroPoints, typer.Option(help='Of int4: "hqq" takes longer and is closer than "rtn".')
+    ZeroPoints | None,
+    typer.Option(help='Of int4: "hqq" takes longer and is closer than "rtn", the default.'),
 ]
 DoubleQuant = Annotated[
     bool, typer.Option("--double-quant", help="Of nf4 and fp4: scales are quantised, too.")

@@ -17,7 +17,7 @@ from typer.core import TyperGroup
 from pipeload.errors import PipeloadError, escape
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from rich.progress import Progress
 
@@ -28,6 +28,8 @@ log = logging.getLogger("pipeload")
 _INTERRUPTED = 128 + 2  # as a shell reports SIGINT
 _BROKEN_PIPE = 128 + 13
 _SECONDS_BETWEEN_LINES = 5.0
+# How refusals of a limit name, to programs, what makes a pass smaller.
+_FEWER_AT_ONCE = " (tokens=, batch=)"
 # What was typed is wrong. The library it comes from has moved between versions of typer.
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 
@@ -68,8 +70,11 @@ def _say_usage(error: Any) -> None:
 
 
 @contextlib.contextmanager
-def reported(*, debug: bool, quiet: bool) -> Iterator[None]:
-    """Run a command: its log lines go to stderr, its errors become one line and an exit status."""
+def reported(*, debug: bool, quiet: bool, smaller_pass: Sequence[str] = ()) -> Iterator[None]:
+    """Run a command: its log lines go to stderr, its errors become one line and an exit status.
+
+    `smaller_pass` are those of its own options that make a pass smaller, if it has any.
+    """
     handler = logging.StreamHandler()  # takes sys.stderr as it is now
     handler.setFormatter(_Printable())
     log.addHandler(handler)
@@ -82,7 +87,8 @@ def reported(*, debug: bool, quiet: bool) -> Iterator[None]:
     except PipeloadError as error:
         if debug:
             raise
-        typer.echo(f"error: {error}", err=True)
+        own = f" ({', '.join(smaller_pass)})" if smaller_pass else ""
+        typer.echo(f"error: {str(error).replace(_FEWER_AT_ONCE, own)}", err=True)
         raise typer.Exit(1) from None
     except KeyboardInterrupt:
         raise typer.Exit(_INTERRUPTED) from None

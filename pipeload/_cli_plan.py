@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import json as json_module
 import multiprocessing
 import signal
 import sys
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,8 +15,9 @@ import torch
 
 import pipeload
 from pipeload._arena import Arena, Region, Work
+from pipeload._cli_model import DTYPES, check_model, explained, load_tokenizer
 from pipeload._cli_output import log, silence_libraries
-from pipeload._cli_run import DTYPES, check_model, explained, load_tokenizer
+from pipeload._cli_plan_text import shown
 from pipeload._demo_model import STAMP, default_model_folder, make_smollm2
 from pipeload._device_plan import DevicePlan
 from pipeload._memory import peak_rss_bytes
@@ -42,46 +42,68 @@ _CHOSEN_SHARE = 1 / 3
 _ENDLESS = 1 << 50
 
 
-def show(
-    model: str,
-    *,
-    memory_limit: str,
-    device: str,
-    host_memory_limit: str | None,
-    tokens: int,
-    batch: int,
-    dtype: str,
-    io_mode: str,
-    disk_rate: int | None,
-    json: bool,
-    debug: bool,
-) -> None:
-    """Print the plan to stdout.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What was typed."""
+
+    model: str
+    memory_limits: Sequence[str]
+    device: str
+    host_memory_limit: str | None
+    tokens: int
+    batch: int
+    dtype: str
+    io_mode: str
+    disk_rate: int | None
+    json: bool
+
+
+def show(request: Request, *, debug: bool) -> None:
+    """Print the plan to stdout; of several limits a table, in which some may be too small.
 
     Raises:
-        PipeloadError: something is wrong with the model, the limit or an option.
+        PipeloadError: something is wrong with the model, an option, or every limit.
     """
-    probed = disk_rate is None
-    with _as_when_running(model, debug=debug):
-        plan = _plan(
-            model,
-            memory_limit=memory_limit,
-            device=device,
-            host_memory_limit=host_memory_limit,
-            tokens=tokens,
-            batch=batch,
-            dtype=DTYPES[dtype],
-            io_mode=io_mode,
-        )
-    rate = probe(checkpoint_files(model)) if disk_rate is None else float(disk_rate)
-    plan = replace(plan, disk_rate=rate)
+    options: dict[str, Any] = {
+        "device": request.device,
+        "host_memory_limit": request.host_memory_limit,
+        "tokens": request.tokens,
+        "batch": request.batch,
+        "dtype": DTYPES[request.dtype],
+        "io_mode": request.io_mode,
+    }
+    with _as_when_running(request.model, debug=debug):
+        plans = [
+            _plan_or_refusal(request.model, memory_limit=limit, **options)
+            for limit in request.memory_limits
+        ]
+    if all(isinstance(plan, MemoryLimitError) for plan in plans):
+        assert isinstance(plans[-1], MemoryLimitError)  # noqa: S101 - for the type checker
+        raise plans[-1]
+    probed = request.disk_rate is None
+    rate = probe(checkpoint_files(request.model)) if probed else float(request.disk_rate or 0)
+    rated = [
+        plan if isinstance(plan, MemoryLimitError) else _at_rates(plan, rate, request.device)
+        for plan in plans
+    ]
+    text = shown(request.model, rated, batch=request.batch, probed=probed, as_json=request.json)
+    sys.stdout.write(text + "\n")
+
+
+def _plan_or_refusal(model: str, *, device: str, **options: Any) -> Plan | MemoryLimitError:
+    try:
+        return _plan(model, device=device, **options)
+    except MemoryLimitError as error:
+        if error.device is None and device not in {"cpu", "auto"}:
+            raise  # the host's limit, which is the same for all of them
+        return error
+
+
+def _at_rates(plan: Plan, disk_rate: float, device: str) -> Plan:
+    plan = replace(plan, disk_rate=disk_rate)
     if isinstance(plan, DevicePlan) and (found := open_device(device)) is not None:
         plan = replace(plan, link_rate=found.link_rate(), compute_rate=found.compute_rate())
-    if json:
-        text = json_module.dumps({"model": model, **_figures(plan, batch=batch, probed=probed)})
-    else:
-        text = _text(plan, batch=batch, probed=probed)
-    sys.stdout.write(text + "\n")
+    return plan
 
 
 def probe(files: Sequence[Path]) -> float:
@@ -204,57 +226,3 @@ def _spread(files: Sequence[Path]) -> list[tuple[Path, int, int]]:
     ]
     step = max(1.0, len(pieces) / _PROBE_PIECES)
     return [pieces[int(index * step)] for index in range(min(len(pieces), _PROBE_PIECES))]
-
-
-def _tokens_per_second(plan: Plan, batch: int) -> float | None:
-    return batch / plan.seconds_per_pass if plan.seconds_per_pass else None
-
-
-def _figures(plan: Plan, *, batch: int, probed: bool) -> dict[str, object]:
-    return {
-        "memory_limit": plan.memory_limit,
-        "smallest_limit": plan.smallest_limit,
-        "floor_bytes": plan.floor_bytes,
-        "reserve_bytes": plan.reserve_bytes,
-        "pinned_bytes": plan.pinned_bytes,
-        "resident_bytes": plan.resident,
-        "buffer_bytes": plan.buffers,
-        "slots": plan.slots,
-        "scratch_bytes": plan.scratch_bytes,
-        "units": len(plan.units),
-        "bytes_per_pass": plan.bytes_per_pass,
-        "bytes_per_token": plan.bytes_per_pass / batch,
-        "fits": plan.fits,
-        "io_mode": plan.io_mode,
-        "readers": plan.readers,
-        "disk_bytes_per_second": plan.disk_rate,
-        "disk_rate_measured": probed,
-        "seconds_per_pass": plan.seconds_per_pass,
-        "tokens_per_second": _tokens_per_second(plan, batch),
-        **(plan.host_figures() if isinstance(plan, DevicePlan) else {}),
-    }
-
-
-def _text(plan: Plan, *, batch: int, probed: bool) -> str:
-    lines = [plan.table(), ""]
-    rate = format_size(round(plan.disk_rate or 0)) + "/s"
-    source = "measured just now" if probed else "as given"
-    speed = _tokens_per_second(plan, batch)
-    if plan.fits or speed is None:
-        lines.append("All weights fit: the disk is needed for the first pass only.")
-    else:
-        per_token = format_size(round(plan.bytes_per_pass / batch))
-        link = ""
-        if isinstance(plan, DevicePlan) and plan.link_rate:
-            copied = format_size(round(plan.link_bytes_per_pass / batch))
-            link = f", {copied} over the link at {format_size(round(plan.link_rate))}/s"
-        lines.append(
-            f"{len(plan.units)} units; {per_token} come from disk per token. "
-            f"At {rate} ({source}){link}\n"
-            f"that allows at most {speed:.3g} tokens/s; computing may take longer."
-        )
-    if plan.io_mode == "buffered" and not plan.fits:
-        lines.append(
-            "The page cache has room for all of it, so passes after the first may read from there."
-        )
-    return "\n".join(lines)

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-import pipeload
+from pipeload._cli_model import check_model, first_line
 from pipeload._cli_output import log, silence_libraries
-from pipeload._cli_run import check_model, first_line
+from pipeload._quantise import make
 from pipeload._sizes import format_size
 from pipeload.errors import CheckpointError, PipeloadError
 
@@ -34,9 +34,7 @@ def run(source: str, target: Path, *, json: bool, debug: bool, **options: Any) -
     check_model(source)
     shown = _Shown()
     try:
-        folder = pipeload.quantize(
-            source, target, progress=shown, trust_remote_code=False, **options
-        )
+        made = make(source, target, progress=shown, trust_remote_code=False, **options)
     except PipeloadError:
         raise
     except Exception as error:  # a configuration can make the library raise nearly anything
@@ -46,11 +44,13 @@ def run(source: str, target: Path, *, json: bool, debug: bool, **options: Any) -
         ) from error
     finally:
         shown.stop()
+    folder, floats = made
     nbytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     if json:
-        typer.echo(json_text.dumps({"folder": str(folder), "bytes": nbytes}))
+        figures = {"folder": str(folder), "bytes": nbytes, "float_share": floats.share}
+        typer.echo(json_text.dumps(figures))
     else:
-        typer.echo(f"{folder}: {format_size(nbytes)} of weights")
+        typer.echo(f"{folder}: {format_size(nbytes)}; {floats.described()} stayed floats")
 
 
 class _Shown:

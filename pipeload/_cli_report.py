@@ -6,8 +6,8 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from pipeload._device_plan import DevicePlan
-from pipeload._sizes import format_size
-from pipeload._stats import work_rows
+from pipeload._sizes import counted, format_size
+from pipeload._stats import past_the_cache, work_rows
 from pipeload._tabled import Row, Tabled
 
 if TYPE_CHECKING:
@@ -64,14 +64,16 @@ class Figures(Tabled):
     def _rows(self) -> list[Row]:
         """For people, one row per figure."""
         speed = "-" if self.tokens_per_second is None else f"{self.tokens_per_second:.3g}"
-        busy = f"(disk busy {self.disk_busy:.0%}, compute {self.compute_busy:.0%} of the time)"
+        disk = "disk" if past_the_cache(self.io_mode) else "reading"
+        bottleneck = disk if self.bottleneck == "disk" else self.bottleneck
+        busy = f"({disk} busy {self.disk_busy:.0%}, compute {self.compute_busy:.0%} of the time)"
         return [
             *work_rows(self),
             Row("computed on", self.device),
             Row("first token", f"after {self.load_seconds + self.first_token_seconds:.3g} s"),
-            Row("speed", f"{speed} tokens/s after the first, {self.new_tokens} tokens"),
+            Row("speed", f"{speed} tokens/s after the first, {counted(self.new_tokens, 'token')}"),
             Row("tokens per pass", f"{self.tokens_per_pass:.3g}"),
-            Row("bottleneck", f"{self.bottleneck} {busy}"),
+            Row("bottleneck", f"{bottleneck} {busy}"),
         ]
 
 
@@ -142,7 +144,7 @@ def describe_plan(plan: Plan) -> str:
         f"{limits}: {share:.0%} of the layers' weights stay "
         f"{'in memory' if copied is None else 'on the device'},\n"
         f"{format_size(plan.bytes_per_pass)} are read per token "
-        f"({plan.io_mode}, {plan.readers} readers)"
+        f"({plan.io_mode}, {counted(plan.readers, 'reader')})"
     )
     if copied is not None:
         text += f",\n{format_size(copied)} are copied to the device"

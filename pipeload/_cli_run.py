@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
+import secrets
 import sys
 import time
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
-import transformers
 
 import pipeload
-from pipeload._checkpoint import lacking
+from pipeload._cli_answer import Answer, StopAt
+from pipeload._cli_model import (
+    DTYPES,
+    check_model,
+    check_tokens,
+    first_line,
+    load_tokenizer,
+    load_whole,
+)
 from pipeload._cli_output import first_pass, log, silence_libraries
-from pipeload._cli_report import Figures, count, describe_plan
-from pipeload.errors import CheckpointError, OptionError, PipeloadError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-DTYPES = {"auto": "auto", "bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+from pipeload._cli_report import count, describe_plan
+from pipeload._sizes import counted
+from pipeload.errors import OptionError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,12 +37,25 @@ class Request:
     device: str = "cpu"
     host_memory_limit: str | None = None
     max_new_tokens: int
+    tokens: int | None = None
+    """The longest sequence to keep memory free for; None is what can come of the prompt."""
     system: str | None = None
     dtype: str = "auto"
     seed: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    repetition_penalty: float | None = None
+    stop: tuple[str, ...] = ()
     io_mode: str = "auto"
     chat_template: bool = True
     json: bool = False
+
+    @property
+    def samples(self) -> bool:
+        """Whether tokens are drawn, and not the likeliest taken."""
+        asked = (self.seed, self.temperature or None, self.top_p, self.top_k)
+        return any(value is not None for value in asked)
 
 
 def run(request: Request, *, debug: bool) -> None:
@@ -54,99 +69,38 @@ def run(request: Request, *, debug: bool) -> None:
     tokenizer = load_tokenizer(request.model)
     inputs = _encode(tokenizer, request)
     prompt_tokens = int(inputs["input_ids"].shape[1])
+    if request.samples and request.seed is None:
+        request = replace(request, seed=secrets.randbelow(1 << 32))
+        log.info("sampling, as --seed %d does again", request.seed)
     started = time.perf_counter()
-    model = _load(request, tokens=prompt_tokens + request.max_new_tokens)
-    plan = pipeload.handle(model).plan
-    log.info("%s", describe_plan(plan))
+    model = _load(request, tokens=request.tokens or prompt_tokens + request.max_new_tokens)
+    check_tokens(request.model, model, int(inputs["input_ids"].max()))
+    beyond = _warn_of_positions(model, prompt_tokens, request.max_new_tokens)
+    log.info("%s", describe_plan(pipeload.handle(model).plan))
     loaded = time.perf_counter()
     with first_pass(model) as shown:
-        answer = _Answer(tokenizer, model, write=not request.json, on_first_token=shown.stop)
-        _generate(model, inputs, answer, request)
-    figures = count(
-        pipeload.handle(model),
-        answer.first_stats,
-        prompt_tokens=prompt_tokens,
-        new_tokens=answer.tokens,
-        load_seconds=loaded - started,
-        first_token_seconds=answer.first_token_at - loaded,
-        later_seconds=answer.last_token_at - answer.first_token_at,
-    )
-    _report(request, answer.text, figures)
-
-
-def load_tokenizer(model: str) -> Any:
-    """The model's tokenizer.
-
-    Raises:
-        CheckpointError: the model has no tokenizer.
-    """
-    try:
-        return transformers.AutoTokenizer.from_pretrained(model, trust_remote_code=False)
-    except Exception as error:  # the library raises nearly anything here
-        raise CheckpointError(
-            f"{model!r} has no tokenizer that can be loaded ({first_line(error)}). It is needed to "
-            "make tokens of text: put tokenizer.json and its like beside the weights."
-        ) from error
-
-
-def check_model(model: str) -> None:
-    """Refuse what is no model before anything is loaded, or asked of the hub in vain.
-
-    Raises:
-        OptionError: there is no such folder or hub model.
-        CheckpointError: the folder holds no model, or its configuration cannot be read.
-    """
-    path = Path(model)
-    if path.is_dir():
-        if (path / "config.json").exists():
-            with explained(model):
-                transformers.AutoConfig.from_pretrained(model, trust_remote_code=False)
-        elif not (path / "adapter_config.json").exists():
-            raise CheckpointError(
-                f"folder {model!r} has no config.json, so it holds no model. Check the path."
-            )
-        return
-    if path.exists():
-        raise OptionError(f"{model!r} is a file. Name the folder that holds config.json.")
-    if model.startswith((".", "/", "~")) or model.count("/") > 1:
-        raise OptionError(f"there is no folder {model!r}. Check the path.")
-    log.info("no folder %r here: asking the model hub", model)
-    try:
-        transformers.AutoConfig.from_pretrained(model, trust_remote_code=False)
-    except Exception as error:  # as above
-        raise OptionError(
-            f"{model!r} is no folder here, and the hub gave no model: {first_line(error)}. Check "
-            "the name."
-        ) from error
-
-
-@contextlib.contextmanager
-def explained(model: str) -> Iterator[None]:
-    """Turn what the library raises while it loads `model` into one line.
-
-    Raises:
-        CheckpointError: it cannot be loaded.
-    """
-    try:
-        yield
-    except PipeloadError:
-        raise
-    except Exception as error:  # a configuration can make the library raise nearly anything
-        raise CheckpointError(
-            f"cannot load {model!r}: {first_line(error)}. Check the checkpoint; --debug shows "
-            "where it failed."
-        ) from error
-
-
-def first_line(error: BaseException) -> str:
-    """What a message says in its first line, or in two where the first only announces."""
-    kind = type(error).__name__
-    lines = str(error).strip().splitlines()
-    if not lines:
-        return kind
-    text = " ".join(line.strip() for line in lines[: 2 if lines[0].endswith(":") else 1])
-    said = isinstance(error, (OSError, ValueError, ImportError))  # others say little by themselves
-    return (text if said else f"{kind}: {text}").rstrip(" .:!")
+        answer = Answer(
+            tokenizer,
+            model,
+            write=not request.json,
+            stops=request.stop,
+            on_first_token=shown.stop,
+        )
+        try:
+            _generate(model, tokenizer, inputs, answer, request)
+        except KeyboardInterrupt:  # what came until then is worth its figures
+            if answer.tokens:
+                answer.end()  # type: ignore[no-untyped-call]
+                _report(request, answer, prompt_tokens, loaded - started, loaded)
+            raise
+        except IndexError as error:
+            if not beyond:
+                raise
+            raise OptionError(
+                f"the model cannot go on behind its {beyond} positions. Give a shorter prompt, or "
+                f"ask for fewer tokens: --max-new-tokens {max(1, beyond - prompt_tokens)}."
+            ) from error
+    _report(request, answer, prompt_tokens, loaded - started, loaded)
 
 
 def _encode(tokenizer: Any, request: Request) -> dict[str, torch.Tensor]:
@@ -191,76 +145,64 @@ def _load(request: Request, *, tokens: int) -> Any:
     )
 
 
-def load_whole(model: str, **options: Any) -> Any:
-    """A streamed model all of whose weights are in its checkpoint.
-
-    Raises:
-        CheckpointError: some are not. The library only warns of those, and makes them up.
-    """
-    with explained(model):
-        loaded, report = pipeload.from_pretrained(
-            model, trust_remote_code=False, output_loading_info=True, **options
-        )
-    if missing := sorted(report["missing_keys"]):
-        loaded.pipeload.remove()
-        raise lacking(model, missing)
-    return loaded
+def _warn_of_positions(model: Any, prompt_tokens: int, new_tokens: int) -> int:
+    """How many positions the model was made for, if the answer may go beyond; else 0."""
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if not isinstance(positions, int) or not 0 < positions < prompt_tokens + new_tokens:
+        return 0
+    log.warning(
+        "the model was made for %d positions: the prompt has %s, the answer may take %d more, and "
+        "what lies beyond is likely to be wrong",
+        positions,
+        counted(prompt_tokens, "token"),
+        new_tokens,
+    )
+    return positions
 
 
 def _generate(
-    model: Any, inputs: dict[str, torch.Tensor], answer: _Answer, request: Request
+    model: Any,
+    tokenizer: Any,
+    inputs: dict[str, torch.Tensor],
+    answer: Answer,
+    request: Request,
 ) -> None:
-    if request.seed is not None:
-        torch.manual_seed(request.seed)
+    settings: dict[str, Any] = {"repetition_penalty": request.repetition_penalty}
+    if request.samples:
+        torch.manual_seed(request.seed or 0)
+        settings |= {name: getattr(request, name) for name in ("temperature", "top_p", "top_k")}
+    if request.stop:
+        prompt_tokens = inputs["input_ids"].shape[1]
+        settings["stopping_criteria"] = [
+            StopAt(tokenizer, request.stop, prompt_tokens=prompt_tokens)
+        ]
     model.generate(
         **{name: values.to(model.device) for name, values in inputs.items()},
+        **{name: value for name, value in settings.items() if value is not None},
         max_new_tokens=request.max_new_tokens,
-        do_sample=request.seed is not None,
+        do_sample=request.samples,
         streamer=answer,
     )
 
 
-class _Answer(transformers.TextStreamer):
-    """Writes text as soon as its words are complete, and notes when tokens come."""
-
-    def __init__(
-        self, tokenizer: Any, model: Any, *, write: bool, on_first_token: Callable[[], None]
-    ) -> None:
-        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
-        self.tokens = 0
-        self.first_token_at = self.last_token_at = 0.0
-        self._handle = pipeload.handle(model)
-        self.first_stats = self._handle.stats()
-        self._write = write
-        self._on_first_token = on_first_token
-        self._parts: list[str] = []
-        self._prompt_seen = False
-
-    @property
-    def text(self) -> str:
-        return "".join(self._parts)
-
-    def put(self, value: torch.Tensor) -> None:
-        if self._prompt_seen:
-            self.last_token_at = time.perf_counter()
-            self.tokens += 1
-            if self.tokens == 1:
-                self.first_token_at = self.last_token_at
-                self.first_stats = self._handle.stats()
-                self._on_first_token()
-        self._prompt_seen = True
-        super().put(value)  # type: ignore[no-untyped-call]
-
-    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        self._parts.append(text)
-        if self._write:
-            sys.stdout.write(text + ("\n" if stream_end else ""))
-            sys.stdout.flush()
-
-
-def _report(request: Request, text: str, figures: Figures) -> None:
+def _report(
+    request: Request, answer: Answer, prompt_tokens: int, load_seconds: float, loaded: float
+) -> None:
+    """`loaded`: when, by the clock that the answer looks at."""
+    figures = count(
+        answer.handle,
+        answer.first_stats,
+        prompt_tokens=prompt_tokens,
+        new_tokens=answer.tokens,
+        load_seconds=load_seconds,
+        first_token_seconds=answer.first_token_at - loaded,
+        later_seconds=answer.last_token_at - answer.first_token_at,
+    )
     if request.json:
-        result = {"model": request.model, "text": text, **figures.as_dict()}
-        sys.stdout.write(json.dumps(result, ensure_ascii=False) + "\n")
-    else:
-        log.info("%s", "\n" + figures.table())
+        result = {"model": request.model, "text": answer.text, "seed": request.seed}
+        sys.stdout.write(json.dumps(result | figures.as_dict(), ensure_ascii=False) + "\n")
+        return
+    if not answer.text.strip():
+        came = counted(answer.tokens, "token")
+        log.warning("the answer is empty: %s came, and no text before the end", came)
+    log.info("%s", "\n" + figures.table())

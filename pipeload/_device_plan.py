@@ -21,7 +21,7 @@ from pipeload._reader import resolve_io_mode
 from pipeload._reserve import limit_for, page_table_bytes, process_bytes
 from pipeload._residency import Residency
 from pipeload._sites import CHUNKS, Grain
-from pipeload._sizes import format_size
+from pipeload._sizes import counted, format_size, show_limit
 from pipeload._tabled import Row
 from pipeload.errors import MemoryLimitError
 
@@ -151,7 +151,7 @@ class DevicePlan(Plan):
 
     def _rows(self) -> list[Row]:
         """Where each byte of both limits goes, one row per purpose."""
-        blocks = f"parts of {len(self.units)} blocks"
+        blocks = f"parts of {counted(len(self.units), 'block')}"
         smallest = f"smallest that works: {format_size(self.smallest_limit)}"
         enough = self.enough_hosted_bytes
         less = enough is not None and enough < self.hosted_bytes
@@ -165,7 +165,7 @@ class DevicePlan(Plan):
             ("resident", self.resident - self.pinned_bytes, blocks),
             ("between them", self.between_bytes, "lost where the allocator cuts them out"),
             ("buffers", self.buffers, buffers),
-            ("unused", self.unused, "smaller than the smallest piece"),
+            ("unused", self.unused, self._why_unused()),
             ("device limit", self.memory_limit, smallest),
             ("process floor", self.host_floor_bytes, "interpreter, libraries"),
             ("host reserve", self.host_reserve_bytes, "conversions; libraries; kernel tables"),
@@ -179,7 +179,7 @@ class DevicePlan(Plan):
 
     def _caption(self) -> str:
         """What is read and copied in each pass, and how."""
-        how = f"({self.io_mode}, {self.readers} readers)"
+        how = f"({self.io_mode}, {counted(self.readers, 'reader')})"
         text = f"{format_size(self.bytes_per_pass)} read per pass {how}, "
         text += f"{format_size(self.link_bytes_per_pass)} copied to {self.device}"
         if self.seconds_per_pass and not self.fits:
@@ -294,11 +294,11 @@ def _device_too_small(
     name: str, limit: int, smallest: int, *, floor: int, reserve: int, pinned: int
 ) -> MemoryLimitError:
     return MemoryLimitError(
-        f"memory_limit={limit} bytes ({format_size(limit)}) of {name} is too small. "
+        f"memory_limit={show_limit(limit)} of {name} is too small. "
         f"{format_size(floor)} are in use there, a pass needs {format_size(reserve)}, embeddings, "
         f"head and small weights take {format_size(pinned)}, and two buffers for the largest block "
-        f"must fit. Set at least {smallest} bytes ({format_size(smallest)}); a smaller tokens= or "
-        "batch= lowers that.",
+        f"must fit. Set at least {smallest} bytes ({format_size(smallest)}); fewer tokens or "
+        "sequences at once (tokens=, batch=) lower that.",
         limit=limit,
         smallest_limit=smallest,
         device=name,
@@ -308,7 +308,7 @@ def _device_too_small(
 def _host_too_small(options: Options, smallest: int, floor: int, staging: int) -> MemoryLimitError:
     limit = options.memory_limit
     return MemoryLimitError(
-        f"host_memory_limit={limit} bytes ({format_size(limit)}) is too small. This process holds "
+        f"host_memory_limit={show_limit(limit)} is too small. This process holds "
         f"{format_size(floor)} already, and the staging between disk and device takes "
         f"{format_size(staging)}. Set at least {smallest} bytes ({format_size(smallest)}); with a "
         f"larger memory_limit less is enough.{options.origin}",

@@ -105,6 +105,7 @@ class Handle:
             buffer_bytes=self.plan.buffers,
             peak_rss_bytes=peak_rss_bytes(),
             memory_limit=self.plan.memory_limit,
+            io_mode=self.plan.io_mode,
             **streamer.governor.device_figures(),
         )
 

@@ -1,13 +1,19 @@
-"""The README.md of a quantised checkpoint."""
+"""The README.md of a quantised checkpoint, and what of it stayed floats."""
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from typing import TYPE_CHECKING, Protocol
 
 from pipeload._sizes import format_size
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Container, Mapping, Sequence
+
+
+_KINDS_NAMED = 4
+_LEAST_NAMED = 0.005  # of all weights
 
 
 class Form(Protocol):
@@ -19,16 +25,50 @@ class Form(Protocol):
     order: str | None
 
 
+class Floats:
+    """The weights that were not quantised, layers taken together."""
+
+    def __init__(self, counts: Mapping[str, int], *, without: Container[str]) -> None:
+        """Names of all stored tensors and how many numbers each has; `without` those quantised."""
+        total = sum(counts.values())
+        kinds: Counter[str] = Counter()
+        for name, count in counts.items():
+            if name not in without:
+                kinds[re.sub(r"(?<=\.)\d+(?=\.)", "N", name)] += count
+        self.share = sum(kinds.values()) / total
+        """Of all weights."""
+        self._kinds = [(kind, count / total) for kind, count in kinds.most_common()]
+
+    def described(self) -> str:
+        """As "21% of the weights (model.embed_tokens.weight 21%)"."""
+        named = [(kind, share) for kind, share in self._kinds if share >= _LEAST_NAMED]
+        shown = [f"{kind} {share:.0%}" for kind, share in named[:_KINDS_NAMED]]
+        if len(named) > _KINDS_NAMED:
+            shown.append("...")
+        return f"{self.share:.0%} of the weights" + (f" ({', '.join(shown)})" if shown else "")
+
+
 def write(
-    *, source: str, name: str, form: Form, kept_paths: Sequence[str], before: int, after: int
+    *,
+    source: str,
+    from_hub: bool,
+    name: str,
+    form: Form,
+    kept_paths: Sequence[str],
+    floats: Floats,
+    before: int,
+    after: int,
 ) -> str:
     """The text.
 
     Args:
-        source: folder or hub id of the float checkpoint.
+        source: hub id of the float checkpoint, or only the name of its folder: a card should not
+            say where on somebody's machine that is.
+        from_hub: whether it is a hub id.
         name: of the quantised one.
         form: how it was quantised.
         kept_paths: of Linears that are floats.
+        floats: all that is.
         before: bytes of the float tensors.
         after: bytes of the quantised checkpoint.
     """
@@ -36,9 +76,7 @@ def write(
     order = f"\n| Order of int4 rows | {form.order} |" if form.order else ""
     ours = form.loaded_by == "pipeload"
     first = "registers the format" if ours else "pip install 'pipeload[bitsandbytes]'"
-    # Hub ids only: a card should not name folders of somebody's machine.
-    base = f"base_model: {source}\n" if _is_hub_id(source) else ""
-    shown = source if _is_hub_id(source) else source.replace("\\", "/").rstrip("/").split("/")[-1]
+    base = f"base_model: {source}\n" if from_hub else ""
     return f"""---
 library_name: transformers
 {base}tags:
@@ -48,13 +86,14 @@ library_name: transformers
 
 # {name}
 
-A quantised copy of `{shown}`, made by `pipeload quantize`.
+A quantised copy of `{source}`, made by `pipeload quantize`.
 
 | | |
 |---|---|
 | Method | {form.description} |
 | Weights | {format_size(after)}, before {format_size(before)} ({after / before:.0%}) |
-| Linears kept as floats | {kept} |{order}
+| Linears kept as floats | {kept} |
+| Kept as floats | {floats.described()} |{order}
 
 Embeddings and the output head are kept as floats. No data was used.
 
@@ -66,7 +105,3 @@ model = pipeload.from_pretrained("{name}", memory_limit="2GB")
 # model = transformers.AutoModelForCausalLM.from_pretrained("{name}")
 ```
 """
-
-
-def _is_hub_id(source: str) -> bool:
-    return source.count("/") == 1 and not source.startswith(("/", ".", "~"))

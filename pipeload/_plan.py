@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from pipeload._sizes import format_size
+from pipeload._sizes import counted, format_size
 from pipeload._tabled import Row, Tabled
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ class Plan(Tabled):
 
     def _rows(self) -> list[Row]:
         """Where each byte of the limit goes, one row per purpose."""
-        units = f"parts of {len(self.units)} units: blocks, modules or ranges of rows"
+        units = f"parts of {counted(len(self.units), 'unit')}: blocks, modules or ranges of rows"
         smallest = f"smallest that works: {format_size(self.smallest_limit)}"
         rows = [
             ("process floor", self.floor_bytes, "interpreter, libraries, everything loaded before"),
@@ -130,14 +130,17 @@ class Plan(Tabled):
             ("resident units", self.resident - self.pinned_bytes, units),
             ("buffers", self.buffers, f"{self.slots} x {format_size(self.slot_bytes)}"),
             ("scratch", self.scratch_bytes, "dtype casts while reading"),
-            ("unused", self.unused, "smaller than the smallest piece"),
+            ("unused", self.unused, self._why_unused()),
             ("memory limit", self.memory_limit, smallest),
         ]
         return [Row(name, format_size(max(0, size)), note) for name, size, note in rows]
 
+    def _why_unused(self) -> str:
+        return "all weights fit" if self.fits else "smaller than the smallest piece"
+
     def _caption(self) -> str:
         """What is read in each pass, and how."""
-        how = f"({self.io_mode}, {self.readers} readers)"
+        how = f"({self.io_mode}, {counted(self.readers, 'reader')})"
         reading = f"{format_size(self.bytes_per_pass)} read per pass {how}"
         if self.seconds_per_pass:
             rate = format_size(round(self.disk_rate or 0))

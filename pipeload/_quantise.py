@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import logging
+import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import transformers
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from pipeload._model_card import Floats
     from pipeload._transformers import PendingLoad
 
 
@@ -50,6 +53,8 @@ _COPIED = {".json", ".jinja", ".txt", ".model", ".tiktoken", ".py"}
 _COPIED_NAMES = ("LICENSE", "NOTICE", "USE_POLICY")
 _COPIED_BYTES = 256 << 20
 _WEIGHTS_INDEX = "model.safetensors.index.json"
+_MOST_FLOATS = 0.5  # of the weights, before one is told that little was quantised
+_log = logging.getLogger("pipeload")
 _AS_IT_IS = "Delete the folder, and stream the model as it is."
 
 
@@ -58,8 +63,8 @@ def quantize(
     target: str | os.PathLike[str],
     *,
     method: str = "int8",
-    group_size: int = 64,
-    zero_points: str = "rtn",
+    group_size: int | None = None,
+    zero_points: str | None = None,
     double_quant: bool = False,
     memory_limit: int | str | None = None,
     max_shard_size: int | str = "2GB",
@@ -76,8 +81,9 @@ def quantize(
         target: the folder to make; it must not be there.
         method: "int8", one scale a row; "int4", a scale and a zero point a group; "nf4" or "fp4",
             what bitsandbytes makes with `load_in_4bit`, which is needed for it.
-        group_size: of int4: 32, 64 or 128 neighbours in a row.
-        zero_points: of int4: "rtn" (round to nearest), or "hqq", which takes longer and is closer.
+        group_size: of int4: 32, 64 (if None) or 128 neighbours in a row.
+        zero_points: of int4: "rtn" (round to nearest, if None), or "hqq", which takes longer and is
+            closer.
         double_quant: of nf4 and fp4: the scales are quantised, too.
         memory_limit: what the process may hold, as for `from_pretrained`; None takes what is quick.
         max_shard_size: of a file, "2GB" or bytes.
@@ -94,9 +100,41 @@ def quantize(
         UnsupportedModelError: there is nothing that could be quantised.
         MemoryLimitError: the limit is too small; says the smallest that works.
     """
-    _check("method", method, METHODS)
-    _check("group_size", group_size, GROUPS)
-    _check("zero_points", zero_points, ZERO_POINTS)
+    return make(
+        pretrained,
+        target,
+        method=method,
+        group_size=group_size,
+        zero_points=zero_points,
+        double_quant=double_quant,
+        memory_limit=memory_limit,
+        max_shard_size=max_shard_size,
+        progress=progress,
+        **kwargs,
+    ).folder
+
+
+class Made(NamedTuple):
+    """What became of a checkpoint."""
+
+    folder: Path
+    floats: Floats
+
+
+def make(
+    pretrained: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    *,
+    method: str,
+    group_size: int | None,
+    zero_points: str | None,
+    double_quant: bool,
+    memory_limit: int | str | None,
+    max_shard_size: int | str,
+    progress: Progress | None,
+    **kwargs: Any,
+) -> Made:
+    """As `quantize`, and raises what that does; says what stayed floats, too."""
     form = _form(method, group_size, zero_points, double_quant=double_quant)
     shard_bytes = parse_size(max_shard_size, name="max_shard_size")
     pending = _open(pretrained, kwargs)
@@ -108,6 +146,9 @@ def quantize(
         form.step(entry, chosen[entry.name], items) if entry.name in chosen else copied(entry)
         for entry in entries
     ]
+    floats = _model_card.Floats(
+        {entry.name: math.prod(entry.shape) for entry in entries}, without=chosen
+    )
     source = Path(pretrained)
     request = {
         "source": str(source.absolute() if source.is_dir() else pretrained),
@@ -119,32 +160,54 @@ def quantize(
         _write(output, divide(steps, shard_bytes), progress)
         _write_rest(output, pending, config)
         card = _model_card.write(
-            source=str(pretrained),
+            source=source.resolve().name if source.is_dir() else str(pretrained),
+            from_hub=not source.is_dir(),
             name=output.target.name,
             form=form,
             kept_paths=kept,
+            floats=floats,
             before=pending.checkpoint.total_bytes,
             after=sum(file.stat().st_size for file in output.folder.glob("*.safetensors")),
         )
         output.write_text("README.md", card)
         _check_result(output.folder, form, sum(map(form.parts, chosen.values())))
         output.finish()
-    return Path(target)
+    if floats.share > _MOST_FLOATS:
+        _log.warning("%s of %s stayed floats", floats.described(), pretrained)
+    return Made(Path(target), floats)
 
 
 def _check(name: str, value: object, allowed: Sequence[object]) -> None:
     if value not in allowed:
         raise OptionError(
-            f"{name}={value!r} is unknown. Choose one of {', '.join(map(repr, allowed))}."
+            f"{name}={value!r} is unknown. Choose one of "
+            f"{', '.join(repr(one) for one in allowed if one is not None)}."
         )
 
 
-def _form(method: str, group_size: int, zero_points: str, *, double_quant: bool) -> Form:
+def _form(
+    method: str, group_size: int | None, zero_points: str | None, *, double_quant: bool
+) -> Form:
+    """What the options ask for; one that would change nothing is refused."""
+    _check("method", method, METHODS)
+    _check("group_size", group_size, (None, *GROUPS))
+    _check("zero_points", zero_points, (None, *ZERO_POINTS))
+    if method != "int4":
+        _refuse_given(method, "int4", group_size=group_size, zero_points=zero_points)
     if method in KINDS:
         return FourBitForm(method, double=double_quant)
-    if double_quant:
-        raise OptionError(f"double_quant is of nf4 and fp4, and method={method!r}. Leave it out.")
-    return IntegerForm(4 if method == "int4" else 8, group=group_size, zero_points=zero_points)
+    _refuse_given(method, "nf4 and fp4", double_quant=double_quant or None)
+    bits = 4 if method == "int4" else 8
+    return IntegerForm(bits, group=group_size or 64, zero_points=zero_points or "rtn")
+
+
+def _refuse_given(method: str, others: str, **options: object) -> None:
+    for name, value in options.items():
+        if value is not None:
+            raise OptionError(
+                f"{name}={value!r} is of {others}, and would change nothing with "
+                f"method={method!r}. Leave it out."
+            )
 
 
 def _open(pretrained: str | os.PathLike[str], kwargs: dict[str, Any]) -> PendingLoad:

@@ -6,6 +6,7 @@ Three ways to read: "direct" (O_DIRECT, past the page cache), "buffered" (throug
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import sys
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 
 IO_MODES = ("auto", "direct", "buffered", "uncached")
 _log = logging.getLogger("pipeload")
+# What a process of torch has open beside a checkpoint, and half of that again.
+_OTHER_FILES = 64
 
 
 class FileSet:
@@ -67,6 +70,12 @@ class FileSet:
                 self._files[path] = open_file(path, direct=io_mode == "direct")
         except OSError as error:
             self.close()
+            if error.errno == errno.EMFILE:
+                raise ReadError(
+                    f"cannot open all {len(files)} files of the checkpoint at once: "
+                    f"{error.strerror}. Raise the limit on open files, in the shell by "
+                    f"`ulimit -n {len(files) + _OTHER_FILES}`."
+                ) from error
             raise ReadError(
                 f"cannot open checkpoint file {str(path)!r} for {io_mode} reads: {error}. Check "
                 "that it is there and may be read."

@@ -37,6 +37,10 @@ class Work(Protocol):
         """Time that passes computed."""
 
     @property
+    def io_mode(self) -> str:
+        """How it is read."""
+
+    @property
     def device(self) -> str:
         """Where the model computes."""
 
@@ -57,14 +61,23 @@ class Work(Protocol):
         """Whether copies come out of locked memory."""
 
 
+_CACHED = ", in part from the page cache"
+
+
+def past_the_cache(io_mode: str) -> bool:
+    """Whether what is read so comes from the disk, and not perhaps from memory."""
+    return io_mode in {"direct", "uncached"}
+
+
 def work_rows(work: Work) -> list[Row]:
     """Memory, disk and computing, for people."""
     rate = work.bytes_read / work.read_seconds / 1e9 if work.read_seconds else 0.0
     reading = f"{format_size(work.bytes_read)}, {rate:.3g} GB/s while reading"
+    disk = past_the_cache(work.io_mode)
     return [
         *_memory_rows(work),
-        Row("read from disk", reading),
-        Row("waited for disk", f"{work.stall_seconds:.3g} s"),
+        Row("read from disk", reading) if disk else Row("read", f"{reading}{_CACHED}"),
+        Row(f"waited for {'disk' if disk else 'it'}", f"{work.stall_seconds:.3g} s"),
         Row("computed", f"{work.compute_seconds:.3g} s"),
     ]
 
@@ -114,6 +127,8 @@ class Stats(Tabled):
     """The most memory this process ever held."""
     memory_limit: int
     """The limit it must stay under."""
+    io_mode: str = "direct"
+    """How it is read now: see `Plan.io_mode`."""
     device: str = "cpu"
     """Where the model computes. What follows is of a device alone."""
     host_memory_limit: int = 0

@@ -19,10 +19,12 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from pipeload._sizes import format_size, parse_size
+from pipeload._bench_report import Row, legend, table
+from pipeload._memory import parse_limit
+from pipeload._sizes import format_size
 from pipeload.errors import OptionError, PipeloadError
 
 if TYPE_CHECKING:
@@ -33,42 +35,6 @@ if TYPE_CHECKING:
 
 _READ_SECONDS = 1.0
 _ALL = 1 << 50
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One limit's result. Bytes and seconds; rates in bytes per second."""
-
-    memory_limit: int
-    tokens_per_second: float
-    seconds: float
-    """T: seconds per decoded token."""
-    least_seconds: float
-    """T* with B measured while nothing else ran."""
-    rho: float
-    rho_busy: float
-    """rho with B measured under the same computing; on a device, rho once more."""
-    rate_share: float
-    """Read rate while reading, over B under the same computing."""
-    held_share: float
-    """Bytes held over R*."""
-    disk_rate: float
-    busy_disk_rate: float
-    read_rate: float
-    resident_seconds: float
-    """C."""
-    stall_seconds: float
-    bytes_per_token: float
-    reads_per_token: float
-    misses_per_token: float
-    peak_rss: int
-    io_mode: str
-    device: str = "cpu"
-    host_memory_limit: int = 0
-    link_rate: float = 0.0
-    """L."""
-    copied_per_token: float = 0.0
-    peak_device: int = 0
 
 
 class Worker:
@@ -182,7 +148,7 @@ def run(
     Raises:
         PipeloadError: a measured process failed; says its last line.
     """
-    sizes = [parse_size(limit) for limit in limits]
+    sizes = [parse_limit(limit) for limit in limits]
     if not sizes or new_tokens < 1 or rounds < 1 or prompt_tokens < 1:
         raise OptionError(
             "bench measures nothing so. Give at least one memory limit, token and round."
@@ -196,7 +162,7 @@ def run(
         report = {"model": model, "rounds": rounds, "rows": [asdict(row) for row in rows]}
         sys.stdout.write(json.dumps(report) + "\n")
     else:
-        sys.stdout.write(table(rows) + "\n")
+        sys.stdout.write(f"{table(rows)}\n\n{legend(rows)}\n")
     return rows
 
 
@@ -301,50 +267,4 @@ def _row(samples: Sequence[dict[str, Any]]) -> Row:
         link_rate=middle("link_rate") if "link_rate" in samples[0] else 0.0,
         copied_per_token=middle("copied"),
         peak_device=max(sample["peak_device"] for sample in samples),
-    )
-
-
-_COLUMNS: tuple[tuple[str, Callable[[Row], str]], ...] = (
-    ("limit", lambda r: format_size(r.memory_limit)),
-    ("tok/s", lambda r: f"{r.tokens_per_second:.2f}"),
-    ("T ms", lambda r: f"{r.seconds * 1000:.0f}"),
-    ("T* ms", lambda r: f"{r.least_seconds * 1000:.0f}"),
-    ("rho", lambda r: f"{r.rho:.2f}"),
-    ("rho busy", lambda r: f"{r.rho_busy:.2f}"),
-    ("C ms", lambda r: f"{r.resident_seconds * 1000:.0f}"),
-    ("B GB/s", lambda r: f"{r.disk_rate / 1e9:.2f}"),
-    ("B busy", lambda r: f"{r.busy_disk_rate / 1e9:.2f}"),
-    ("read", lambda r: f"{r.read_rate / 1e9:.2f}"),
-    ("held/R*", lambda r: f"{r.held_share:.2f}"),
-    ("stall ms", lambda r: f"{r.stall_seconds * 1000:.0f}"),
-    ("MB/tok", lambda r: f"{r.bytes_per_token / 1e6:.0f}"),
-    ("reads/tok", lambda r: f"{r.reads_per_token:.0f}"),
-    ("misses", lambda r: f"{r.misses_per_token:.1f}"),
-    ("VmHWM", lambda r: format_size(r.peak_rss)),
-    ("cache", lambda r: "past it" if r.io_mode == "direct" else r.io_mode),
-)
-
-
-_DEVICE_COLUMNS: tuple[tuple[str, Callable[[Row], str]], ...] = (
-    ("device", lambda r: r.device),
-    ("host limit", lambda r: format_size(r.host_memory_limit)),
-    ("L GB/s", lambda r: f"{r.link_rate / 1e9:.1f}"),
-    ("copied MB", lambda r: f"{r.copied_per_token / 1e6:.0f}"),
-    ("reserved", lambda r: format_size(r.peak_device)),
-)
-
-
-def table(rows: Sequence[Row]) -> str:
-    """One line per limit."""
-    on_device = any(row.device != "cpu" for row in rows)
-    columns = list(_COLUMNS)
-    if on_device:
-        columns = [column for column in columns if "busy" not in column[0]]
-        columns += _DEVICE_COLUMNS
-    cells = [[name for name, _ in columns]]
-    cells += [[show(row) for _, show in columns] for row in rows]
-    widths = [max(len(line[column]) for line in cells) for column in range(len(columns))]
-    return "\n".join(
-        "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True))
-        for line in cells
     )

@@ -16,9 +16,9 @@ import typer
 from pipeload import __version__
 from pipeload import _cli_options as opt
 from pipeload._cli_output import Commands, replace_unprintable, reported
+from pipeload._cli_prompt import read_prompt
 from pipeload._sizes import parse_size
 
-_NO_TEXT = "the prompt is no text in UTF-8"
 DEMO_QUESTION = "What is the capital of France? Answer in one sentence."
 
 app = typer.Typer(
@@ -26,7 +26,6 @@ app = typer.Typer(
     help="Run Hugging Face models larger than memory, their layers streamed from disk.",
     epilog="A script of your own needs no change: "
     "python -m pipeload --memory-limit 2GB script.py ...",
-    add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -54,8 +53,14 @@ def run(
     device: opt.Device = "cpu",
     host_memory_limit: opt.HostMemoryLimit = None,
     max_new_tokens: opt.NewTokens = 128,
+    tokens: opt.RunTokens = None,
     dtype: opt.DtypeOption = opt.Dtype.AUTO,
     seed: opt.Seed = None,
+    temperature: opt.Temperature = None,
+    top_p: opt.TopP = None,
+    top_k: opt.TopK = None,
+    repetition_penalty: opt.RepetitionPenalty = None,
+    stop: opt.Stop = None,
     system: opt.System = None,
     no_chat_template: opt.NoChatTemplate = False,
     io_mode: opt.IoModeOption = opt.IoMode.AUTO,
@@ -66,8 +71,13 @@ def run(
     """Answer a prompt; the text appears token by token, statistics at the end on stderr."""
     if system is not None and no_chat_template:
         raise typer.BadParameter("--system needs the chat template; drop --no-chat-template.")
-    with reported(debug=debug, quiet=quiet or json):
-        text = _read_prompt(prompt)
+    if temperature == 0 and not (seed is None and top_p is None and top_k is None):
+        raise typer.BadParameter(
+            "--temperature 0 takes the likeliest token always; drop --seed, --top-p and --top-k."
+        )
+    sizes = ("--max-new-tokens", "--tokens")
+    with reported(debug=debug, quiet=quiet or json, smaller_pass=sizes):
+        text = read_prompt(prompt)
         from pipeload import _cli_run
 
         _cli_run.run(
@@ -79,8 +89,14 @@ def run(
                 device=device,
                 host_memory_limit=host_memory_limit,
                 max_new_tokens=max_new_tokens,
+                tokens=tokens,
                 dtype=dtype.value,
                 seed=seed,
+                temperature=temperature,
+                top_p=top_p,
+                top_k=top_k,
+                repetition_penalty=repetition_penalty,
+                stop=tuple(stop or ()),
                 io_mode=io_mode.value,
                 chat_template=not no_chat_template,
                 json=json,
@@ -93,7 +109,7 @@ def run(
 def plan(
     model: opt.Model,
     *,
-    memory_limit: opt.MemoryLimit = "auto",
+    memory_limit: opt.PlanLimits = None,
     device: opt.Device = "cpu",
     host_memory_limit: opt.HostMemoryLimit = None,
     tokens: opt.Tokens = 256,
@@ -105,20 +121,22 @@ def plan(
     debug: opt.Debug = False,
 ) -> None:
     """Show what a memory limit buys: what stays in memory, what is read per token, how fast."""
-    with reported(debug=debug, quiet=json):
+    with reported(debug=debug, quiet=json, smaller_pass=("--tokens", "--batch")):
         from pipeload import _cli_plan
 
         _cli_plan.show(
-            model,
-            memory_limit=memory_limit,
-            device=device,
-            host_memory_limit=host_memory_limit,
-            tokens=tokens,
-            batch=batch,
-            dtype=dtype.value,
-            io_mode=io_mode.value,
-            disk_rate=None if disk_rate is None else parse_size(disk_rate, name="--disk-rate"),
-            json=json,
+            _cli_plan.Request(
+                model=model,
+                memory_limits=memory_limit or ["auto"],
+                device=device,
+                host_memory_limit=host_memory_limit,
+                tokens=tokens,
+                batch=batch,
+                dtype=dtype.value,
+                io_mode=io_mode.value,
+                disk_rate=None if disk_rate is None else parse_size(disk_rate, name="--disk-rate"),
+                json=json,
+            ),
             debug=debug,
         )
 
@@ -141,7 +159,7 @@ def evaluate(
     debug: opt.Debug = False,
 ) -> None:
     """Measure perplexity: how well models predict a text, by a sliding window."""
-    with reported(debug=debug, quiet=quiet or json):
+    with reported(debug=debug, quiet=quiet or json, smaller_pass=("--window", "--batch")):
         from pipeload import _cli_eval
 
         _cli_eval.run(
@@ -212,18 +230,16 @@ def bench(
     debug: opt.Debug = False,
 ) -> None:
     """Measure how close streaming comes to what this machine's disk and processor allow."""
-    limits: list[str | int] = [
-        opt.check_size(text, "--memory-limit") for text in memory_limit or []
-    ]
     with reported(debug=debug, quiet=json):
-        from pipeload import _cli_plan, _cli_run
+        from pipeload import _cli_plan
         from pipeload import bench as benchmark
+        from pipeload._cli_model import check_model
 
         chosen = model or _cli_plan.make_demo_model()
-        _cli_run.check_model(chosen)
+        check_model(chosen)
         benchmark.run(
             model=chosen,
-            limits=limits
+            limits=memory_limit
             or [
                 _cli_plan.choose_limit(
                     chosen, debug=debug, device=device, host_memory_limit=host_memory_limit
@@ -244,8 +260,8 @@ def quantize(
     target: opt.Target,
     *,
     method: opt.MethodOption = opt.Method.INT8,
-    group_size: opt.GroupSize = 64,
-    zero_points: opt.ZeroPointsOption = opt.ZeroPoints.RTN,
+    group_size: opt.GroupSize = None,
+    zero_points: opt.ZeroPointsOption = None,
     double_quant: opt.DoubleQuant = False,
     memory_limit: opt.MemoryLimit = "auto",
     max_shard_size: opt.ShardSize = "2GB",
@@ -262,31 +278,13 @@ def quantize(
             target,
             method=method.value,
             group_size=group_size,
-            zero_points=zero_points.value,
+            zero_points=None if zero_points is None else zero_points.value,
             double_quant=double_quant,
             memory_limit=memory_limit,
             max_shard_size=max_shard_size,
             json=json,
             debug=debug,
         )
-
-
-def _read_prompt(prompt: str) -> str:
-    text = prompt
-    if prompt == "-":
-        if sys.stdin.isatty():
-            end = "Ctrl-Z and Enter" if os.name == "nt" else "Ctrl-D"
-            typer.echo(f"Type the prompt, then {end} on a line of its own.", err=True)
-        try:
-            text = sys.stdin.read()
-        except UnicodeDecodeError as error:
-            raise typer.BadParameter(f"{_NO_TEXT} ({error}).", param_hint="PROMPT") from None
-    if not text.isprintable() and any("\ud800" <= letter <= "\udfff" for letter in text):
-        # How Python shows bytes of an argument that are no text.
-        raise typer.BadParameter(f"{_NO_TEXT}.", param_hint="PROMPT")
-    if not text.strip():
-        raise typer.BadParameter("the prompt is empty.", param_hint="PROMPT")
-    return text
 
 
 def command_names() -> list[str]:

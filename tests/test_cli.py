@@ -170,7 +170,14 @@ def test_json_holds_text_and_figures(talker: Path) -> None:
     assert figures["bytes_read"] >= 5 * figures["bytes_per_pass"]
     assert figures["bottleneck"] in {"disk", "compute"}
     numbers = {k for k, v in figures.items() if isinstance(v, (int, float))}
-    assert set(figures) - numbers == {"model", "text", "io_mode", "bottleneck", "device"}
+    assert set(figures) - numbers == {
+        "model",
+        "text",
+        "seed",
+        "io_mode",
+        "bottleneck",
+        "device",
+    }
     assert all(isinstance(v, int) for k, v in figures.items() if k.endswith("_bytes"))
 
 

@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 import pipeload
 from pipeload import _bench_worker, _cli_eval, _cli_plan, bench, cli
+from pipeload._bench_report import table
 from pipeload._cli_output import reported
 from pipeload._perplexity import Losses, measure
 from pipeload._windows import slide
@@ -342,9 +343,9 @@ def test_progress_is_told(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_table_has_the_devices_columns() -> None:
     """Only where a device was measured."""
     row = bench._row([sample()])
-    assert "L GB/s" in bench.table([row])
+    assert "L GB/s" in table([row])
     cpu = {name: v for name, v in sample().items() if name not in {"device", "link_rate"}}
-    assert "L GB/s" not in bench.table([bench._row([cpu])])
+    assert "L GB/s" not in table([bench._row([cpu])])
 
 
 @pytest.mark.parametrize("debug", [False, True])

@@ -132,18 +132,20 @@ FLOORS = (
     {"_everywhere", "_notebook"},
     {"__init__"},
     {
+        "_bench_report",
         "_bench_worker",
         "_cli_options",
         "_cli_output",
+        "_cli_plan_text",
+        "_cli_prompt",
         "_cli_report",
         "_eval_report",
         "_eval_text",
         "_perplexity",
         "_run_script",
-        "bench",
     },
-    {"_cli_run", "_eval_progress"},
-    {"_cli_eval", "_cli_plan", "_cli_quantise"},
+    {"bench", "_cli_answer", "_cli_model", "_eval_progress"},
+    {"_cli_eval", "_cli_plan", "_cli_quantise", "_cli_run"},
     {"cli"},
     {"__main__"},
 )
@@ -196,9 +198,10 @@ THE_LIBRARYS_FILES = {
     "_transformers",
     # On top of everything, where a user's script would be:
     "_bench_worker",
+    "_cli_answer",
     "_cli_eval",
+    "_cli_model",
     "_cli_output",
-    "_cli_run",
 }
 FILES_ON_THE_HOOKS = {
     "_adapters",

@@ -71,6 +71,13 @@ def load_in(run: Callable[[str], str], folder: Path) -> str:
     )
 
 
+def test_sizes_as_people_type_them(run: Callable[[str], str]) -> None:
+    """A letter is enough; what lacks its unit is asked back, and changes nothing."""
+    assert "(40000000000 bytes)" in run("%pipeload 40G")
+    assert 'did you mean "4GB"?' in run("%pipeload 4")
+    assert "(40000000000 bytes)" in run("%pipeload")
+
+
 def test_on_and_off(run: Callable[[str], str], folder: Path) -> None:
     """Models of later cells are streamed within the limit, until it is off."""
     limit = smallest_limit(folder, dtype="auto")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -21,6 +22,7 @@ from typer.testing import CliRunner
 import pipeload
 from pipeload._int4_order import ORDERS, kernel_order
 from pipeload._packed_linear import Int4Linear, Int8Linear, PackedLinear
+from pipeload._quantise import METHODS
 from pipeload._shards import MANIFEST
 from pipeload.cli import app
 from pipeload.errors import (
@@ -40,6 +42,7 @@ from tests.exact import (
     step_logits,
 )
 from tests.models import load_plain, move_data_start, save_random, tensor_files
+from tests.test_device_ways import mixture
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -492,6 +495,54 @@ def test_what_cannot_be_quantised(llama: Path, tiny: TinyCheckpoint, tmp_path: P
         with pytest.raises(OptionError, match=next(iter(options))):
             pipeload.quantize(llama, tmp_path / "bad", **options)
     assert [path.name for path in tmp_path.iterdir()] == ["made"]
+
+
+OF_OTHERS: dict[str, dict[str, Any]] = {
+    "group_size": {"group_size": 32},
+    "zero_points": {"zero_points": "rtn"},
+    "double_quant": {"double_quant": True},
+}
+METHODS_OF = {
+    "group_size": {"int4"},
+    "zero_points": {"int4"},
+    "double_quant": {"nf4", "fp4"},
+}
+
+
+@pytest.mark.parametrize("option", OF_OTHERS)
+@pytest.mark.parametrize("method", METHODS)
+def test_every_option_changes_something(
+    method: str, option: str, llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that is another method's is refused with the reason, also as its default."""
+    monkeypatch.setattr("pipeload._quantise._open", lambda *_: pytest.fail("looked at the source"))
+    if method in METHODS_OF[option]:
+        with pytest.raises(pytest.fail.Exception, match="looked at"):
+            pipeload.quantize(llama, tmp_path / "made", method=method, **OF_OTHERS[option])
+        return
+    with pytest.raises(OptionError, match=rf"{option}=.* is of .*method='{method}'. Leave it out"):
+        pipeload.quantize(llama, tmp_path / "made", method=method, **OF_OTHERS[option])
+
+
+def test_experts_that_stay_floats_are_said(tmp_path: Path) -> None:
+    """In the last line, in JSON, in the model card, and as a warning where they are most of it."""
+    source = save_random(mixture("mixtral"), tmp_path / "source", "bf16", seed=3)
+    runner = CliRunner()
+    words = ["quantize", f"{source}/", str(tmp_path / "made")]
+    done = runner.invoke(app, words)
+    assert done.exit_code == 0, done.output
+    assert "experts" in done.stdout
+    share = re.search(r"(\d+)% of the weights \(", done.stdout)
+    assert share is not None
+    assert int(share[1]) > 50
+    assert f"{share[0]}" in done.stderr
+    card = (tmp_path / "made" / "README.md").read_text()
+    assert f"| Kept as floats | {share[0]}" in card
+    assert "base_model" not in card  # a folder is none, whatever stands at its end
+    assert "`source`" in card
+    again = runner.invoke(app, [*words[:2], str(tmp_path / "again"), "--json"])
+    assert round(json.loads(again.stdout)["float_share"] * 100) == int(share[1])
+    assert again.stderr == ""
 
 
 def test_values_that_are_no_numbers(llama: Path, tmp_path: Path) -> None:

@@ -92,6 +92,7 @@ def test_installing() -> None:
     models = (root / ".ci" / "models.txt").read_text(encoding="utf-8").split()
     carried = [word for word in models if "==" in word]
     assert lines == [
+        "pip install torch --index-url https://download.pytorch.org/whl/cpu",  # as PyTorch says
         "pip install .",
         "make demo",
         "pip install '.[demo]'",

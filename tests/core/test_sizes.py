@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeload._sizes import format_size, parse_share, parse_size
+from pipeload._sizes import format_size, parse_share, parse_size, show_limit
 from pipeload.errors import OptionError
 
 LARGEST = 2**63 - 1
@@ -16,7 +16,7 @@ LARGEST = 2**63 - 1
     ("value", "nbytes"),
     [
         pytest.param(4096, 4096, id="int is bytes"),
-        pytest.param("123456", 123456, id="bare digits are bytes"),
+        pytest.param("1234567", 1234567, id="bare digits are bytes"),
         pytest.param("512 B", 512, id="bytes spelled out"),
         pytest.param("800 kB", 800_000, id="kilo"),
         pytest.param("512MB", 512 * 10**6, id="mega"),
@@ -35,6 +35,15 @@ LARGEST = 2**63 - 1
         pytest.param("2gb", 2 * 10**9, id="lower case"),
         pytest.param("2GIB", 2 * 2**30, id="upper case"),
         pytest.param("  2  GB ", 2 * 10**9, id="spaces"),
+        pytest.param("4G", 4 * 10**9, id="a letter, decimal"),
+        pytest.param("512m", 512 * 10**6, id="a letter, lower case"),
+        pytest.param("1000k", 10**6, id="kilo, a letter"),
+        pytest.param("1e9", 10**9, id="an exponent"),
+        pytest.param("1.5E+9", 1_500_000_000, id="a fraction with an exponent"),
+        pytest.param("1e3 MB", 10**9, id="an exponent and a unit"),
+        pytest.param("1e3", 1000, id="an exponent says that bytes are meant"),
+        pytest.param("4 B", 4, id="so does the unit"),
+        pytest.param(4, 4, id="an int is bytes, however small"),
         pytest.param(LARGEST, LARGEST, id="the largest"),
     ],
 )
@@ -60,16 +69,21 @@ def test_a_size_is_read_exactly(value: int | str, nbytes: int) -> None:
         pytest.param("", "not a size", id="empty"),
         pytest.param("GB", "not a size", id="no number"),
         pytest.param("nan", "not a size", id="nan as text"),
-        pytest.param("1e9", "not a size", id="exponent"),
+        pytest.param("1e-9", "not a size", id="negative exponent"),
+        pytest.param("1e999", "not a size", id="long exponent"),
+        pytest.param("1e99", "larger than any memory", id="large exponent"),
+        pytest.param("4", 'is 4 bytes (did you mean "4GB"?)', id="a few gigabytes"),
+        pytest.param("1.5", 'is 1.5 bytes (did you mean "1.5GB"?)', id="a fraction alone"),
+        pytest.param(" 512 ", 'is 512 bytes (did you mean "512MB"?)', id="some megabytes"),
+        pytest.param("999999", 'did you mean "999999kB"?', id="the largest that lacks a unit"),
         pytest.param("1_000", "not a size", id="underscore"),
         pytest.param("1,5GB", "not a size", id="comma"),
         pytest.param("1.GB", "not a size", id="point without digits"),
         pytest.param("\u0662GB", "not a size", id="digits of another script"),
         pytest.param("2 G B", "not a size", id="space in the unit"),
-        pytest.param("2G", "unknown unit 'g'", id="unit that could mean either"),
         pytest.param("2GX", "unknown unit 'gx'", id="unknown unit"),
         pytest.param("auto", "not a size", id="auto is for the caller"),
-        pytest.param("1.5", "is the unit missing", id="half a byte"),
+        pytest.param("1000000.5", "is the unit missing", id="half a byte"),
         pytest.param("1.5B", "is the unit missing", id="half a byte, spelled out"),
         pytest.param(LARGEST + 1, "larger than any memory", id="too large"),
         pytest.param("9" * 20 + "PB", "larger than any memory", id="too large with a unit"),
@@ -112,12 +126,27 @@ def test_a_size_is_shown_with_three_digits(nbytes: int, text: str) -> None:
     assert format_size(nbytes) == text
 
 
+@pytest.mark.parametrize(
+    ("limit", "text"),
+    [
+        (4, '4 bytes (4 B; did you mean "4GB"?)'),
+        (8000, '8000 bytes (8.00 kB; did you mean "8000MB"?)'),
+        (123_456, '123456 bytes (123 kB; did you mean "123456kB"?)'),
+        (88_123_456, "88123456 bytes (88.1 MB)"),
+    ],
+)
+def test_a_limit_that_lacks_its_unit_says_so(limit: int, text: str) -> None:
+    """As an int it is bytes, but nobody means so few."""
+    assert show_limit(limit) == text
+
+
 @given(st.integers(1, LARGEST))
 def test_a_shown_size_reads_back_as_about_itself(nbytes: int) -> None:
     """What pipeload prints can be passed to it, and is within half of the third digit."""
     shown = format_size(nbytes)
     assert abs(parse_size(shown) - nbytes) * 200 <= nbytes
-    assert parse_size(f"{nbytes}B") == parse_size(str(nbytes)) == parse_size(nbytes) == nbytes
+    assert parse_size(f"{nbytes}B") == parse_size(nbytes) == nbytes
+    assert nbytes < 10**6 or parse_size(str(nbytes)) == nbytes
 
 
 @given(st.decimals("0.001", 1000, places=6), st.sampled_from(["MB", "MiB", "GB", "GiB"]))

@@ -1,0 +1,113 @@
+"""The answer of `pipeload run`: shown as it comes, ended at a text that was asked for."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+import transformers
+
+import pipeload
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+# More tokens than the longest stop has bytes: where a window of them begins, letters may be cut.
+_TOKENS_MORE = 8
+
+
+class Answer(transformers.TextStreamer):
+    """Writes text as soon as its words are complete, and notes when tokens come.
+
+    Nothing is shown from the first of `stops` on.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        model: Any,
+        *,
+        write: bool,
+        stops: Sequence[str],
+        on_first_token: Callable[[], None],
+    ) -> None:
+        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        self.tokens = 0
+        self.first_token_at = self.last_token_at = 0.0
+        self.handle = pipeload.handle(model)
+        self.first_stats = self.handle.stats()
+        self._write = write
+        self._on_first_token = on_first_token
+        self._cut = _Cut(stops)
+        self._parts: list[str] = []
+        self._prompt_seen = False
+
+    @property
+    def text(self) -> str:
+        return "".join(self._parts)
+
+    def put(self, value: torch.Tensor) -> None:
+        if self._prompt_seen:
+            self.last_token_at = time.perf_counter()
+            self.tokens += 1
+            if self.tokens == 1:
+                self.first_token_at = self.last_token_at
+                self.first_stats = self.handle.stats()
+                self._on_first_token()
+        self._prompt_seen = True
+        super().put(value)  # type: ignore[no-untyped-call]
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        shown = self._cut.add(text, end=stream_end)
+        self._parts.append(shown)
+        if self._write:
+            sys.stdout.write(shown + ("\n" if stream_end else ""))
+            sys.stdout.flush()
+
+
+class StopAt(transformers.StoppingCriteria):
+    """Ends the answer when the tokens so far hold one of the texts.
+
+    The library's own criterion first works through the whole vocabulary, in memory that no limit
+    was planned with.
+    """
+
+    def __init__(self, tokenizer: Any, stops: Sequence[str], *, prompt_tokens: int) -> None:
+        self._tokenizer, self._stops, self._prompt = tokenizer, stops, prompt_tokens
+        # Every token is a byte at least.
+        self._window = max(len(stop.encode()) for stop in stops) + _TOKENS_MORE
+
+    def __call__(self, ids: torch.Tensor, _scores: object, **_options: object) -> torch.Tensor:
+        """Whether to end; `ids` is int64, `[1, tokens]`."""
+        text = self._tokenizer.decode(ids[0, self._prompt :][-self._window :])
+        found = any(stop in text for stop in self._stops)
+        return torch.full((1,), found, device=ids.device)
+
+
+class _Cut:
+    """Lets text through up to the first of some stops, however it is cut into pieces."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = stops
+        self._held = ""
+        self._found = False
+
+    def add(self, text: str, *, end: bool) -> str:
+        """What can be shown now: not what may turn out to begin a stop, before the `end`."""
+        if self._found:
+            return ""
+        text = self._held + text
+        # The one that is whole first: there the answer ends, whatever might have come.
+        found = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
+        self._found = bool(found)
+        kept = min(found)[1] if found else len(text) - (0 if end else self._begun(text))
+        self._held = text[kept:]
+        return text[:kept]
+
+    def _begun(self, text: str) -> int:
+        """How many of the last letters may begin a stop."""
+        longest = max(map(len, self._stops), default=0)
+        ends = range(min(longest - 1, len(text)), 0, -1)
+        return next((n for n in ends if any(s.startswith(text[-n:]) for s in self._stops)), 0)
