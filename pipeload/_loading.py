@@ -18,6 +18,7 @@ from pipeload._checkpoint import check_folder
 from pipeload._device import aligned
 from pipeload._device_account import account_of
 from pipeload._device_plan import make_device_plan
+from pipeload._forks import give_back_inherited
 from pipeload._memory import keep_few_kernels, return_freed_memory, rss_bytes
 from pipeload._pass_needs import PassNeeds
 from pipeload._probe import probe_usage
@@ -105,6 +106,7 @@ def check_limits(request: Request) -> None:
         OptionError: they have other limits.
     """
     options = request.options
+    give_back_inherited()
     ACCOUNTANT.check_limit(options.memory_limit)
     if options.device is not None:
         account_of(options.device).check_limit(options.device_limit)

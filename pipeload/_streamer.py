@@ -217,6 +217,9 @@ class Streamer:
             self._gate.leave(module)
             self._begin_settled(module, args, kwargs)
             return
+        # Before anything is computed: torch's own threads do not survive a fork either, and the
+        # first product would wait for them for ever.
+        self.prefetcher.check_process()
         if self._open or self._held:
             self.recover()
         if self._adapters is not None:
@@ -290,6 +293,20 @@ class Streamer:
         self._alone = None
         if not self._settled:
             self.prefetcher.reset()
+
+    # -- forks: see [Note: what a child has of them] in _forks -----------------------------------
+
+    def forget(self) -> bool:
+        """Count it no more, unless it needs no thread; whether memory is left to give back."""
+        return not self._settled and self.governor.forget()
+
+    def abandon(self) -> None:
+        """Give the memory of the weights back: they read as NaN."""
+        for seat in self._seats:
+            seat.evict()
+        for table in self.tables:
+            table.table.drop()
+        self.prefetcher.abandon()
 
     # -- other limits ----------------------------------------------------------------------------
 

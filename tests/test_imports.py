@@ -107,7 +107,7 @@ FLOORS = (
         "_residency",
         "_tables",
     },
-    {"_prefetcher", "_bitsandbytes", "_reserve", "_sites", "_spill"},
+    {"_forks", "_prefetcher", "_bitsandbytes", "_reserve", "_sites", "_spill"},
     {"_host_share", "_recipes"},
     {"_build", "_hooking", "_model_card", "_quantizer", "_refusals", "_shards", "_transformers"},
     {
