@@ -11,12 +11,16 @@ from __future__ import annotations
 
 import functools
 import importlib
+import os
 import sys
 from typing import Any
 
 from pipeload._on_import import when_imported
 from pipeload._patch import Patch
+from pipeload.errors import OptionError
 
+_OPTIONS = ("tokens", "batch", "io_mode", "readers", "pressure", "device", "host_memory_limit")
+"""What PIPELOAD_TOKENS and its like in the environment say, where nothing else does."""
 _API = "pipeload._api"
 _MODELS = "transformers.modeling_utils"
 
@@ -26,7 +30,7 @@ def stream_when_imported(memory_limit: int | str, **options: Any) -> None:
 
     Args:
         memory_limit: as for `pipeload.from_pretrained`.
-        **options: as for `pipeload.streaming`.
+        **options: as for `pipeload.streaming`; what is not there is the environment's to say.
 
     Raises:
         OptionError: an option means nothing; raised at each load until one does.
@@ -36,15 +40,30 @@ def stream_when_imported(memory_limit: int | str, **options: Any) -> None:
     def start() -> None:
         from pipeload._api import stream_everywhere
 
+        named = _from_environment()
         first.end()
         try:
-            stream_everywhere(memory_limit, **options)
-        except BaseException:
+            stream_everywhere(memory_limit, **(named | options))
+        except BaseException as error:
             first.wait()
+            # Messages begin with what is wrong.
+            for name in named.keys() - options.keys():
+                if isinstance(error, OptionError) and str(error).startswith(f"{name}="):
+                    variable = _variable(name)
+                    raise OptionError(f"the environment variable {variable}: {error}") from None
             raise
 
     when_imported(_MODELS, first.wait)
     when_imported(_API, start)
+
+
+def _from_environment() -> dict[str, int | str]:
+    said = {name: os.environ.get(_variable(name), "").strip() for name in _OPTIONS}
+    return {name: int(text) if text.isdecimal() else text for name, text in said.items() if text}
+
+
+def _variable(option: str) -> str:
+    return f"PIPELOAD_{option.upper()}"
 
 
 class _FirstLoad:

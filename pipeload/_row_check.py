@@ -13,7 +13,7 @@ of threads.
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
+from functools import cache, partial
 from typing import NamedTuple
 
 import torch
@@ -123,8 +123,8 @@ def rows_are_exact(
     # Not here: torch's threads would then be this thread's for good, and a child that is forked
     # from it, has them not, and computes, would wait for them for ever.
     with ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(threads,)) as apart:
-        how = {"bias": bias, "threads": threads}
-        return apart.submit(_check_rows, dtype, inputs, rows, remainder, **how).result()
+        check = partial(_check_rows, dtype, inputs, rows, remainder, bias=bias, threads=threads)
+        return apart.submit(check).result()
 
 
 def _check_rows(

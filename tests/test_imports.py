@@ -127,7 +127,7 @@ FLOORS = (
     {"_quantise", "_wrap"},
     {"_api"},
     {"_everywhere", "_notebook"},
-    {"__init__"},
+    {"__init__", "_script_end"},
     {
         "_bench_worker",
         "_cli_options",
@@ -174,6 +174,7 @@ WITHOUT_TORCH = {
     "_reader_pool",
     "_residency",
     "_run_script",
+    "_script_end",
     "_sizes",
     "_shards",
     "_slots",
