@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import sys
 import time
 from dataclasses import dataclass
@@ -108,7 +109,7 @@ def check_model(model: str) -> None:
         return
     if path.exists():
         raise OptionError(f"{model!r} is a file. Name the folder that holds config.json.")
-    if model.startswith((".", "/", "~")) or model.count("/") > 1:
+    if model.startswith((".", "/", "~")) or model.endswith(("/", os.sep)) or model.count("/") > 1:
         raise OptionError(f"there is no folder {model!r}. Check the path.")
     log.info("no folder %r here: asking the model hub", model)
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -28,7 +29,6 @@ from pipeload._sizes import format_size
 from pipeload.errors import MemoryLimitError, UnsupportedModelError
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Callable, Mapping, Sequence
 
     from torch import nn
@@ -129,7 +129,7 @@ def check_source(
     passed_on = _loading_args.adapt(kwargs, None if device is None else device.where)
     folder = Path(pretrained) / (kwargs.get("subfolder") or "")
     adapter = Path(pretrained) / ((kwargs.get("adapter_kwargs") or {}).get("subfolder") or "")
-    if folder.is_dir():
+    if folder.is_dir() or str(pretrained).endswith(("/", os.sep)):  # no hub id ends so
         check_folder(folder, variant=kwargs.get("variant"), adapter=adapter)
     return passed_on
 

@@ -15,7 +15,7 @@ import typer
 
 from pipeload import __version__
 from pipeload import _cli_options as opt
-from pipeload._cli_output import Commands, replace_unprintable, reported
+from pipeload._cli_output import Commands, load, replace_unprintable, reported
 from pipeload._sizes import parse_size
 
 _NO_TEXT = "the prompt is no text in UTF-8"
@@ -68,6 +68,7 @@ def run(
         raise typer.BadParameter("--system needs the chat template; drop --no-chat-template.")
     with reported(debug=debug, quiet=quiet or json):
         text = _read_prompt(prompt)
+        load("from_pretrained")
         from pipeload import _cli_run
 
         _cli_run.run(
@@ -106,6 +107,7 @@ def plan(
 ) -> None:
     """Show what a memory limit buys: what stays in memory, what is read per token, how fast."""
     with reported(debug=debug, quiet=json):
+        load("from_pretrained")
         from pipeload import _cli_plan
 
         _cli_plan.show(
@@ -142,6 +144,7 @@ def evaluate(
 ) -> None:
     """Measure perplexity: how well models predict a text, by a sliding window."""
     with reported(debug=debug, quiet=quiet or json):
+        load("from_pretrained")
         from pipeload import _cli_eval
 
         _cli_eval.run(
@@ -175,6 +178,7 @@ def demo(
 ) -> None:
     """Try pipeload on a small real model, SmolLM2-135M-Instruct, with too little memory for it."""
     with reported(debug=debug, quiet=quiet or json):
+        load("from_pretrained")
         from pipeload import _cli_plan, _cli_run
 
         model = _cli_plan.make_demo_model(folder)
@@ -255,6 +259,7 @@ def quantize(
 ) -> None:
     """Make a quantised copy of a checkpoint; run again after a kill, it goes on."""
     with reported(debug=debug, quiet=quiet or json):
+        load("quantize")
         from pipeload import _cli_quantise
 
         _cli_quantise.run(
@@ -296,9 +301,9 @@ def command_names() -> list[str]:
 
 
 def main() -> None:
-    """Entry of the `pipeload` command."""
+    """Run what was typed."""
     replace_unprintable()
     try:
         app(prog_name="pipeload")
-    except KeyboardInterrupt:  # outside any command, as while typer itself is imported
+    except KeyboardInterrupt:  # outside any command
         sys.exit(130)

@@ -58,7 +58,8 @@ def make_place(folder: Path, model: Path, command: str = " -m pipeload") -> Path
     for name in ("examples", "LICENSE"):
         (folder / name).symlink_to(README.parent / name)
     (folder / "bin").mkdir()
-    for name, options in (("pipeload", command), ("python", "")):
+    launch = " -m accelerate.commands.accelerate_cli"
+    for name, options in (("pipeload", command), ("python", ""), ("accelerate", launch)):
         file = folder / "bin" / name
         file.write_text(f'#!/bin/sh\nexec "{sys.executable}"{options} "$@"\n')
         file.chmod(0o755)
