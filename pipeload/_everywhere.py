@@ -35,7 +35,7 @@ def stream_when_imported(memory_limit: int | str, **options: Any) -> None:
     Raises:
         OptionError: an option means nothing; raised at each load until one does.
     """
-    first = _FirstLoad()
+    first, there = _FirstLoad(), _API in sys.modules
 
     def start() -> None:
         from pipeload._api import stream_everywhere
@@ -45,7 +45,8 @@ def stream_when_imported(memory_limit: int | str, **options: Any) -> None:
         try:
             stream_everywhere(memory_limit, **(named | options))
         except BaseException as error:
-            first.wait()
+            if not there:  # else the caller is told, and nothing has changed
+                first.wait()
             # Messages begin with what is wrong.
             for name in named.keys() - options.keys():
                 if isinstance(error, OptionError) and str(error).startswith(f"{name}="):
