@@ -200,20 +200,6 @@ class Prefetcher:
         split = Split(plans, slot_bytes, ticket)
         self._ask(ticket, partial(self._dispatcher.resplit, split))
 
-    def check_process(self) -> None:
-        """Whether this is the process that has the threads.
-
-        Raises:
-            UnsupportedOperationError: it was forked from that.
-        """
-        if os.getpid() != self._pid:
-            raise UnsupportedOperationError(
-                "this process was forked from the one that loaded the model, and reader threads "
-                "do not survive a fork. Load the model in the child process, after "
-                "torch.set_num_threads(1) if the parent has computed (torch's threads do not "
-                "survive either), or start children with the 'spawn' method."
-            )
-
     def abandon(self) -> None:
         """In a forked child, where the threads are not: give all memory back."""
         self._dispatcher.abandon()
@@ -232,7 +218,13 @@ class Prefetcher:
         self._closer()
 
     def _ask(self, ticket: Ticket, message: Callable[[], None]) -> None:
-        self.check_process()
+        if os.getpid() != self._pid:
+            raise UnsupportedOperationError(
+                "this process was forked from the one that loaded the model, and reader threads "
+                "do not survive a fork. Load the model in the child process, after "
+                "torch.set_num_threads(1) if the parent has computed (torch's threads do not "
+                "survive either), or start children with the 'spawn' method."
+            )
         if not self._closer.alive:
             raise UnsupportedOperationError("streaming has ended for this model. Load it again.")
         self._check_fault()

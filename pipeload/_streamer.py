@@ -217,9 +217,6 @@ class Streamer:
             self._gate.leave(module)
             self._begin_settled(module, args, kwargs)
             return
-        # Before anything is computed: torch's own threads do not survive a fork either, and the
-        # first product would wait for them for ever.
-        self.prefetcher.check_process()
         if self._open or self._held:
             self.recover()
         if self._adapters is not None:
@@ -298,7 +295,12 @@ class Streamer:
 
     def forget(self) -> bool:
         """Count it no more, unless it needs no thread; whether memory is left to give back."""
-        return not self._settled and self.governor.forget()
+        if self._settled:
+            return False
+        # So a pass recovers first, which is refused here: before anything is computed, since the
+        # first product would wait for ever for threads of torch's, which are not there either.
+        self._open = True
+        return self.governor.forget()
 
     def abandon(self) -> None:
         """Give the memory of the weights back: they read as NaN."""
