@@ -110,7 +110,12 @@ def make_encoders(folder: str) -> None:
 
     torch.manual_seed(0)
     config = BertConfig(
-        vocab_size=512, hidden_size=512, intermediate_size=2048, num_hidden_layers=8, num_labels=1
+        vocab_size=512,
+        hidden_size=512,
+        intermediate_size=2048,
+        num_hidden_layers=8,
+        num_attention_heads=8,
+        num_labels=1,
     )
     for name, kind in (("encoder", BertModel), ("judge", BertForSequenceClassification)):
         kind(config).save_pretrained(Path(folder) / name)
