@@ -115,8 +115,8 @@ def make_encoders(folder: str) -> None:
         intermediate_size=2048,
         num_hidden_layers=8,
         num_attention_heads=8,
-        num_labels=1,
     )
+    config.num_labels = 1
     for name, kind in (("encoder", BertModel), ("judge", BertForSequenceClassification)):
         kind(config).save_pretrained(Path(folder) / name)
         words().save_pretrained(Path(folder) / name)

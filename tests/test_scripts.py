@@ -6,6 +6,7 @@ of its models are streamed.
 
 from __future__ import annotations
 
+import functools
 import os
 import py_compile
 import re
@@ -165,16 +166,18 @@ for attempt in range(2):
 
 def test_options_in_the_environment(tiny: TinyCheckpoint) -> None:
     """What is not typed; one that means nothing is named at every load, and none is plain."""
-    folder, limit = tiny("llama"), {"PIPELOAD_MEMORY_LIMIT": "40GB"}
-    named = {"PIPELOAD_TOKENS": "40", "PIPELOAD_READERS": "3", "PIPELOAD_BATCH": " 2 "}
-    got = python("-c", _OPTIONS, folder, **limit, **named)
+    folder = tiny("llama")
+    named = functools.partial(
+        python, PIPELOAD_TOKENS="40", PIPELOAD_READERS="3", PIPELOAD_BATCH=" 2 "
+    )
+    got = named("-c", _OPTIONS, folder, PIPELOAD_MEMORY_LIMIT="40GB")
     assert got.out.decode().endswith("PassHint(tokens=40, batch=2)\n"), got
     assert got.out.startswith(b"3 ")
     words = ("--tokens", "30", "--stats", "-c", _OPTIONS, folder)
-    got = streamed(*words, **named, PIPELOAD_MEMORY_LIMIT="3GB")
+    got = named("-m", "pipeload", *words, PIPELOAD_MEMORY_LIMIT="3GB")
     assert got.out.decode().endswith("PassHint(tokens=30, batch=2)\n"), got
     assert "LlamaForCausalLM\nmemory limit    3.00 GB\n" in got.err
-    got = python("-c", _OPTIONS, folder, **limit, PIPELOAD_IO_MODE="quick")
+    got = python("-c", _OPTIONS, folder, PIPELOAD_MEMORY_LIMIT="40GB", PIPELOAD_IO_MODE="quick")
     said = "the environment variable PIPELOAD_IO_MODE: io_mode='quick' is unknown. Choose one of"
     assert [line.startswith(said) for line in got.out.decode().splitlines()] == [True, True], got
 
@@ -335,7 +338,7 @@ def test_a_wrong_command_line(
         monkeypatch.setattr(sys, attribute, list(value) if isinstance(value, list) else value)
     monkeypatch.syspath_prepend("replaced")
     monkeypatch.setattr(_run_script, "stream_when_imported", lambda *_args, **_options: None)
-    monkeypatch.setattr(_run_script.ScriptEnd, "follow", lambda _self: None)
+    monkeypatch.setattr("pipeload._script_end.ScriptEnd.follow", lambda _self: None)
     with pytest.raises(SystemExit) as end:
         _run_script.run(words)
     assert end.value.code == status
