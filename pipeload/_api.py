@@ -9,6 +9,7 @@ import transformers
 
 from pipeload._accountant import ACCOUNTANT
 from pipeload._device_account import account_of
+from pipeload._forks import give_back_inherited
 from pipeload._handle import Handle
 from pipeload._loading import Loading, check_source, needs_of, plan_pending
 from pipeload._request import make_request
@@ -306,6 +307,7 @@ def plan(
         enclosing=_enclosing(),
     )
     where = request.options.device
+    give_back_inherited()
     passed_on = check_source(pretrained, kwargs, where)
     auto = auto_class or transformers.AutoModelForCausalLM
     pending = peek(lambda: auto.from_pretrained(pretrained, *args, **passed_on), where)

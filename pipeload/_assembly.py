@@ -6,7 +6,7 @@ import weakref
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
-from pipeload import _guards, _transformers
+from pipeload import _forks, _guards, _transformers
 from pipeload._adapters import Adapters
 from pipeload._arena import DTYPES
 from pipeload._build import MAPPED, TABLE_KEEP_BYTES, Build
@@ -135,6 +135,7 @@ class Assembly:
             pinned_read=read,
             whole=places.whole,
         )
+        _forks.know(self._streamer)
 
     def _set_parameters(
         self, source: Source, build: Build, pinned: Place

@@ -6,14 +6,17 @@ import contextlib
 import io
 import logging
 import os
+import signal
 import sys
+import threading
 import time
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
 from typer.core import TyperGroup
 
+import pipeload
 from pipeload.errors import PipeloadError, escape
 
 if TYPE_CHECKING:
@@ -82,8 +85,9 @@ def reported(*, debug: bool, quiet: bool, smaller_pass: Sequence[str] = ()) -> I
     log.setLevel(logging.DEBUG if debug else logging.ERROR if quiet else logging.INFO)
     log.propagate = False
     try:
-        yield
-        sys.stdout.flush()
+        with _Interrupts():
+            yield
+            sys.stdout.flush()
     except PipeloadError as error:
         if debug:
             raise
@@ -116,6 +120,55 @@ def reported(*, debug: bool, quiet: bool, smaller_pass: Sequence[str] = ()) -> I
         log.removeHandler(handler)
         log.setLevel(level)
         log.propagate = propagate
+
+
+class _Interrupts:
+    """Inside, what a Ctrl-C ends in is a KeyboardInterrupt, whatever is made of that on its way.
+
+    Modules that are being imported catch it, leave something out, and fail otherwise.
+    """
+
+    _came = False
+
+    def __enter__(self) -> None:
+        _Interrupts._came = False
+        self._before = signal.getsignal(signal.SIGINT)
+        main = threading.current_thread() is threading.main_thread()
+        self._noting = main and self._before is signal.default_int_handler
+        if self._noting:
+            signal.signal(signal.SIGINT, self._note)
+
+    @staticmethod
+    def _note(_number: int, _frame: object) -> NoReturn:
+        _Interrupts._came = True
+        raise KeyboardInterrupt
+
+    @staticmethod
+    def check() -> None:
+        """Raise one that somebody has swallowed."""
+        if _Interrupts._came:
+            raise KeyboardInterrupt
+
+    def __exit__(self, kind: object, error: BaseException | None, _trace: object) -> None:
+        if self._noting:
+            signal.signal(signal.SIGINT, self._before)
+        if error is not None and _Interrupts._came:
+            raise KeyboardInterrupt from error
+
+
+def load(name: str) -> None:
+    """Import what one of pipeload's functions needs: seconds, in which a terminal shows a line."""
+    shown = (
+        "loading libraries ..." if log.isEnabledFor(logging.INFO) and sys.stderr.isatty() else ""
+    )
+    sys.stderr.write(shown)
+    sys.stderr.flush()
+    try:
+        getattr(pipeload, name)
+        _Interrupts.check()
+    finally:
+        if shown:
+            sys.stderr.write(f"\r{' ' * len(shown)}\r")
 
 
 class _Printable(logging.Formatter):

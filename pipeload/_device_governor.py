@@ -13,7 +13,7 @@ import dataclasses
 from collections import deque
 from typing import TYPE_CHECKING, Any, cast
 
-from pipeload._accountant import ACCOUNTANT
+from pipeload._accountant import ACCOUNTANT, Accountant
 from pipeload._device_account import account_of, device_limit
 from pipeload._governor import MIN_STEP_BYTES, PATIENCE, STEPS, Governor
 from pipeload._host_share import HostShare
@@ -119,6 +119,12 @@ class DeviceGovernor(Governor):
         """Count no more."""
         ACCOUNTANT.leave(self._host)
         self._account.leave(self)
+
+    def forget(self) -> bool:
+        """In a forked child: count it no more. The device is left alone: it is the parent's."""
+        ACCOUNTANT.leave(self._host)
+        Accountant.leave(self._account, self)
+        return False
 
     def set_limit(self, memory_limit: int | str, host_memory_limit: int | str | None) -> None:
         """Change the device's limit, for all models that stream to it, and the process's."""

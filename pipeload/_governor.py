@@ -106,6 +106,11 @@ class Governor:
         """Have it counted no more. May be called again."""
         ACCOUNTANT.leave(self)
 
+    def forget(self) -> bool:
+        """In a forked child: count it no more. Whether its memory can be given back there."""
+        self.leave()
+        return True
+
     def set_limit(self, memory_limit: int | str, host_memory_limit: int | str | None) -> None:
         """Change the limit, for everybody who shares it.
 

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from pipeload._plan import Plan
     from pipeload._streamer import Streamer
 
+LISTENERS: list[Callable[[nn.Module, Handle], None]] = []
+"""Called with each model that is streamed, and its handle."""
+
 
 class Handle:
     """Controls one streaming model. `pipeload.handle(model)` and `model.pipeload` give it.
@@ -40,6 +43,8 @@ class Handle:
         self._restore: Callable[[nn.Module], None] | None = restore
         self._undo = list(undo)
         self._last_stats: Stats | None = None
+        for listen in LISTENERS:
+            listen(model, self)
 
     @property
     def plan(self) -> Plan:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,6 +20,7 @@ from pipeload._device import aligned
 from pipeload._device_account import account_of
 from pipeload._device_plan import make_device_plan
 from pipeload._device_target import make_target
+from pipeload._forks import give_back_inherited
 from pipeload._memory import keep_few_kernels, return_freed_memory, rss_bytes
 from pipeload._pass_needs import PassNeeds
 from pipeload._probe import probe_usage
@@ -28,7 +30,6 @@ from pipeload._sizes import format_size
 from pipeload.errors import MemoryLimitError, UnsupportedModelError
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Callable, Mapping, Sequence
 
     from torch import nn
@@ -106,6 +107,7 @@ def check_limits(request: Request) -> None:
         OptionError: they have other limits.
     """
     options = request.options
+    give_back_inherited()
     ACCOUNTANT.check_limit(options.memory_limit)
     if options.device is not None:
         account_of(options.device).check_limit(options.device_limit)
@@ -128,7 +130,7 @@ def check_source(
     passed_on = _loading_args.adapt(kwargs, None if device is None else device.where)
     folder = Path(pretrained) / (kwargs.get("subfolder") or "")
     adapter = Path(pretrained) / ((kwargs.get("adapter_kwargs") or {}).get("subfolder") or "")
-    if folder.is_dir():
+    if folder.is_dir() or str(pretrained).endswith(("/", os.sep)):  # no hub id ends so
         check_folder(folder, variant=kwargs.get("variant"), adapter=adapter)
     return passed_on
 

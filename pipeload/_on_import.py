@@ -43,8 +43,9 @@ class _Finder(MetaPathFinder):
 
         def exec_module(module: ModuleType) -> None:
             execute(module)
+            self._act()
+            # Not before: where that raises, the import has failed, and the next one tries again.
             if self in sys.meta_path:
                 sys.meta_path.remove(self)
-            self._act()
 
         return exec_module

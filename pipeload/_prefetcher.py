@@ -205,6 +205,10 @@ class Prefetcher:
         split = Split(plans, slot_bytes, ticket)
         self._ask(ticket, partial(self._dispatcher.resplit, split))
 
+    def abandon(self) -> None:
+        """In a forked child, where the threads are not: give all memory back."""
+        self._dispatcher.abandon()
+
     def _alive(self) -> bool:
         self._check_fault()
         return self._thread.is_alive()
@@ -222,8 +226,9 @@ class Prefetcher:
         if os.getpid() != self._pid:
             raise UnsupportedOperationError(
                 "this process was forked from the one that loaded the model, and reader threads "
-                "do not survive a fork. Load the model in the child process, or start children "
-                "with the 'spawn' method."
+                "do not survive a fork. Load the model in the child process, after "
+                "torch.set_num_threads(1) if the parent has computed (torch's threads do not "
+                "survive either), or start children with the 'spawn' method."
             )
         if not self._closer.alive:
             raise UnsupportedOperationError("streaming has ended for this model. Load it again.")

@@ -12,7 +12,8 @@ of threads.
 
 from __future__ import annotations
 
-from functools import cache
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache, partial
 from typing import NamedTuple
 
 import torch
@@ -119,6 +120,16 @@ def rows_are_exact(
         raise ValueError(f"rows={rows} and remainder={remainder} are not whole steps and a rest")
     if threads != torch.get_num_threads():
         raise ValueError(f"threads={threads}, but torch uses {torch.get_num_threads()}")
+    # Not here: torch's threads would then be this thread's for good, and a child that is forked
+    # from it, has them not, and computes, would wait for them for ever.
+    with ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(threads,)) as apart:
+        check = partial(_check_rows, dtype, inputs, rows, remainder, bias=bias, threads=threads)
+        return apart.submit(check).result()
+
+
+def _check_rows(
+    dtype: torch.dtype, inputs: int, rows: int, remainder: int, *, bias: bool, threads: int
+) -> bool:
     share = ROW_STEP * threads
     fit = min(_MOST_ROWS, _WEIGHT_BYTES // (max(inputs, 1) * dtype.itemsize))
     most = ((fit - remainder) // ROW_STEP - 1) * ROW_STEP  # the whole has a step more at least

@@ -1,7 +1,8 @@
 """`python -m pipeload --memory-limit 2GB script.py ...`: an unmodified script, its models streamed.
 
 The script finds the interpreter as Python itself would have left it: its own arguments, its folder
-first on the path, `__main__` as its name. Nothing is printed that it does not print.
+first on the path, `__main__` as its name. Nothing is printed that it does not print, but for what
+`_script_end` says.
 """
 
 from __future__ import annotations
@@ -15,27 +16,31 @@ import sys
 import traceback
 import zipfile
 from functools import partial
-from importlib.machinery import PathFinder, SourceFileLoader, SourcelessFileLoader
+from importlib.machinery import BuiltinImporter, PathFinder, SourceFileLoader, SourcelessFileLoader
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Literal, NamedTuple, NoReturn
 
 from pipeload._everywhere import stream_when_imported
+from pipeload._script_end import ScriptEnd
 from pipeload._sizes import parse_share, parse_size
 from pipeload.errors import OptionError, PipeloadError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from types import TracebackType
 
+_BEHIND: dict[Literal["-m", "-c"], str] = {"-m": "the name of a module", "-c": "code"}
 IO_MODES = ("auto", "direct", "buffered", "uncached")
 
 
 class Target(NamedTuple):
-    """What is to be run: a module's name, or the path of a file or folder."""
+    """What is to be run."""
 
+    kind: Literal["path", "-m", "-c", "-"]
+    """A file or folder, a module, code that was typed, or code that comes by standard input."""
     name: str
-    is_module: bool
+    """Its path or name, or the code that was typed."""
     arguments: list[str]
 
 
@@ -47,24 +52,38 @@ def run(words: Sequence[str]) -> None:
             where pipeload refused something.
     """
     options, target = _parse(words)
-    stream_when_imported(
-        options.memory_limit,
-        device=options.device,
-        host_memory_limit=options.host_memory_limit,
-        tokens=options.tokens,
-        batch=options.batch,
-        io_mode=options.io_mode,
-        readers=options.readers,
-        pressure=options.pressure,
-    )
-    sys.excepthook = _show_error
+    given = {name: value for name, value in vars(options).items() if value is not None}
+    end = ScriptEnd(stats=given.pop("stats"))
+    stream_when_imported(**given)
+    end.follow()
+
+    def show_error(
+        kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        end.failed = True
+        _show_error(kind, error, trace)
+
+    sys.excepthook = show_error
     try:
-        if target.is_module:
-            _run_module(target)
-        else:
-            _run_path(target)
+        _RUN[target.kind](target)
+    except SystemExit as ended:
+        end.failed = ended.code not in {None, 0}
+        raise
     except PipeloadError as error:
+        end.failed = True
         _end(error)
+
+
+def _run_code(target: Target) -> None:
+    sys.argv = [target.kind, *target.arguments]
+    _set_first_path("")
+    if target.kind == "-c":
+        code = compile(target.name, "<string>", "exec")
+        module = _new_main(__loader__=BuiltinImporter)
+    else:
+        code = compile(sys.stdin.buffer.read(), "<stdin>", "exec")
+        module = _new_main(__loader__=BuiltinImporter, __file__="<stdin>", __cached__=None)
+    exec(code, vars(module))  # noqa: S102 - the user's own code
 
 
 def _run_module(target: Target) -> None:
@@ -100,13 +119,17 @@ def _run_path(target: Target) -> None:
     else:
         loader = SourceFileLoader("__main__", file)
         code = loader.source_to_code(_read(path), file)
-    module = ModuleType("__main__")
     # No spec: what starts further processes takes `__file__` then.
-    vars(module).update(
-        __file__=file, __loader__=loader, __builtins__=builtins, __annotations__={}, __cached__=None
-    )
-    sys.modules["__main__"] = module
+    module = _new_main(__file__=file, __loader__=loader, __cached__=None)
     exec(code, vars(module))  # type: ignore[arg-type]  # noqa: S102 - the user's own script
+
+
+def _new_main(**names: object) -> ModuleType:
+    """A `__main__` as Python makes one."""
+    module = ModuleType("__main__")
+    vars(module).update(__builtins__=builtins, __annotations__={}, **names)
+    sys.modules["__main__"] = module
+    return module
 
 
 def _read(path: Path) -> bytes:
@@ -143,18 +166,21 @@ def _parse(words: Sequence[str]) -> tuple[argparse.Namespace, Target]:
     rest = list(words[count:])
     if rest[:1] == ["--"]:
         rest = rest[1:]
-    if rest and rest[0].startswith("-m"):
-        rest[:1] = [rest[0][2:]] if rest[0] != "-m" else []
-        if not rest:
-            parser.error("-m needs the name of a module")
-        return options, Target(rest[0], is_module=True, arguments=rest[1:])
+    for kind, needs in _BEHIND.items():
+        if rest and rest[0].startswith(kind):
+            rest[:1] = [rest[0][2:]] if rest[0] != kind else []
+            if not rest:
+                parser.error(f"{kind} needs {needs}")
+            return options, Target(kind, rest[0], rest[1:])
     if not rest:
-        parser.error("name a script, or a module with -m")
+        parser.error("name a script, a module with -m, or code with -c")
+    if rest[0] == "-":
+        return options, Target("-", "-", rest[1:])
     if not Path(rest[0]).exists():
         parser.error(
             f"there is no file {rest[0]!r}. For an installed command, name its module: -m MODULE"
         )
-    return options, Target(rest[0], is_module=False, arguments=rest[1:])
+    return options, Target("path", rest[0], rest[1:])
 
 
 def _count_own(words: Sequence[str]) -> int:
@@ -162,9 +188,9 @@ def _count_own(words: Sequence[str]) -> int:
     count = 0
     while count < len(words):
         word = words[count]
-        if not word.startswith("-") or word == "--" or word.startswith("-m"):
+        if not word.startswith("-") or word in {"-", "--"} or word.startswith(tuple(_BEHIND)):
             break
-        alone = "=" in word or word in {"-h", "--help"}
+        alone = "=" in word or word in {"-h", "--help", "--stats"}
         count += 1 if alone else 2
     return min(count, len(words))
 
@@ -178,8 +204,10 @@ class _Parser(argparse.ArgumentParser):
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="python -m pipeload",
-        usage="python -m pipeload [options] (script.py | -m MODULE) [arguments]",
+        usage="python -m pipeload [options] (script.py | -m MODULE | -c CODE | -) [arguments]",
         description="Run a script whose models are streamed from disk. It needs no change.",
+        epilog="An option that is not there is what the environment says: PIPELOAD_TOKENS for "
+        "--tokens, and so on.",
         allow_abbrev=False,
     )
     parser.add_argument(
@@ -191,22 +219,23 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--device",
-        default="cpu",
         help='where models compute: "cpu", "cuda", "xpu", "mps" or "auto"',
     )
     parser.add_argument(
         "--host-memory-limit",
-        default=None,
         type=partial(_limit, name="--host-memory-limit"),
         help="with a device, what the whole process may hold in host memory",
     )
     parser.add_argument(
-        "--tokens", type=_count, default=256, help="longest sequence to keep memory free for"
+        "--tokens", type=_count, help="longest sequence to keep memory free for; 256"
     )
-    parser.add_argument("--batch", type=_count, default=1, help="sequences at once")
-    parser.add_argument("--io-mode", choices=IO_MODES, default="auto")
-    parser.add_argument("--readers", type=int, default=None, help="threads that read at once")
-    parser.add_argument("--pressure", choices=("off", "auto"), default="off")
+    parser.add_argument("--batch", type=_count, help="sequences at once; 1")
+    parser.add_argument("--io-mode", choices=IO_MODES)
+    parser.add_argument("--readers", type=int, help="threads that read at once")
+    parser.add_argument("--pressure", choices=("off", "auto"))
+    parser.add_argument(
+        "--stats", action="store_true", help="say at the end what each model read and took"
+    )
     return parser
 
 
@@ -224,6 +253,14 @@ def _count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of at least 1")
     return int(text)
+
+
+_RUN: dict[str, Callable[[Target], None]] = {
+    "path": _run_path,
+    "-m": _run_module,
+    "-c": _run_code,
+    "-": _run_code,
+}
 
 
 def _show_error(

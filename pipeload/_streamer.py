@@ -304,6 +304,25 @@ class Streamer:
         if not self._settled:
             self.prefetcher.reset()
 
+    # -- forks: see [Note: what a child has of them] in _forks -----------------------------------
+
+    def forget(self) -> bool:
+        """Count it no more, unless it needs no thread; whether memory is left to give back."""
+        if self._settled:
+            return False
+        # So a pass recovers first, which is refused here: before anything is computed, since the
+        # first product would wait for ever for threads of torch's, which are not there either.
+        self._open = True
+        return self.governor.forget()
+
+    def abandon(self) -> None:
+        """Give the memory of the weights back: they read as NaN."""
+        for seat in self._seats:
+            seat.evict()
+        for table in self.tables:
+            table.table.drop()
+        self.prefetcher.abandon()
+
     # -- other limits ----------------------------------------------------------------------------
 
     def adopt(self, plan: Plan) -> bool:

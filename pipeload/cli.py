@@ -15,7 +15,7 @@ import typer
 
 from pipeload import __version__
 from pipeload import _cli_options as opt
-from pipeload._cli_output import Commands, replace_unprintable, reported
+from pipeload._cli_output import Commands, load, replace_unprintable, reported
 from pipeload._cli_prompt import read_prompt
 from pipeload._sizes import parse_size
 
@@ -78,6 +78,7 @@ def run(
     sizes = ("--max-new-tokens", "--tokens")
     with reported(debug=debug, quiet=quiet or json, smaller_pass=sizes):
         text = read_prompt(prompt)
+        load("from_pretrained")
         from pipeload import _cli_run
 
         _cli_run.run(
@@ -122,6 +123,7 @@ def plan(
 ) -> None:
     """Show what a memory limit buys: what stays in memory, what is read per token, how fast."""
     with reported(debug=debug, quiet=json, smaller_pass=("--tokens", "--batch")):
+        load("from_pretrained")
         from pipeload import _cli_plan
 
         _cli_plan.show(
@@ -160,6 +162,7 @@ def evaluate(
 ) -> None:
     """Measure perplexity: how well models predict a text, by a sliding window."""
     with reported(debug=debug, quiet=quiet or json, smaller_pass=("--window", "--batch")):
+        load("from_pretrained")
         from pipeload import _cli_eval
 
         _cli_eval.run(
@@ -193,6 +196,7 @@ def demo(
 ) -> None:
     """Try pipeload on a small real model, SmolLM2-135M-Instruct, with too little memory for it."""
     with reported(debug=debug, quiet=quiet or json):
+        load("from_pretrained")
         from pipeload import _cli_plan, _cli_run
 
         model = _cli_plan.make_demo_model(folder)
@@ -271,6 +275,7 @@ def quantize(
 ) -> None:
     """Make a quantised copy of a checkpoint; run again after a kill, it goes on."""
     with reported(debug=debug, quiet=quiet or json):
+        load("quantize")
         from pipeload import _cli_quantise
 
         _cli_quantise.run(
@@ -294,9 +299,9 @@ def command_names() -> list[str]:
 
 
 def main() -> None:
-    """Entry of the `pipeload` command."""
+    """Run what was typed."""
     replace_unprintable()
     try:
         app(prog_name="pipeload")
-    except KeyboardInterrupt:  # outside any command, as while typer itself is imported
+    except KeyboardInterrupt:  # outside any command
         sys.exit(130)

@@ -44,6 +44,7 @@ ELSEWHERE = {
     "it is not a safetensors file. <advice>": "`_MISTAKEN_FOR` in `pipeload/_checkpoint.py`, one "
     "for each format",
     "cannot be streamed: <why>. <instead>": "the table of formats in README.md",
+    "the environment variable <variable>: <error>": "the same value given as the option",
     "the environment variable PIPELOAD_MEMORY_LIMIT: <error>": "the same value given as "
     "`memory_limit=`",
 }

@@ -31,6 +31,7 @@ from pipeload import (
     _wrap,
     bench,
 )
+from pipeload._everywhere import stream_when_imported
 from pipeload._quantise_forms import IntegerForm
 from pipeload._quantizer import PipeloadConfig, PipeloadQuantizer
 from pipeload._reader import FileSet, resolve_io_mode
@@ -196,6 +197,11 @@ def test_an_unknown_pressure(floats: Path) -> None:
 
 def test_a_limit_in_the_environment(floats: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The message says where the limit comes from."""
+    before = PreTrainedModel.from_pretrained
+    monkeypatch.setenv("PIPELOAD_PRESSURE", "high")
+    with pytest.raises(OptionError, match=r"variable PIPELOAD_PRESSURE: pressure='high' is"):
+        stream_when_imported("4GB")
+    assert PreTrainedModel.from_pretrained == before
     monkeypatch.setenv("PIPELOAD_MEMORY_LIMIT", "lots")
     with pytest.raises(OptionError, match=r"variable PIPELOAD_MEMORY_LIMIT: .*'lots'"):
         pipeload.plan(floats)

@@ -110,7 +110,7 @@ FLOORS = (
         "_residency",
         "_tables",
     },
-    {"_prefetcher", "_bitsandbytes", "_reserve", "_sites", "_spill"},
+    {"_forks", "_prefetcher", "_bitsandbytes", "_reserve", "_sites", "_spill"},
     {"_edits", "_host_share", "_recipes"},
     {"_build", "_hooking", "_model_card", "_quantizer", "_refusals", "_shards", "_transformers"},
     {
@@ -130,7 +130,7 @@ FLOORS = (
     {"_quantise", "_wrap"},
     {"_api"},
     {"_everywhere", "_notebook"},
-    {"__init__"},
+    {"__init__", "_script_end"},
     {
         "_bench_report",
         "_bench_worker",
@@ -180,6 +180,7 @@ WITHOUT_TORCH = {
     "_reader_pool",
     "_residency",
     "_run_script",
+    "_script_end",
     "_sizes",
     "_shards",
     "_slots",

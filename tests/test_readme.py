@@ -1,4 +1,7 @@
-"""What the README shows can be pasted: every snippet and every command runs."""
+"""What the README shows can be pasted: every snippet and every command runs.
+
+`python -m tests.readme_ways` runs each in all the ways in which pipeload can be there already.
+"""
 
 from __future__ import annotations
 
@@ -46,26 +49,31 @@ SNIPPETS = [(text, output) for kind, text, output in blocks() if kind == "python
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory, smollm2_bf16: Path) -> Path:
     """A checkout with the demo's model in `smollm2`, and the commands to be found."""
-    folder = tmp_path_factory.mktemp("reader")
-    (folder / "smollm2").symlink_to(smollm2_bf16)
+    return make_place(tmp_path_factory.mktemp("reader"), smollm2_bf16)
+
+
+def make_place(folder: Path, model: Path, command: str = " -m pipeload") -> Path:
+    """The same in `folder`, where `pipeload` is what `python COMMAND` runs."""
+    (folder / "smollm2").symlink_to(model)
     for name in ("examples", "LICENSE"):
         (folder / name).symlink_to(README.parent / name)
     (folder / "bin").mkdir()
-    for name, options in (("pipeload", " -m pipeload"), ("python", "")):
-        command = folder / "bin" / name
-        command.write_text(f'#!/bin/sh\nexec "{sys.executable}"{options} "$@"\n')
-        command.chmod(0o755)
+    launch = " -m accelerate.commands.accelerate_cli"
+    for name, options in (("pipeload", command), ("python", ""), ("accelerate", launch)):
+        file = folder / "bin" / name
+        file.write_text(f'#!/bin/sh\nexec "{sys.executable}"{options} "$@"\n')
+        file.chmod(0o755)
     return folder
 
 
-def run(arguments: list[str], place: Path) -> str:
+def run(arguments: list[str], place: Path, **more: str) -> str:
     path = f"{place / 'bin'}{os.pathsep}{os.environ['PATH']}"
     # Importable from there, installed or not.
     imports = os.pathsep.join([str(README.parent), str(README.parent / "hooks")])
     done = subprocess.run(
         arguments,
         cwd=place,
-        env={**os.environ, "PATH": path, "PYTHONPATH": imports},
+        env={**os.environ, "PATH": path, "PYTHONPATH": imports, **more},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
@@ -103,11 +111,23 @@ def test_installing() -> None:
         assert done in checks
 
 
+SET = {"PIPELOAD_MEMORY_LIMIT": "1GB"}
+
+
+def run_snippet(code: str, place: Path, *options: str, **more: str) -> str:
+    """As a script, behind `options` of the interpreter."""
+    script = place / "snippet.py"
+    script.write_text(code, encoding="utf-8")
+    return run([sys.executable, "-W", "ignore", *options, str(script)], place, **more)
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize("streamed", [False, True], ids=["plainly", "streamed already"])
 @pytest.mark.parametrize(("code", "output"), SNIPPETS)
-def test_snippet(code: str, output: str, place: Path) -> None:
-    """It runs, and prints what the block below it says."""
-    printed = run([sys.executable, "-W", "ignore", "-c", code], place)
+def test_snippet(code: str, output: str, streamed: bool, place: Path) -> None:
+    """It runs, and prints what the block below it says, also where all is streamed anyway."""
+    ways = ("-m", "pipeload") if streamed else ()
+    printed = run_snippet(code, place, *ways, **(SET if streamed else {}))
     if output:
         assert printed == output
 
@@ -115,7 +135,7 @@ def test_snippet(code: str, output: str, place: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("command", "output"), commands())
 def test_command(command: str, output: str, place: Path) -> None:
-    """It succeeds, and prints what stands below it."""
-    printed = run(["bash", "-c", command], place)
+    """It succeeds, and prints what stands below it, also with the limit in the environment."""
+    printed = run(["bash", "-c", command], place, **SET)
     if output:
         assert printed == output

@@ -6,6 +6,7 @@ of its models are streamed.
 
 from __future__ import annotations
 
+import functools
 import os
 import py_compile
 import re
@@ -146,11 +147,54 @@ def test_by_the_environment(tiny: TinyCheckpoint) -> None:
     assert got.out == b"40000000000\n", got.err
 
 
+_OPTIONS = """
+import pipeload, sys, torch
+from transformers import AutoModelForCausalLM
+for attempt in range(2):
+    try:
+        model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
+    except pipeload.OptionError as error:
+        print(error)
+    else:
+        plan = model.pipeload.plan
+        print(plan.readers, plan.io_mode)
+        print(pipeload._api._enclosing().hint)
+        del model
+        break
+"""
+
+
+def test_options_in_the_environment(tiny: TinyCheckpoint) -> None:
+    """What is not typed; one that means nothing is named at every load, and none is plain."""
+    folder = tiny("llama")
+    named = functools.partial(
+        python, PIPELOAD_TOKENS="40", PIPELOAD_READERS="3", PIPELOAD_BATCH=" 2 "
+    )
+    got = named("-c", _OPTIONS, folder, PIPELOAD_MEMORY_LIMIT="40GB")
+    assert got.out.decode().endswith("PassHint(tokens=40, batch=2)\n"), got
+    assert got.out.startswith(b"3 ")
+    words = ("--tokens", "30", "--stats", "-c", _OPTIONS, folder)
+    got = named("-m", "pipeload", *words, PIPELOAD_MEMORY_LIMIT="3GB")
+    assert got.out.decode().endswith("PassHint(tokens=30, batch=2)\n"), got
+    assert "LlamaForCausalLM\nmemory limit    3.00 GB\n" in got.err
+    got = python("-c", _OPTIONS, folder, PIPELOAD_MEMORY_LIMIT="40GB", PIPELOAD_IO_MODE="quick")
+    said = "the environment variable PIPELOAD_IO_MODE: io_mode='quick' is unknown. Choose one of"
+    assert [line.startswith(said) for line in got.out.decode().splitlines()] == [True, True], got
+
+
 # -- what a script sees ----------------------------------------------------------------------------
 
 
 def as_plain(*words: object, cwd: Path = SCRIPTS) -> tuple[Done, Done]:
-    return python(*words, cwd=cwd), streamed("--memory-limit", "4GB", *words, cwd=cwd)
+    """What each says; the second without the line that there was no model, if all went well."""
+    plain, got = python(*words, cwd=cwd), streamed("--memory-limit", "4GB", *words, cwd=cwd)
+    return plain, without_note(got) if plain.status == 0 else got
+
+
+def without_note(done: Done) -> Done:
+    *before, note = done.err.splitlines(keepends=True)
+    assert note.startswith("pipeload: no model was streamed in this process.")
+    return done._replace(err="".join(before))
 
 
 def test_where_a_script_finds_itself(tmp_path: Path) -> None:
@@ -168,7 +212,28 @@ def test_a_module() -> None:
     plain, got = as_plain("-m", "where", "--tokens", "3", "--help")
     assert plain.status == 0
     assert got == plain
-    assert streamed("-mwhere", "--tokens", "3", "--help") == plain
+    assert without_note(streamed("-mwhere", "--tokens", "3", "--help")) == plain
+
+
+def test_code(tmp_path: Path) -> None:
+    """That is typed, or comes by standard input."""
+    code = "import sys; print(__name__, sys.argv, sys.path[0], sorted(globals()))"
+    for words in (["-c", code], [f"-c{code}"], ["-c", "raise LookupError('its own')"]):
+        plain, got = as_plain(*words, "--tokens", "3", cwd=tmp_path)
+        assert got == plain
+    done = [
+        subprocess.run(
+            [sys.executable, *words, "-", "--tokens", "3"],
+            cwd=tmp_path,
+            env=environment(),
+            input=code,
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for words in ([], ["-m", "pipeload"])
+    ]
+    assert done[0] == done[1] != ""
 
 
 def test_what_else_python_runs(tmp_path: Path) -> None:
@@ -247,7 +312,8 @@ def test_ctrl_c() -> None:
 
 WRONG: dict[str, tuple[Sequence[str], int, str]] = {
     "no file": (["absent.py"], 2, "there is no file 'absent.py'"),
-    "no script": (["--memory-limit", "1GB"], 2, "name a script, or a module with -m"),
+    "no script": (["--memory-limit", "1GB"], 2, "name a script, a module with -m, or code with"),
+    "no code": (["--stats", "-c"], 2, "-c needs code"),
     "no module": (["-m"], 2, "-m needs the name of a module"),
     "an unknown module": (["-m", "no_such.module"], 1, "No module named 'no_such.module'"),
     "a module below one": (["-m", "where.inner"], 1, "No module named 'where.inner'"),
@@ -272,6 +338,7 @@ def test_a_wrong_command_line(
         monkeypatch.setattr(sys, attribute, list(value) if isinstance(value, list) else value)
     monkeypatch.syspath_prepend("replaced")
     monkeypatch.setattr(_run_script, "stream_when_imported", lambda *_args, **_options: None)
+    monkeypatch.setattr("pipeload._script_end.ScriptEnd.follow", lambda _self: None)
     with pytest.raises(SystemExit) as end:
         _run_script.run(words)
     assert end.value.code == status
@@ -293,7 +360,7 @@ def test_options_reach_the_loading(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those before the script are ours, those after it are its own."""
     words = (
         "--memory-limit 2GB --tokens=40 --batch 2 --io-mode buffered --readers 3 --pressure auto "
-        "--device cuda:1 --host-memory-limit 8GB"
+        "--stats --device cuda:1 --host-memory-limit 8GB"
     )
     options, target = _run_script._parse([*words.split(), str(SCRIPTS), "--tokens", "9"])
     assert vars(options) == {
@@ -305,11 +372,13 @@ def test_options_reach_the_loading(monkeypatch: pytest.MonkeyPatch) -> None:
         "pressure": "auto",
         "device": "cuda:1",
         "host_memory_limit": "8GB",
+        "stats": True,
     }
-    assert target == (str(SCRIPTS), False, ["--tokens", "9"])
+    assert target == ("path", str(SCRIPTS), ["--tokens", "9"])
     monkeypatch.chdir(SCRIPTS)
-    assert _run_script._parse(["--", "where.py", "-x"])[1] == ("where.py", False, ["-x"])
-    assert _run_script._parse(["-m", "json.tool", "-m"])[1] == ("json.tool", True, ["-m"])
+    assert _run_script._parse(["--", "where.py", "-x"])[1] == ("path", "where.py", ["-x"])
+    assert _run_script._parse(["-m", "json.tool", "-m"])[1] == ("-m", "json.tool", ["-m"])
+    assert _run_script._parse(["--stats", "-", "-x"])[1] == ("-", "-", ["-x"])
     assert _run_script._parse(["where.py"])[0].memory_limit == "auto"
 
 
