@@ -185,8 +185,9 @@ class _Cut:
         self.pinned_layout = lay_out(parts.pinned)
         tables = sum(min(table.weight.nbytes, TABLE_KEEP_BYTES) for table in parts.tables)
         self.pinned = self.pinned_layout.nbytes + tables + parts.others_bytes
-        by_rows = any(site.whole is not None for site in parts.sites)
-        self.working = parts.conversion_bytes + HUGE_PAGE + by_rows * WINDOW_BYTES
+        ranges = (parts.specs[i] for site in parts.sites if site.whole for i in site.units)
+        window = max((weight.nbytes for spec in ranges for weight in spec.weights), default=0)
+        self.working = parts.conversion_bytes + HUGE_PAGE + min(window, WINDOW_BYTES)
         self.fixed = self.working + self.pinned + self.scratch
 
     @property

@@ -233,7 +233,9 @@ class Governor:
             room = self._room(self._limit, other) - pending - nbytes
             if room < self._residency.smallest:
                 limit = self.plan.memory_limit
-                wanted = limit_for(limit - page_table_bytes(limit) + self._residency.smallest - room)
+                wanted = limit_for(
+                    limit - page_table_bytes(limit) + self._residency.smallest - room
+                )
                 raise MemoryLimitError(
                     f"the forward of {name!r} was replaced after loading, so its weight is needed "
                     f"as a whole: {nbytes} bytes ({format_size(nbytes)}) that memory_limit={limit} "

@@ -58,7 +58,8 @@ class RowProducts:
         key = described, dtype
         if key in self._exact or not given.numel():
             return None
-        weight, bias = module._parameters["weight"], module._parameters.get("bias")
+        weight: torch.Tensor | None = getattr(module, "weight", None)
+        bias: torch.Tensor | None = getattr(module, "bias", None)
         cut = Cut(
             dtype=dtype,
             inputs=self._columns,

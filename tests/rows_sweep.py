@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Every number of rows of input: a Linear in ranges of rows against the whole one, bit for bit.
 
-    python tests/rows_sweep.py           # 1 to 300 rows, every set of kernels: half an hour
+    python tests/rows_sweep.py           # 1 to 300 rows of input, every set of kernels
     python tests/rows_sweep.py --short   # what the test suite runs of it
 
 With the kernels that this processor has and those of lesser ones, and, where MKL takes it for
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SHAPES = ((576, 1536, 384), (640, 1024, 128), (320, 1411, 512), (500, 1000, 256), (96, 49152, 3520))
 """Columns and rows of the weight, and about how many rows a range has."""
-CAPS = (
+CAPS: tuple[dict[str, str], ...] = (
     {},
     {"MKL_ENABLE_INSTRUCTIONS": "AVX2"},
     {"MKL_ENABLE_INSTRUCTIONS": "SSE4_2"},
@@ -83,7 +83,9 @@ def _compare(cut: Cut, counts: range) -> tuple[int, int, int]:
                 ranged += 1
                 parts = [
                     functional.linear(
-                        given, nn.Parameter(weight[start:stop]), bias[start:stop] if cut.bias else None
+                        given,
+                        nn.Parameter(weight[start:stop]),
+                        None if bias is None else bias[start:stop],
                     )
                     for start, stop in cut.ranges
                 ]
@@ -100,7 +102,9 @@ def as_intel() -> bool:
     folder = Path(torch.__file__).parent / "lib"
     try:
         library = ctypes.CDLL(str(folder / "libtorch_cpu.so"))
-        addresses = {ctypes.cast(library[name], ctypes.c_void_p).value: _CODE[name] for name in _CODE}
+        addresses = {
+            ctypes.cast(library[name], ctypes.c_void_p).value: _CODE[name] for name in _CODE
+        }
     except (OSError, AttributeError):
         return False
     protect = ctypes.CDLL(None).mprotect
@@ -125,23 +129,32 @@ def main() -> int:
     for intel in ("", "1"):
         for caps in CAPS if not intel else CAPS[:3]:
             for threads in ("1", "2") if not options.short else ("2",):
-                env = {**os.environ, "OMP_WAIT_POLICY": "passive", "OMP_NUM_THREADS": threads, **caps}
-                words = " ".join((*(f"{k}={v}" for k, v in caps.items()), *["as Intel's"][: len(intel)]))
-                print(f"{words or 'all kernels'}, {threads} threads:", flush=True)  # noqa: T201
+                env = {
+                    **os.environ,
+                    "OMP_WAIT_POLICY": "passive",
+                    "OMP_NUM_THREADS": threads,
+                    **caps,
+                }
+                words = " ".join(
+                    (*(f"{k}={v}" for k, v in caps.items()), *["as Intel's"][: len(intel)])
+                )
+                print(f"{words or 'all kernels'}, {threads} threads:", flush=True)
                 command = [sys.executable, *sys.argv]
-                bad += subprocess.run(command, env={**env, _AS_INTEL: intel}, check=False).returncode  # noqa: S603
-    print("0 differ" if not bad else "SOME DIFFER")  # noqa: T201
+                bad += subprocess.run(
+                    command, env={**env, _AS_INTEL: intel}, check=False
+                ).returncode
+    print("0 differ" if not bad else "SOME DIFFER")
     return int(bad > 0)
 
 
 def _child(*, short: bool) -> int:
     if os.environ[_AS_INTEL] and not as_intel():
-        print("  MKL cannot be told", flush=True)  # noqa: T201
+        print("  MKL cannot be told", flush=True)
         return 0
     wrong = 0
     counts = range(1, 50) if short else range(1, 301)
     for what, ranged, slow, differ in sweep(counts, SHAPES[:3] if short else SHAPES):
-        print(f"  {what}: {ranged} in ranges, {slow} as the whole, {differ} differ", flush=True)  # noqa: T201
+        print(f"  {what}: {ranged} in ranges, {slow} as the whole, {differ} differ", flush=True)
         wrong += differ
     return int(wrong > 0)
 
