@@ -11,8 +11,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+import torch
+
 from pipeload._accountant import ACCOUNTANT
-from pipeload._arena import HUGE_PAGE
+from pipeload._arena import DTYPES, HUGE_PAGE
 from pipeload._floor import lower_floor
 from pipeload._layout import lay_out
 from pipeload._mapped import MappedFiles, can_map
@@ -25,6 +27,7 @@ from pipeload._residency import Residency
 from pipeload._sites import CHUNKS, Grain
 from pipeload._sizes import format_size, show_limit
 from pipeload._stalls import DEFAULT_SECONDS
+from pipeload._whole_shape import WINDOW_BYTES, WholeShape
 from pipeload.errors import MemoryLimitError
 
 if TYPE_CHECKING:
@@ -130,11 +133,15 @@ def make_plan(
     if chosen is None and fine:  # whole blocks do not fit
         others = [_Cut(divider, grain, options, outside) for grain in fine[:-1]]
         chosen = _cheapest([*others, finest], limit - spent)
-    least = min(cut.fixed + cut.residency.smallest for cut in (*coarse, finest))
+    cuts = [*coarse, finest]
+    if finest.parts.uncut and WholeShape.is_free():  # slower than all others, so the last
+        cuts.append(_Cut(divider, finest.grain._replace(anyhow=True), options, outside))
+        chosen = chosen or _cheapest(cuts[-1:], limit - spent)
+    least = min(cuts, key=lambda cut: cut.least)
     # Not `limit`'s page tables, but its own; and the process grows a little by being told.
-    smallest = limit_for(spent - page_table_bytes(limit) + least) + SMALLEST_SLACK_BYTES
+    smallest = limit_for(spent - page_table_bytes(limit) + least.least) + SMALLEST_SLACK_BYTES
     if chosen is None:
-        raise _too_small(options, smallest, floor=floor, reserve=reserve, pinned=finest.pinned)
+        raise _too_small(options, smallest, least, floor=floor, reserve=reserve)
     cut, choice = chosen
     units = cut.residency.plans(choice)
     streamed_bytes = sum(unit.streamed_bytes for unit in units)
@@ -148,7 +155,7 @@ def make_plan(
         memory_limit=limit,
         smallest_limit=smallest,
         floor_bytes=floor,
-        reserve_bytes=reserve + cut.parts.conversion_bytes + HUGE_PAGE,
+        reserve_bytes=reserve + cut.working,
         pinned_bytes=cut.pinned,
         units=units,
         scratch_bytes=cut.scratch,
@@ -169,6 +176,7 @@ class _Cut:
         options: Options,
         touched: Touched,
     ) -> None:
+        self.grain = grain
         self.parts = parts = divider.divide(grain, touched)
         self.residency = Residency(parts.specs, slots=SLOTS)
         casting = parts.needs_scratch
@@ -177,7 +185,15 @@ class _Cut:
         self.pinned_layout = lay_out(parts.pinned)
         tables = sum(min(table.weight.nbytes, TABLE_KEEP_BYTES) for table in parts.tables)
         self.pinned = self.pinned_layout.nbytes + tables + parts.others_bytes
-        self.fixed = parts.conversion_bytes + self.pinned + self.scratch + HUGE_PAGE
+        ranges = (parts.specs[i] for site in parts.sites if site.whole for i in site.units)
+        window = max((weight.nbytes for spec in ranges for weight in spec.weights), default=0)
+        self.working = parts.conversion_bytes + HUGE_PAGE + min(window, WINDOW_BYTES)
+        self.fixed = self.working + self.pinned + self.scratch
+
+    @property
+    def least(self) -> int:
+        """The least that it takes, with nothing resident that can be streamed."""
+        return self.fixed + self.residency.smallest
 
 
 def _cheapest(cuts: Sequence[_Cut], budget: int) -> tuple[_Cut, Choice] | None:
@@ -188,15 +204,34 @@ def _cheapest(cuts: Sequence[_Cut], budget: int) -> tuple[_Cut, Choice] | None:
 
 
 def _too_small(
-    options: Options, smallest: int, *, floor: int, reserve: int, pinned: int
+    options: Options, smallest: int, cut: _Cut, *, floor: int, reserve: int
 ) -> MemoryLimitError:
+    """Says what the smallest limit is made of: sizes that add up to it."""
     limit = options.memory_limit
+    largest = max(cut.parts.specs, key=lambda spec: sum(weight.nbytes for weight in spec.weights))
+    rest = smallest - floor - reserve - cut.pinned - cut.residency.smallest
     return MemoryLimitError(
         f"memory_limit={show_limit(limit)} is too small. This process holds "
         f"{format_size(floor)} already, a pass needs {format_size(reserve)}, weights that are "
-        f"always resident take {format_size(pinned)}, and two buffers for the largest unit must "
-        f"fit. The smallest limit that works here is {smallest} bytes ({format_size(smallest)}); "
-        f"fewer tokens or sequences at once (tokens=, batch=) lower it.{options.origin}",
+        f"always resident take {format_size(cut.pinned)}, two buffers for the largest unit, "
+        f"{largest.name!r}, {format_size(cut.residency.smallest)}, and all else "
+        f"{format_size(rest)}. The smallest limit that works here is {smallest} bytes "
+        f"({format_size(smallest)}); fewer tokens or sequences at once (tokens=, batch=) lower it."
+        f"{_uncut(cut)}{options.origin}",
         limit=limit,
         smallest_limit=smallest,
+    )
+
+
+def _uncut(cut: _Cut) -> str:
+    """What could be smaller on another processor."""
+    weights = [w for spec in cut.parts.specs for w in spec.weights if w.name in cut.parts.uncut]
+    if not weights:
+        return ""
+    largest = max(weights, key=lambda weight: weight.nbytes)
+    return (
+        f" {largest.name!r} ({format_size(largest.nbytes)}) is read as a whole: with the kernels "
+        f"that this processor has for {DTYPES[largest.dtype]} and {torch.get_num_threads()} "
+        "threads, ranges of its rows would give other bits. Another dtype= or number of threads "
+        "may let it be cut."
     )

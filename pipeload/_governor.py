@@ -228,6 +228,33 @@ class Governor:
         if room < self._budget > self._residency.smallest:
             self._aim(max(room, self._residency.smallest))
 
+    def make_room(self, nbytes: int, name: str) -> None:
+        """Have `nbytes` be free beside what the running pass still needs, for module `name`.
+
+        Raises:
+            MemoryLimitError: they are not even with nothing resident.
+        """
+        with ACCOUNTANT.lock:
+            other = ACCOUNTANT.other_bytes()
+            pending = max(0, self._need - max(0, other - self._other_at_begin))
+            room = self._room(self._limit, other) - pending - nbytes
+            if room < self._residency.smallest:
+                limit = self.plan.memory_limit
+                wanted = limit_for(
+                    limit - page_table_bytes(limit) + self._residency.smallest - room
+                )
+                raise MemoryLimitError(
+                    f"the forward of {name!r} was replaced after loading, so its weight is needed "
+                    f"as a whole: {nbytes} bytes ({format_size(nbytes)}) that memory_limit={limit} "
+                    f"does not leave. Set a limit of at least {wanted} bytes "
+                    f"({format_size(wanted)}), or replace it before pipeload.wrap(model).",
+                    limit=limit,
+                    smallest_limit=wanted,
+                )
+            self._recent[-1] = min(self._recent[-1], room)
+            if room < self._budget:
+                self._aim(room)
+
     def after_pass(self) -> None:
         """The pass is over, whatever became of it."""
         self._running = False

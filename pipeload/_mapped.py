@@ -10,6 +10,7 @@ everything the kernel may drop mapped pages at any time, so there residents are 
 from __future__ import annotations
 
 import ctypes
+import math
 import mmap
 from functools import partial
 from typing import TYPE_CHECKING
@@ -47,13 +48,17 @@ class MappedFiles:
         """Whether this system can read a mapping ahead."""
         return drops_at_once() and hasattr(mmap, "MADV_WILLNEED")
 
-    def tensor(self, path: Path, start: int, nbytes: int) -> torch.Tensor:
-        """Bytes of a file, shared with its mapping."""
+    def tensor(
+        self, path: Path, start: int, dtype: torch.dtype, shape: tuple[int, ...]
+    ) -> torch.Tensor:
+        """Values of a file, shared with its mapping."""
+        # All in here: what a view as another dtype makes in inference mode is an inference tensor,
+        # and a parameter becomes one with it.
         with torch.inference_mode(False):
-            if not nbytes:  # no registers, say
-                return torch.empty(0, dtype=torch.uint8)
-            view = memoryview(self._maps[path])[start : start + nbytes]
-            return torch.frombuffer(view, dtype=torch.uint8)
+            if not (count := math.prod(shape)):  # no registers, say
+                return torch.empty(shape, dtype=dtype)
+            view = memoryview(self._maps[path])[start : start + count * dtype.itemsize]
+            return torch.frombuffer(view, dtype=dtype).view(shape)
 
     def populate(self, path: Path, first: int, stop: int) -> int:
         """Bring a range into the page cache and the page tables; returns its bytes.
@@ -64,7 +69,7 @@ class MappedFiles:
         stop = min(stop, len(self._maps[path]))
         if stop <= first:
             return 0
-        address = self.tensor(path, first, 1).data_ptr()
+        address = self.tensor(path, first, torch.uint8, (1,)).data_ptr()
         # By ctypes: it lets other threads run meanwhile, the mmap module's madvise does not.
         advise = ctypes.CDLL(None).madvise
         length = ctypes.c_size_t(stop - first)
@@ -90,10 +95,8 @@ class MappedPlacement:
         self.nbytes = layout.nbytes
         self.views = {
             weight.name: files.tensor(
-                weight.sources[0].file, weight.sources[0].start, weight.nbytes
+                weight.sources[0].file, weight.sources[0].start, DTYPES[weight.dtype], weight.shape
             )
-            .view(DTYPES[weight.dtype])
-            .view(weight.shape)
             for weight, _ in layout.raw
         }
 

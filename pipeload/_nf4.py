@@ -20,7 +20,7 @@ import torch
 from torch.nn import functional
 
 from pipeload._nf4_kernel import BLOCK_STEP, DTYPES, Fill, Scratch, make_fill
-from pipeload._row_check import ROW_STEP, RowRange, can_cut_rows, row_ranges
+from pipeload._row_check import ROW_STEP, Cut, Given, can_cut_rows, ranges_are_exact, row_ranges
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -40,11 +40,11 @@ class QuickProduct:
         self._fill, self._blocksize = fill, blocksize
         self._dtype: torch.dtype = module.compute_dtype
         self._shape = rows, columns = module.out_features, module.in_features
-        self._threads = torch.get_num_threads()
         size = rows_at_once(columns * self._dtype.itemsize)
-        exact = can_cut_rows(self._dtype, columns, rows, size, bias=module.bias is not None)
-        self._ranges: list[RowRange] = row_ranges(rows, size) if exact else []
-        most = max((stop - start for start, stop in self._ranges), default=0)
+        cut = Cut(self._dtype, columns, row_ranges(rows, size), requires_grad=False)
+        cut = cut._replace(bias=module.bias is not None)
+        self._cut = cut if can_cut_rows(cut) else None
+        most = max((stop - start for start, stop in cut.ranges), default=0) if self._cut else 0
         self.kept_bytes = most * columns * self._dtype.itemsize
         """What each thread keeps for a range, from the first product on."""
 
@@ -56,8 +56,8 @@ class QuickProduct:
         rows, absmax = given.to(self._dtype), _expanded(state)
         packed = module.weight.data.as_subclass(torch.Tensor).view(torch.uint8).view(-1)
         inputs = given.numel() // self._shape[1]
-        few = inputs <= _FEW_INPUTS and torch.get_num_threads() == self._threads
-        if self._ranges and few:
+        few = inputs <= _FEW_INPUTS and self._cut is not None
+        if few and ranges_are_exact(self._cut, Given.of(rows)):
             made = self._by_ranges(rows, packed, absmax, bias)
         else:
             weight = torch.empty(self._shape, dtype=self._dtype)
@@ -94,7 +94,7 @@ class QuickProduct:
         out = torch.empty((*given.shape[:-1], rows), dtype=self._dtype)
         weight = _SCRATCH.take(self.kept_bytes).view(self._dtype)
         blocks = columns // self._blocksize
-        for start, stop in self._ranges:
+        for start, stop in self._cut.ranges if self._cut else ():
             part = weight[: (stop - start) * columns].view(stop - start, columns)
             some = packed[start * columns // 2 : stop * columns // 2]
             self._fill(some, absmax[start * blocks : stop * blocks], part)

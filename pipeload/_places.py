@@ -70,6 +70,13 @@ class Places:
         return self._arenas[name]
 
 
+def whole_tensor(weight: Weight) -> torch.Tensor:
+    """Memory of its own for a weight, which lies as a plain load has it lie."""
+    layout = lay_out([weight])
+    arena = Arena(layout.nbytes, device=_CPU, huge=False)
+    return arena.tensor(_offset(layout), weight.dtype, weight.shape, weight.nbytes)
+
+
 def _offset(layout: Layout) -> int:
     """Where the one weight of a layout lies in it."""
     return layout.raw[0][1] if layout.raw else layout.casts[0].offset

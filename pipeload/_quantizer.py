@@ -89,11 +89,11 @@ class PipeloadConfig(QuantizationConfigMixin):
         group = self.group_size or 0
         return Int4Linear.fits(module.out_features, module.in_features, group)
 
-    def parts(self, rows: int, columns: int) -> list[RowRange]:
+    def parts(self, rows: int, columns: int) -> tuple[RowRange, ...]:
         """Rows of the parts that a weight of that shape is stored in: mostly one."""
         row_bytes = columns * self.bits // 8
         if self.part_bytes is None or rows * row_bytes <= self.part_bytes:
-            return [RowRange(0, rows)]
+            return (RowRange(0, rows),)
         most = self.part_bytes // row_bytes // BLOCK_ROWS * BLOCK_ROWS
         return row_ranges(rows, max(2 * BLOCK_ROWS, most))
 

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
-from pipeload._sites import rows_are_exact
 from pipeload.errors import UnsupportedModelError, UnsupportedOperationError
 from pipeload_hooks import EvictedWeightWatch, inside_compiled_call
 
@@ -90,18 +89,3 @@ def refuse_recording(name: str) -> NoReturn:
         "are gone by the time of backward. For inference, wrap the call in torch.no_grad() or "
         "torch.inference_mode(). Training a streamed model is not possible."
     )
-
-
-def check_threads(seat: Seat) -> None:
-    """How kernels sum depends on how many threads share the rows of a split weight."""
-    threads = torch.get_num_threads()
-    module = seat.module()
-    if threads == seat.threads or seat.whole is None or module is None:
-        return
-    if not rows_are_exact(seat.whole, bias=module.bias is not None):
-        raise UnsupportedOperationError(
-            f"with {threads} threads, {seat.name!r} computed in ranges of rows would not give the "
-            f"same bits as a whole one; with {seat.threads}, as at loading, it does. Call "
-            f"torch.set_num_threads({seat.threads}), or set the number before loading."
-        )
-    seat.threads = threads

@@ -55,9 +55,10 @@ class Restorer:
             )
         self._streamer.rest()
         self._streamer.files.check_unchanged()
-        made = self._make_converted()
-        made.update(self._map_raw())
-        made.update(self._edited())
+        with torch.inference_mode(False):  # else parameters would be inference tensors for good
+            made = self._make_converted()
+            made.update(self._map_raw())
+            made.update(self._edited())
         parameters = {name: parameter for name, (parameter, _) in self._parameters.items()}
         bind(Binding(parameters, self._companions).pair(made))
 

@@ -1,42 +1,39 @@
 """Where the rows of a Linear may be cut, and whether this host then computes the same bits.
 
 [Note: what decides] A product is equal bit for bit as long as the library picks the same kernel,
-with the same order of sums, for a range of rows as for the whole. Seen on x86 (AVX2 and AVX-512,
-MKL and oneDNN): what matters is a thread's share of the rows. Shares of fewer than 32 rows (fp32)
-or 64 rows (bf16, one row of input) may go through other kernels; so may products of at most 4096
-multiplications in bf16. Hence the rest of a division never makes a range of its own. With one row
-of input, fp32 depends on the address modulo 16 as well, and ranges that begin at multiples of 64
-rows keep it. None of this is promised by anybody: the check decides, on the host, for the number
-of threads.
+with the same order of sums, for a range of rows as for the whole. What it picks depends on the
+rows of the range and of the whole, on how many threads share them, on the rows of input, and on
+addresses modulo 64. Seen on x86, two threads: with 4 to 15 rows of input, MKL's fp32 kernels for
+AVX-512 take weights whose rows are a multiple of 256 otherwise than all others; with 16 to 56 rows
+large weights otherwise than small ones; those for AVX2 any range otherwise than the whole. With
+one row of bf16, shares of fewer than 64 rows go through other kernels. With AMX, so do ranges from
+17 rows of input on. None of this is promised by anybody, so nothing is concluded from one size to
+another: what is relied on was tried, with this very weight's size, ranges and place, and with this
+very number of rows of input (see [Note: a weight of zeros] in _whole_shape.py).
 """
 
 from __future__ import annotations
 
+import math
+import random
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache, partial
+from functools import cache
 from typing import NamedTuple
 
 import torch
+from torch import nn
 from torch.nn import functional
+
+from pipeload._whole_shape import ALIGN, WholeShape
 
 ROW_STEP = 64
 """Ranges begin at multiples of this many rows."""
-
-_ALIGN = 64
-
-# Rows of input: decoding and drafts, then prompts. Not more: in bf16 oneDNN keeps about 0.5 MB of
-# kernels for every number of rows and every size of range that it has ever seen.
-_FEW = (1, 3)
-_MANY = (17, 130)
-# Memory: the test weight takes this much, its making 8 MB, inputs and outputs less than that.
-_WEIGHT_BYTES = 24 << 20
-_MOST_ROWS = 16_384
-_BLOCK_ELEMENTS = 1 << 20
-# Time: elements of the weight that few and many rows of input meet, for each thread.
-_FEW_ELEMENTS = 2_000_000
-_MANY_ELEMENTS = 750_000
-# Ranges that give each thread two steps of rows or more are computed like any larger ones.
-_ENOUGH_STEPS = 2
+_WIDE_STEP = 256
+# Tried when a model is planned, as many as there is time for: decoding, drafts and small batches,
+# prompts. Others are tried when they come.
+_LIKELY = (1, 4, 8, 17, 130, 15, 48, 3)
+_MOST_MULTIPLICATIONS = 5_000_000_000  # a tenth of a second or two
+_CLUSTER = 4  # rows with values lie in pages that they share
 
 
 class RowRange(NamedTuple):
@@ -46,185 +43,223 @@ class RowRange(NamedTuple):
     stop: int
 
 
-def row_ranges(total: int, rows: int) -> list[RowRange]:
+class Cut(NamedTuple):
+    """A weight and how it is cut: all of it that kernels may look at."""
+
+    dtype: torch.dtype
+    """Of weight, bias and input as they are multiplied."""
+    inputs: int
+    """Columns of the weight."""
+    ranges: tuple[RowRange, ...]
+    offset: int = 0
+    """Where the weight begins in memory, modulo 64."""
+    bias: bool = False
+    requires_grad: bool = True
+    """Of the weight: matmul picks its kernel by it, even under no_grad."""
+
+    @property
+    def total(self) -> int:
+        """Rows of the weight."""
+        return self.ranges[-1].stop
+
+
+class Given(NamedTuple):
+    """The input of a product: all of it that kernels may look at, but for its type."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    """Where it begins in memory, modulo 64."""
+    threads: int
+    precision: str
+    """Of fp32 products, as the user chose it."""
+
+    @classmethod
+    def of(cls, given: torch.Tensor) -> Given:
+        """What describes `given`, with the settings of now."""
+        return cls(
+            given.shape,
+            given.stride(),
+            given.data_ptr() % ALIGN,
+            torch.get_num_threads(),
+            torch.get_float32_matmul_precision(),
+        )
+
+    @classmethod
+    def rows(cls, count: int, inputs: int) -> Given:
+        """`count` rows of their own, with the settings of now."""
+        return cls.of(torch.empty(count, inputs, device="meta"))
+
+
+def row_ranges(total: int, rows: int, step: int = ROW_STEP) -> tuple[RowRange, ...]:
     """Cut `total` rows into the fewest ranges of at most `rows`, as even as can be.
 
-    Every range begins at a multiple of 64 and has 64 rows or more (if `total` has): the rest of
-    the division by 64 is a part of the last one.
+    Every range begins at a multiple of `step` and has that many rows or more (if `total` has): the
+    rest of the division by it is a part of the last one.
 
     Raises:
-        ValueError: `rows` is no multiple of 64 or is less than 128, or `total` is not positive.
+        ValueError: `rows` is no multiple of `step` or too small for that, or `total` not positive.
     """
+    least = _least_rows(total, step)
     if total < 1:
         raise ValueError(f"total={total} must be positive")
-    if rows < 2 * ROW_STEP or rows % ROW_STEP:
-        raise ValueError(f"rows={rows} must be a multiple of 64 and at least 128")
+    if rows < least or rows % step:
+        raise ValueError(f"rows={rows} must be a multiple of {step} and at least {least}")
     count = -(-total // rows)
-    steps, more = divmod(total // ROW_STEP, count)
-    sizes = [ROW_STEP * (steps + (number < more)) for number in range(count)]
-    sizes[-1] += total % ROW_STEP
+    steps, more = divmod(total // step, count)
+    sizes = [step * (steps + (number < more)) for number in range(count)]
+    sizes[-1] += total % step
     starts = [sum(sizes[:number]) for number in range(count)]
-    return [RowRange(start, start + size) for start, size in zip(starts, sizes, strict=True)]
+    return tuple(RowRange(start, start + size) for start, size in zip(starts, sizes, strict=True))
 
 
-def can_cut_rows(dtype: torch.dtype, inputs: int, total: int, rows: int, *, bias: bool) -> bool:
-    """Whether a `[total, inputs]` weight cut by `row_ranges(total, rows)` gives the same bits.
+def _least_rows(total: int, step: int) -> int:
+    """One step where it divides all; else the last range takes the rest, and needs room for it."""
+    return step if step > ROW_STEP and total % step == 0 else 2 * step
 
-    Asked for the number of threads that torch uses now. An answer is kept for the process.
+
+def best_cut(cut: Cut, rows: int, *, anyhow: bool) -> Cut | None:
+    """`cut` with ranges of at most about `rows`; None if none gives the same bits often enough.
+
+    Exact for all numbers of rows of input that are tried beforehand; with `anyhow` for as many as
+    can be, which is exact in any case and slow for the rest (see _row_products.py).
     """
-    ranges = row_ranges(total, rows)
-    if len(ranges) == 1:
-        return True
-    threads = torch.get_num_threads()
-    # The last is one of the smallest. Their size is not always the hardest case.
-    smallest, remainder = divmod(ranges[-1].stop - ranges[-1].start, ROW_STEP)
-    largest = (ranges[0].stop - ranges[0].start) // ROW_STEP
-    cases = {min(steps, _ENOUGH_STEPS * threads) for steps in (smallest, largest)}
-    return all(
-        rows_are_exact(dtype, inputs, steps * ROW_STEP, remainder, bias=bias, threads=threads)
-        for steps in sorted(cases)
-    )
+    found: list[tuple[int, Cut]] = []
+    for step in (ROW_STEP, _WIDE_STEP):
+        most = max(_least_rows(cut.total, step), rows - rows % step)
+        ranges = row_ranges(cut.total, most, step)
+        one = cut._replace(ranges=ranges)
+        if len(ranges) == 1:
+            continue
+        exact = _exact_counts(one)
+        if exact == len(_counts(one)):
+            return one
+        found.append((exact, one))
+    return max(found, key=lambda pair: pair[0])[1] if anyhow and found else None
+
+
+def can_cut_rows(cut: Cut) -> bool:
+    """Whether its ranges give the same bits, for all rows of input that are likely."""
+    return _exact_counts(cut) == len(_counts(cut))
+
+
+def _exact_counts(cut: Cut) -> int:
+    """How many of the likely numbers of rows of input come before one that is not exact."""
+    counts = _counts(cut)
+    tried = (ranges_are_exact(cut, Given.rows(count, cut.inputs)) for count in counts)
+    return next((n for n, exact in enumerate(tried) if not exact), len(counts))
+
+
+def _counts(cut: Cut) -> list[int]:
+    """Numbers of rows of input to try beforehand: one at least, and others while there is time."""
+    left = _MOST_MULTIPLICATIONS
+    counts: list[int] = []
+    for count in _LIKELY:
+        takes = 2 * count * cut.total * cut.inputs
+        if takes <= left or not counts:
+            left -= takes
+            counts.append(count)
+    return counts
 
 
 @cache
-def rows_are_exact(
-    dtype: torch.dtype,
-    inputs: int,
-    rows: int,
-    remainder: int,
-    *,
-    bias: bool,
-    threads: int,
-) -> bool:
-    """Whether `F.linear` by ranges of `rows` equals the whole one on this host, bit for bit.
+def ranges_are_exact(cut: Cut, given: Given) -> bool:
+    """Whether `F.linear` by the ranges of `cut` equals the whole one on this host, bit for bit.
 
-    The first, a middle and the last range of a weight, the last with `remainder` rows more, are
-    compared with the product of all of it: for one to five rows of input at an aligned address and
-    at the worst that a file may give, for up to 130 at the latter. The weight takes at most 24 MB.
-    A larger range is stood for by as many rows as fit; where that gives a thread fewer than 64 of
-    them, the answer is False.
-
-    Args:
-        dtype: Of weight, bias and input.
-        inputs: Columns of the weight.
-        rows: Of a range; a multiple of 64.
-        remainder: Rows that the last range has beyond that, fewer than 64.
-        bias: Whether one is added.
-        threads: What `torch.get_num_threads()` says: kernels divide the rows among them.
+    Every range is multiplied and compared, in a few of its rows, with a product of the whole size;
+    all else is zeros. Takes what the product itself takes, and `WholeShape` in memory.
 
     Raises:
-        ValueError: `rows` is not a positive multiple of 64, `remainder` is not less than 64, or
-            torch uses another number of threads.
+        ValueError: torch uses another number of threads than `given` says.
     """
-    if rows < ROW_STEP or rows % ROW_STEP or not 0 <= remainder < ROW_STEP:
-        raise ValueError(f"rows={rows} and remainder={remainder} are not whole steps and a rest")
-    if threads != torch.get_num_threads():
-        raise ValueError(f"threads={threads}, but torch uses {torch.get_num_threads()}")
+    if given.threads != torch.get_num_threads():
+        raise ValueError(f"threads={given.threads}, but torch uses {torch.get_num_threads()}")
+    if not cut.inputs or not all(given.shape):
+        return False
     # Not here: torch's threads would then be this thread's for good, and a child that is forked
     # from it, has them not, and computes, would wait for them for ever.
-    with ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(threads,)) as apart:
-        check = partial(_check_rows, dtype, inputs, rows, remainder, bias=bias, threads=threads)
-        return apart.submit(check).result()
+    with ThreadPoolExecutor(
+        1, initializer=torch.set_num_threads, initargs=(given.threads,)
+    ) as apart:
+        return apart.submit(_try, cut, given).result()
 
 
-def _check_rows(
-    dtype: torch.dtype, inputs: int, rows: int, remainder: int, *, bias: bool, threads: int
+def _try(cut: Cut, given: Given) -> bool:
+    whole = WholeShape(cut.total, cut.inputs, cut.dtype, cut.offset)
+    with torch.inference_mode(False), torch.no_grad(), torch.autocast("cpu", enabled=False):
+        values = _Values.of(cut)
+        rows = _sampled(cut, whole.window_rows)
+        for block in rows.split(max(1, whole.window_rows // 8)):
+            whole.weight[block] = values.rows(len(block), sign=-1)
+        x = _place(given, cut.dtype)
+        x.copy_(values.rows(math.prod(given.shape[:-1]), sign=1).view(given.shape))
+        return _equal(x, whole.weight, values.bias(cut), cut, rows)
+
+
+def _equal(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, cut: Cut, rows: torch.Tensor
 ) -> bool:
-    share = ROW_STEP * threads
-    fit = min(_MOST_ROWS, _WEIGHT_BYTES // (max(inputs, 1) * dtype.itemsize))
-    most = ((fit - remainder) // ROW_STEP - 1) * ROW_STEP  # the whole has a step more at least
-    if inputs == 0 or most < share:
-        return False
-    plans = []
-    for counts, largest, elements in (
-        (_FEW, most, _FEW_ELEMENTS),
-        (_MANY, share, _MANY_ELEMENTS),
-    ):
-        size = min(rows, largest)
-        least = max(size, share) + ROW_STEP + remainder
-        total = max(least, min(fit, elements * threads // inputs))
-        plans.append(_Plan(counts, size, total - (total - remainder) % ROW_STEP))
-    with torch.inference_mode():
-        for offset, used in ((0, plans[:1]), (dtype.itemsize, plans)):
-            case = _Case.make(dtype, inputs, max(plan.total for plan in used), offset, bias=bias)
-            if not all(case.is_exact(plan, count) for plan in used for count in plan.counts):
-                return False
+    whole = functional.linear(x, nn.Parameter(weight, cut.requires_grad), bias)
+    for start, stop in cut.ranges:
+        part = nn.Parameter(weight[start:stop], cut.requires_grad)
+        made = functional.linear(x, part, None if bias is None else bias[start:stop])
+        here = rows[(rows >= start) & (rows < stop)]
+        if not torch.equal(made[..., here - start], whole[..., here]):
+            return False
     return True
 
 
-class _Plan(NamedTuple):
-    """What is compared."""
-
-    counts: tuple[int, ...]
-    """Numbers of input rows."""
-    rows: int
-    """Of a range."""
-    total: int
-    """Rows of the weight."""
-
-    @property
-    def ranges(self) -> list[RowRange]:
-        """The first, a middle and the last one, which has what a division by 64 leaves, too."""
-        last = self.total // ROW_STEP * ROW_STEP - self.rows
-        middle = last // 2 // ROW_STEP * ROW_STEP
-        return [
-            RowRange(0, self.rows),
-            RowRange(middle, middle + self.rows),
-            RowRange(last, self.total),
-        ]
+def _sampled(cut: Cut, most: int) -> torch.Tensor:
+    """Rows to compare: the first and the last of every range, and as many others as may be."""
+    chance = random.Random(cut.total)  # noqa: S311 - the same ones every time
+    together = min(_CLUSTER, max(1, most // (2 * len(cut.ranges))))
+    more = max(0, most // (together * len(cut.ranges)) - 2)
+    found: set[int] = set()
+    for start, stop in cut.ranges:
+        last = max(start, stop - together)
+        begins = [start, last, *(chance.randint(start, last) for _ in range(more))]
+        found.update(row for begin in begins for row in range(begin, min(begin + together, stop)))
+    return torch.tensor(sorted(found))
 
 
-class _Case(NamedTuple):
+def _place(given: Given, dtype: torch.dtype) -> torch.Tensor:
+    """Memory for an input that lies as `given` does."""
+    reach = 1 + sum((n - 1) * step for n, step in zip(given.shape, given.stride, strict=True))
+    buffer = torch.empty(reach * dtype.itemsize + 2 * ALIGN, dtype=torch.uint8)
+    start = -buffer.data_ptr() % ALIGN + given.offset // dtype.itemsize * dtype.itemsize
+    flat = buffer[start : start + reach * dtype.itemsize].view(dtype)
+    return flat.as_strided(given.shape, given.stride)
+
+
+class _Values(NamedTuple):
     """Test data, such that all terms of every product cancel and the result is rounding alone.
 
     With ordinary values a low precision hides most differences: sums in another order, rounded to
     8 bits, are nearly always the same.
     """
 
-    given: torch.Tensor
-    weight: torch.Tensor
-    bias: torch.Tensor | None
+    order: torch.Tensor
+    random: torch.Generator
+    dtype: torch.dtype
 
     @classmethod
-    def make(cls, dtype: torch.dtype, inputs: int, rows: int, offset: int, *, bias: bool) -> _Case:
-        """A weight `[rows, inputs]` that begins `offset` bytes after an aligned address."""
-        random = torch.Generator().manual_seed(inputs)
-        order = torch.randperm(inputs, generator=random)
-        weight = _empty(rows, inputs, dtype, offset)
-        _fill(weight, order, random, sign=-1)
-        given = torch.empty(max(_MANY), inputs, dtype=dtype)
-        _fill(given, order, random, sign=1)
-        if not bias:
-            return cls(given, weight, None)
-        # Of all sizes, from far below the rounding errors to far above them.
-        scale = torch.tensor([0.0, 1e-7, 1e-3, 1.0]).repeat(-(-rows // 4))[:rows]
-        return cls(given, weight, (torch.randn(rows, generator=random) * scale).to(dtype))
+    def of(cls, cut: Cut) -> _Values:
+        random = torch.Generator().manual_seed(cut.inputs)
+        return cls(torch.randperm(cut.inputs, generator=random), random, cut.dtype)
 
-    def is_exact(self, plan: _Plan, count: int) -> bool:
-        """Whether every range equals its part of the whole, for the first `count` inputs."""
-        given, weight = self.given[:count], self.weight[: plan.total]
-        bias = None if self.bias is None else self.bias[: plan.total]
-        whole = functional.linear(given, weight, bias)
-        for start, stop in plan.ranges:
-            part_bias = None if bias is None else bias[start:stop]
-            part = functional.linear(given, weight[start:stop], part_bias)
-            if not torch.equal(part, whole[:, start:stop]):
-                return False
-        return True
+    def rows(self, count: int, *, sign: int) -> torch.Tensor:
+        """Every second column of `order` has the values of another one, times `sign`."""
+        half = len(self.order) // 2
+        made = torch.empty(count, len(self.order), dtype=self.dtype)
+        values = torch.randn(count, half, generator=self.random).to(self.dtype)
+        made[:, self.order[:half]] = values
+        made[:, self.order[half : 2 * half]] = values * sign
+        made[:, self.order[2 * half :]] = 1e-3
+        return made
 
-
-def _empty(rows: int, columns: int, dtype: torch.dtype, offset: int) -> torch.Tensor:
-    nbytes = rows * columns * dtype.itemsize
-    buffer = torch.empty(nbytes + 2 * _ALIGN, dtype=torch.uint8)
-    start = -buffer.data_ptr() % _ALIGN + offset
-    return buffer[start : start + nbytes].view(dtype).view(rows, columns)
-
-
-def _fill(into: torch.Tensor, order: torch.Tensor, random: torch.Generator, *, sign: int) -> None:
-    """Give every second column of `order` the values of another one, times `sign`."""
-    half = len(order) // 2
-    for block in into.split(max(1, _BLOCK_ELEMENTS // len(order))):
-        values = torch.randn(len(block), half, generator=random).to(into.dtype)
-        block[:, order[:half]] = values
-        block[:, order[half : 2 * half]] = values * sign
-        block[:, order[2 * half :]] = 1e-3
+    def bias(self, cut: Cut) -> torch.Tensor | None:
+        """Of all sizes, from far below the rounding errors to far above them."""
+        if not cut.bias:
+            return None
+        scale = torch.tensor([0.0, 1e-7, 1e-3, 1.0]).repeat(-(-cut.total // 4))[: cut.total]
+        return (torch.randn(cut.total, generator=self.random) * scale).to(self.dtype)

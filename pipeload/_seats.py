@@ -5,14 +5,14 @@ from __future__ import annotations
 import weakref
 from typing import TYPE_CHECKING
 
-import torch
-
 from pipeload._on_disk import on_use_of
+from pipeload._row_products import RowProducts
 from pipeload_hooks import Binding, bind, bind_for_long, unbind
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    import torch
     from torch import nn
 
     from pipeload._layout import Weight
@@ -39,8 +39,8 @@ class Seat:
         self.module = weakref.ref(site.module)
         self.units = site.units
         self.whole = site.whole
-        self.threads = torch.get_num_threads()
-        """Those with which ranges of rows were found to be exact."""
+        self.products = None if site.whole is None else RowProducts(site.whole, site.ranges)
+        """How it computes from ranges of rows, if it does."""
         self._packed = frozenset(companions)
         self._binding = Binding(parameters, companions, on_use_of)
         self._plan: UnitPlan | None = None
@@ -73,6 +73,12 @@ class Seat:
         if not self._resident and self.whole is not None:
             self._resident = self._binding.pair({self.whole.name: show(self.whole)})
         bind_for_long(self._resident)  # also when it was before: a table may share the parameter
+
+    def bind_once(self, values: torch.Tensor) -> None:
+        """Show the whole weight until `unbind`."""
+        if self.whole is not None:
+            self._passing = self._binding.pair({self.whole.name: values})
+            bind(self._passing)
 
     def unbind(self) -> None:
         """Put placeholders into what was streamed; what is resident stays bound."""

@@ -15,7 +15,8 @@ from torch import nn
 
 from pipeload._arena import DTYPES
 from pipeload._residency import UnitSpec, is_tiny
-from pipeload._row_check import ROW_STEP, can_cut_rows, row_ranges
+from pipeload._row_check import ROW_STEP, Cut, RowRange, best_cut
+from pipeload._whole_shape import ALIGN
 from pipeload.errors import UnsupportedModelError
 from pipeload_hooks import can_split, find_blocks, takes_ids
 
@@ -42,6 +43,8 @@ class Grain(NamedTuple):
     """Whether the modules of a block are units of their own."""
     chunk_bytes: int
     """The most that a range of rows takes."""
+    anyhow: bool = False
+    """Whether weights are cut even where products of ranges are often to be computed slowly."""
 
 
 class Touched(NamedTuple):
@@ -65,6 +68,8 @@ class Site(NamedTuple):
     """One unit, or one for each range of rows."""
     whole: Weight | None
     """The weight whose ranges of rows the units are, None for a site with a unit of its own."""
+    ranges: tuple[RowRange, ...] = ()
+    """Those."""
 
 
 class Table(NamedTuple):
@@ -87,6 +92,8 @@ class Parts:
     pinned: list[Weight]
     others_bytes: int
     """Bytes of the parameters that the library loads or initialises itself, and beside them."""
+    uncut: frozenset[str] = frozenset()
+    """Weights that are whole because ranges of their rows would not give the same bits."""
 
     @property
     def conversion_bytes(self) -> int:
@@ -173,7 +180,7 @@ class Divider:
             grain: how finely.
             touched: weights that are used while the module that owns them does not run.
         """
-        cutter = _Cutter(grain.chunk_bytes)
+        cutter = _Cutter(grain)
         together = touched.outside | touched.idle
         for block, all_streamed in self._blocks:
             streamed = [w for w in all_streamed if w.name not in touched.past_block]
@@ -211,7 +218,7 @@ class Divider:
             # a tied one shares the other's memory
             if name not in taken and name not in self._tied
         )
-        return Parts(sites, specs, tables, pinned, others)
+        return Parts(sites, specs, tables, pinned, others, frozenset(cutter.uncut))
 
     def unknown(self) -> Touched:
         """What to take for touched where nothing could be tried: tables but those of token ids."""
@@ -286,11 +293,14 @@ def _input_embeddings(model: nn.Module) -> Iterator[object]:
 class _Cutter:
     """Collects sites and units in the order of the module tree."""
 
-    def __init__(self, chunk_bytes: int) -> None:
+    def __init__(self, grain: Grain) -> None:
         self.sites: list[Site] = []
         self.specs: list[UnitSpec] = []
-        self.chunk_bytes = chunk_bytes
+        self.uncut: set[str] = set()
+        """Weights that could not be cut as they should."""
+        self.chunk_bytes = grain.chunk_bytes
         """The most that a range of rows takes."""
+        self._anyhow = grain.anyhow
 
     def whole(self, path: str, module: nn.Module, weights: Sequence[Weight]) -> None:
         """A site with one unit."""
@@ -316,15 +326,27 @@ class _Cutter:
     def rows(self, path: str, module: nn.Linear, weight: Weight) -> None:
         """A site whose units are ranges of rows of about the same size, where that is exact."""
         rows = _rows_in(weight, self.chunk_bytes)
-        first = len(self.specs)
-        bias = module.bias is not None
         made = weight.group is not None  # by the library, as a whole
-        if made or weight.shape[0] <= rows or not rows_are_exact(weight, bias=bias):
+        if made or weight.shape[0] <= rows:
             self.whole(path, module, [weight])
             return
-        for start, stop in row_ranges(weight.shape[0], rows):
+        cut = best_cut(_uncut(weight, module), rows, anyhow=self._anyhow)
+        if cut is None:
+            self.uncut.add(weight.name)
+            self.whole(path, module, [weight])
+            return
+        first = len(self.specs)
+        for start, stop in cut.ranges:
             self.specs.append(UnitSpec(f"{path}[{start}:{stop}]", (weight.rows(start, stop),)))
-        self.sites.append(Site(path, module, range(first, len(self.specs)), weight))
+        self.sites.append(Site(path, module, range(first, len(self.specs)), weight, cut.ranges))
+
+
+def _uncut(weight: Weight, module: nn.Linear) -> Cut:
+    total, columns = weight.shape
+    offset = weight.sources[0].start % ALIGN if weight.raw else 0
+    bias, requires_grad = module.bias is not None, module.weight.requires_grad
+    ranges = (RowRange(0, total),)
+    return Cut(DTYPES[weight.dtype], columns, ranges, offset, bias, requires_grad)
 
 
 def _separable(path: str, weights: Iterable[Weight]) -> bool:
@@ -340,16 +362,6 @@ def _separable(path: str, weights: Iterable[Weight]) -> bool:
 def _rows_in(weight: Weight, nbytes: int) -> int:
     rows = nbytes // (weight.nbytes // weight.shape[0])
     return max(2 * ROW_STEP, rows - rows % ROW_STEP)
-
-
-def rows_are_exact(weight: Weight, *, bias: bool) -> bool:
-    """Whether products of row ranges are the whole one's rows, here and with the threads of now.
-
-    Asked for the shortest ranges that are ever made: longer ones are the easier case.
-    """
-    total, columns = weight.shape
-    rows = _rows_in(weight, CHUNKS[-1])
-    return total <= rows or can_cut_rows(DTYPES[weight.dtype], columns, total, rows, bias=bias)
 
 
 def _is_large_float(weight: Weight) -> bool:

@@ -10,15 +10,21 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from pipeload._hooking import Hooks
 from pipeload._passlog import PassLog
+from pipeload._places import whole_tensor
 from pipeload._refusals import (
     Call,
     call_of,
-    check_threads,
     make_watch,
     refuse_compiled,
     refuse_recording,
 )
-from pipeload_hooks import EvictedWeightWatch, PassGate, discard_ended, restore_split
+from pipeload_hooks import (
+    EvictedWeightWatch,
+    PassGate,
+    computes_linear,
+    discard_ended,
+    restore_split,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -137,8 +143,11 @@ class Streamer:
         if any(units[index].streams for index in seat.units):
             if seat.replaced():
                 return True  # the weight is another's, and all there
-            check_threads(seat)
-            return False
+            module = seat.module()
+            if module is None or computes_linear(module):
+                return False
+            self._gather(site)
+            return True
         for index in () if seat.settled(units) else seat.units:
             self._take(index)
             self._give(index)
@@ -156,6 +165,25 @@ class Streamer:
             ((_, rows),) = views.items()
             yield (*unit.rows, rows)
             self._give(index)
+
+    def by_whole(
+        self, site: int, module: nn.Module, given: torch.Tensor, dtype: torch.dtype
+    ) -> Callable[[int, torch.Tensor], torch.Tensor] | None:
+        """What multiplies where ranges by themselves would give other bits, None where not."""
+        products = self._seats[site].products
+        return None if products is None else products.by_whole(module, given, dtype)
+
+    def _gather(self, site: int) -> None:
+        """Show all rows at once, for this run: somebody has replaced what the Linear computes."""
+        seat = self._seats[site]
+        if (weight := seat.whole) is None:
+            return
+        self.governor.make_room(weight.nbytes, seat.name)
+        self._catch_up()
+        values = whole_tensor(weight)
+        for start, stop, rows in self.chunks(site):
+            values[start:stop].copy_(rows)
+        seat.bind_once(values)
 
     def release(self, site: int) -> None:
         """Unbind what is streamed. Does nothing for a site that is not running."""

@@ -26,7 +26,7 @@ from pipeload import (
     _cli_plan,
     _int4_order,
     _quantise,
-    _refusals,
+    _row_products,
     _takeover,
     _wrap,
     bench,
@@ -35,6 +35,8 @@ from pipeload._everywhere import stream_when_imported
 from pipeload._quantise_forms import IntegerForm
 from pipeload._quantizer import PipeloadConfig, PipeloadQuantizer
 from pipeload._reader import FileSet, resolve_io_mode
+from pipeload._row_check import RowRange
+from pipeload._whole_shape import WholeShape
 from pipeload.errors import (
     CheckpointChangedError,
     CheckpointError,
@@ -230,14 +232,15 @@ def test_another_process(tiny: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch) 
     assert torch.equal(logits(model), expected)
 
 
-def test_threads_that_change_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine whose kernels sum ranges of rows otherwise with another number of threads."""
-    monkeypatch.setattr(_refusals, "rows_are_exact", lambda *_args, **_options: False)
-    module = nn.Linear(8, 8)
-    threads = torch.get_num_threads() + 1
-    seat = SimpleNamespace(name="up", threads=threads, whole=object(), module=lambda: module)
-    with pytest.raises(UnsupportedOperationError, match=rf"set_num_threads\({threads}\)"):
-        _refusals.check_threads(cast("Any", seat))
+def test_ranges_that_change_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A system that sets memory aside for zeros, and kernels that sum ranges of rows otherwise."""
+    monkeypatch.setattr(_row_products, "ranges_are_exact", lambda *_: False)
+    monkeypatch.setattr(WholeShape, "is_free", lambda: False)
+    source = SimpleNamespace(start=0)
+    weight = SimpleNamespace(name="up.weight", shape=(8, 8), raw=True, sources=(source,))
+    products = _row_products.RowProducts(cast("Any", weight), [RowRange(0, 8)])
+    with pytest.raises(UnsupportedOperationError, match=r"'up\.weight'.*shape \(3, 8\)"):
+        products.by_whole(nn.Linear(8, 8), torch.ones(3, 8), torch.float32)
 
 
 def test_memory_that_cannot_be_measured(monkeypatch: pytest.MonkeyPatch) -> None:

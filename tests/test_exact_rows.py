@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import re
+import types
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import pytest
 import torch
+from torch import nn
+from torch.nn import functional
 
 import pipeload
-from pipeload import _build, _refusals, _sites
+from pipeload import _build, _row_check, _row_products, _sites
+from pipeload._governor import Governor
+from pipeload._whole_shape import WholeShape
 from tests.models import load_plain
 from tests.streaming import assert_nothing_held, generated, load_streamed, logits, streamer_of
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from tests.conftest import TinyCheckpoint
 
 # Stored, and loaded as: read as it is, and cast while it is read.
 DTYPES = [("fp32", "fp32"), ("bf16", "bf16"), ("fp32", "bf16"), ("bf16", "fp32"), ("fp16", "fp32")]
+IDS = torch.arange(3, 24).view(3, 7)
 TORCH = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -55,15 +61,135 @@ def test_every_kind(tiny: TinyCheckpoint, family: str, stored: str, loaded: str)
         assert torch.equal(logits(model), wanted)
 
 
-def test_another_number_of_threads(tiny: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is asked again whether ranges are exact; where they are not, the pass is refused."""
-    folder: Path = tiny("llama")
-    model = load_streamed(folder, modules=True)
-    for seat in split_sites(model):
-        seat.threads += 1
-    monkeypatch.setattr(_refusals, "rows_are_exact", lambda *_args, **_options: False)
-    with pytest.raises(pipeload.UnsupportedOperationError, match="set_num_threads"):
-        logits(model)
-    monkeypatch.setattr(_refusals, "rows_are_exact", lambda *_args, **_options: True)
-    assert torch.equal(logits(model), logits(load_plain(folder)))
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize(("stored", "loaded"), DTYPES)
+def test_ranges_that_are_not_exact(
+    tiny: TinyCheckpoint,
+    monkeypatch: pytest.MonkeyPatch,
+    stored: str,
+    loaded: str,
+    *,
+    autocast: bool,
+) -> None:
+    """As with AMX: the smallest limit is no larger for it, and the bits are the whole's."""
+    folder, dtype = tiny("llama", stored), TORCH[loaded]
+    plain = load_plain(folder, dtype=dtype)
+    usual = streamer_of(load_streamed(folder, modules=True, dtype=dtype)).governor.plan
+    monkeypatch.setattr(_row_check, "ranges_are_exact", lambda *_: False)
+    monkeypatch.setattr(_row_products, "ranges_are_exact", lambda *_: False)
+    multiply, ranges = _row_products.by_zeros, []
+
+    def counted(cut: Any, *given: Any) -> Any:
+        ranges.append(cut.ranges)
+        return multiply(cut, *given)
+
+    monkeypatch.setattr(_row_products, "by_zeros", counted)
+    model = load_streamed(folder, modules=True, dtype=dtype)
+    plan = streamer_of(model).governor.plan
+    assert plan.smallest_limit - plan.floor_bytes <= usual.smallest_limit - usual.floor_bytes
+    assert split_sites(model)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        assert torch.equal(logits(model), logits(plain))
+    assert len(ranges) >= len(split_sites(model))
     assert_nothing_held(model)
+
+
+def test_whole_where_it_fits(tiny: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights of which ranges are not exact are whole as long as the limit holds them."""
+    monkeypatch.setattr(_row_check, "ranges_are_exact", lambda *_: False)
+    folder = tiny("llama")
+    model = load_streamed(folder, spare=600_000, modules=True)
+    assert not split_sites(model)
+    assert torch.equal(logits(model), logits(load_plain(folder)))
+
+
+def test_a_refusal_says_what_is_whole(
+    tiny: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where zeros are not free: which weight, why, what would change it, and sizes that add up."""
+    monkeypatch.setattr(_row_check, "ranges_are_exact", lambda *_: False)
+    monkeypatch.setattr(WholeShape, "is_free", lambda: False)
+    with pytest.raises(pipeload.MemoryLimitError) as error:
+        pipeload.from_pretrained(tiny("llama"), memory_limit="50MB")
+    text = str(error.value)
+    assert "'lm_head.weight'" in text
+    assert "torch.float32" in text
+    assert "dtype=" in text
+    sizes = re.search(
+        r"holds ([\d.]+) MB .* needs ([\d.]+) MB.* take ([\d.]+) MB"
+        r".*unit, '.*', ([\d.]+) MB, .*else ([\d.]+) MB",
+        text.replace("0 bytes", "0 MB").replace("kB", "MB"),
+    )
+    assert sizes, text
+
+
+@pytest.mark.parametrize("where", ["object", "class"])
+def test_a_forward_replaced_after_loading(
+    tiny: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """As one that quantises activations does it: the weight is there as a whole, pass by pass."""
+
+    def forward(self: Any, given: torch.Tensor) -> torch.Tensor:
+        return functional.linear((given * 16).round() / 16, self.weight, self.bias)
+
+    folder = tiny("llama")
+    plain = load_plain(folder)
+    model = load_streamed(folder, spare=0, modules=True)
+    first = logits(model)
+    assert split_sites(model)
+    if where == "class":
+        monkeypatch.setattr(nn.Linear, "forward", forward)
+    else:
+        for one in (plain, model):
+            one.lm_head.forward = types.MethodType(forward, one.lm_head)
+    monkeypatch.setattr(Governor, "make_room", lambda *_: None)
+    wanted = logits(plain)
+    assert not torch.equal(wanted, first)
+    for _ in range(2):
+        assert torch.equal(logits(model), wanted)
+        assert_nothing_held(model)
+    monkeypatch.undo()
+    if where == "object":
+        del model.lm_head.forward
+    assert torch.equal(logits(model), first)
+
+
+def test_a_replaced_forward_that_does_not_fit(tiny: TinyCheckpoint) -> None:
+    """One error says which weight is needed as a whole, and the limit that holds it."""
+    model = load_streamed(tiny("llama"), spare=0, modules=True)
+    wanted = logits(model)
+    governor = streamer_of(model).governor
+    model.lm_head.forward = lambda x: functional.linear(x, model.lm_head.weight)
+    with (
+        mock.patch.object(governor, "_room", return_value=1000),
+        pytest.raises(
+            pipeload.MemoryLimitError, match=r"forward of 'lm_head' was replaced"
+        ) as error,
+    ):
+        logits(model)
+    assert error.value.smallest_limit > governor.plan.memory_limit
+    del model.lm_head.forward
+    assert torch.equal(logits(model), wanted)
+
+
+@pytest.mark.parametrize("way", ["mapped", "streamed", "part", "cast", "wrapped"])
+def test_no_parameter_becomes_an_inference_tensor(tiny: TinyCheckpoint, way: str) -> None:
+    """Whatever the first pass runs under: torch multiplies by other kernels with those."""
+    folder = tiny("llama")
+    dtype = torch.bfloat16 if way == "cast" else torch.float32
+    plain = load_plain(folder, dtype=dtype)
+    with torch.inference_mode():
+        wanted = plain(IDS, logits_to_keep=1).logits
+        if way == "mapped":
+            model = pipeload.from_pretrained(folder, memory_limit="4GB")
+        elif way == "wrapped":
+            model = pipeload.wrap(load_plain(folder), memory_limit="4GB")
+        else:
+            spare = {"streamed": 0, "cast": 0, "part": 150_000}[way]
+            model = load_streamed(folder, spare=spare, modules=True, dtype=dtype)
+        for _ in range(3):
+            assert torch.equal(model(IDS, logits_to_keep=1).logits, wanted)
+            assert [n for n, p in model.named_parameters() if p.is_inference()] == []
+        model.pipeload.remove()
+        assert [n for n, p in model.named_parameters() if p.is_inference()] == []
+        assert torch.equal(model(IDS, logits_to_keep=1).logits, wanted)

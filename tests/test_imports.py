@@ -56,7 +56,9 @@ FLOORS = (
         "_formats",
         "_loading_args",
     },
-    {"_reader_pool", "_torch_device"},
+    {"_reader_pool", "_torch_device", "_whole_shape"},
+    {"_row_check"},
+    {"_row_products"},
     {
         "_caches",
         "_guards",
@@ -64,7 +66,6 @@ FLOORS = (
         "_packed_linear",
         "_probe",
         "_repack",
-        "_row_check",
         "_seats",
         "_stats",
     },

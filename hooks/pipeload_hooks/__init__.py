@@ -26,7 +26,13 @@ from pipeload_hooks._lookup import takes_ids
 from pipeload_hooks._passes import PassGate
 from pipeload_hooks._rows import RowSource, attach_rows
 from pipeload_hooks._source import WeightSource
-from pipeload_hooks._split import SplitSource, attach_split, can_split, restore_split
+from pipeload_hooks._split import (
+    SplitSource,
+    attach_split,
+    can_split,
+    computes_linear,
+    restore_split,
+)
 from pipeload_hooks._usage import Usage, observe_usage
 from pipeload_hooks._watch import EvictedWeightWatch, discard_ended
 
@@ -51,6 +57,7 @@ __all__ = [
     "bind",
     "bind_for_long",
     "can_split",
+    "computes_linear",
     "discard_ended",
     "find_blocks",
     "inside_compiled_call",

@@ -25,7 +25,7 @@ from torch.nn.modules.module import (
 from pipeload_hooks._evicted import plain_kind
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
+    from collections.abc import Callable, Generator
 
     from torch.utils.hooks import RemovableHandle
 
@@ -42,6 +42,15 @@ class SplitSource(Protocol):
         The tensor is used until the next one is asked for. The generator is always closed.
         """
 
+    def by_whole(
+        self, site: int, module: nn.Module, given: torch.Tensor, dtype: torch.dtype
+    ) -> Callable[[int, torch.Tensor], torch.Tensor] | None:
+        """What multiplies `given` where ranges by themselves would give other bits than the whole.
+
+        Of the first row of a range and its values it makes the range's part of the output, bias
+        included. None where ranges are exact. `dtype` is the output's.
+        """
+
     def release(self, site: int) -> None:
         """The Linear has run. Must do nothing for one that was never acquired."""
 
@@ -50,6 +59,23 @@ class SplitSource(Protocol):
 
 
 _seats: weakref.WeakKeyDictionary[nn.Module, _Seat] = weakref.WeakKeyDictionary()
+# As torch has them: whoever replaces one in the class itself does so after this was imported.
+_FORWARD, _CALL = nn.Linear.forward, nn.Linear.__call__
+_OWN = frozenset({"weight", "bias"})
+
+
+def computes_linear(module: nn.Module) -> bool:
+    """Whether `module` computes `F.linear(input, weight, bias)`, its hooks aside."""
+    kind = type(module)
+    return (
+        isinstance(module, nn.Linear)
+        and kind.forward is _FORWARD
+        and kind.__call__ is _CALL
+        and "forward" not in vars(module)
+        # Parametrizations are children; older ones keep other parameters and make a plain `weight`.
+        and not module._modules
+        and module._parameters.keys() <= _OWN
+    )
 
 
 def can_split(module: nn.Module) -> bool:
@@ -57,18 +83,13 @@ def can_split(module: nn.Module) -> bool:
 
     No for a forward, a weight or hooks of another's making: they may need the whole weight.
     """
-    if not isinstance(module, nn.Linear) or type(module).forward is not nn.Linear.forward:
-        return False
-    if type(module).__call__ is not nn.Linear.__call__ or "forward" in vars(module):
-        return False
     hooks = (
         module._forward_pre_hooks,
         module._forward_hooks,
         module._backward_hooks,
         module._backward_pre_hooks,
     )
-    # Parametrizations are children; older ones keep other parameters and make a plain `weight`.
-    if any(hooks) or module._modules or not {*module._parameters} <= {"weight", "bias"}:
+    if not isinstance(module, nn.Linear) or not computes_linear(module) or any(hooks):
         return False
     weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
     return (
@@ -106,8 +127,9 @@ def attach_split(module: nn.Linear, index: int, source: SplitSource) -> tuple[Re
             if not seat.fill() or not isinstance(output, torch.Tensor):
                 return None
             given = args[0] if args else kwargs["input"]
+            multiply = source.by_whole(index, module, given, output.dtype)
             with contextlib.closing(source.chunks(index)) as chunks:
-                return _by_rows(module, given, output, chunks)
+                return _by_rows(module, output, chunks, multiply or _by_ranges(module, given))
         finally:
             seat.step_back()
             source.release(index)
@@ -192,22 +214,37 @@ class _Seat:
         return True
 
 
+def _by_ranges(
+    module: nn.Module, given: torch.Tensor
+) -> Callable[[int, torch.Tensor], torch.Tensor]:
+    """The product of each range by itself."""
+    weight, bias = module._parameters["weight"], module._parameters.get("bias")
+
+    def multiply(start: int, values: torch.Tensor) -> torch.Tensor:
+        # requires_grad is kept because matmul picks its kernel by it, even under no_grad.
+        part = nn.Parameter(values, requires_grad=weight is not None and weight.requires_grad)
+        part_bias = None if bias is None else bias[start : start + len(values)]
+        return functional.linear(given, part, part_bias)
+
+    return multiply
+
+
 def _by_rows(
     module: nn.Module,
-    given: torch.Tensor,
     empty: torch.Tensor,
     chunks: Generator[tuple[int, int, torch.Tensor], None, None],
+    multiply: Callable[[int, torch.Tensor], torch.Tensor],
 ) -> torch.Tensor:
     """The output `[..., N]` of a Linear from its `empty` one `[..., 0]`, bit for bit.
 
     Raises:
         RuntimeError: the chunks have gaps, overlap, or do not cover the rows.
     """
-    weight, bias = module._parameters["weight"], module._parameters.get("bias")
+    weight = module._parameters["weight"]
     if weight is None:
         raise RuntimeError("a Linear that runs in row ranges has lost its weight")
     with torch._C.DisableTorchFunction():  # it is evicted
-        rows, requires_grad = weight.shape[0], weight.requires_grad
+        rows = weight.shape[0]
     out = torch.empty((*empty.shape[:-1], rows), dtype=empty.dtype, device=empty.device)
     done = 0
     for start, stop, values in chunks:
@@ -216,11 +253,8 @@ def _by_rows(
                 f"rows {start}:{stop} of a Linear with {rows} rows came after row {done}, "
                 f"as a tensor of shape {tuple(values.shape)}"
             )
-        # requires_grad is kept because matmul picks its kernel by it, even under no_grad.
-        part = nn.Parameter(values, requires_grad=requires_grad)
-        part_bias = None if bias is None else bias[start:stop]
         # Not computed into the slice: only in this form is it the very call that a whole one is.
-        out[..., start:stop].copy_(functional.linear(given, part, part_bias))
+        out[..., start:stop].copy_(multiply(start, values))
         torch.clear_autocast_cache()  # where a cast of every range would stay
         done = stop
     if done != rows:

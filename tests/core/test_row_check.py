@@ -3,33 +3,80 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipeload._row_check import can_cut_rows, row_ranges, rows_are_exact
+from pipeload._row_check import (
+    Cut,
+    Given,
+    RowRange,
+    best_cut,
+    can_cut_rows,
+    ranges_are_exact,
+    row_ranges,
+)
+from pipeload._row_products import by_zeros
+from pipeload._whole_shape import WholeShape
+from tests import rows_sweep
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    Install = Callable[[Callable[[int, int], bool]], None]
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+_original = functional.linear
 
 
-@given(st.integers(1, 300_000), st.integers(2, 200).map(lambda steps: 64 * steps))
-def test_ranges(total: int, rows: int) -> None:
+def cut_of(inputs: int, total: int, rows: int, *, step: int = 64, **more: Any) -> Cut:
+    """Ranges of `rows`, fp32."""
+    return Cut(torch.float32, inputs, row_ranges(total, rows, step), **more)
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
+    """Have products be summed in another order where `odd(rows of input, rows of weight)`."""
+
+    def install(odd: Callable[[int, int], bool]) -> None:
+        def linear(given: torch.Tensor, weight: torch.Tensor, bias: Any = None) -> torch.Tensor:
+            if odd(given[..., 0].numel(), len(weight)):
+                given, weight = given.flip(-1), weight.flip(-1)
+            return _original(given, weight, bias)
+
+        ranges_are_exact.cache_clear()
+        monkeypatch.setattr(functional, "linear", linear)
+
+    yield install
+    ranges_are_exact.cache_clear()
+
+
+@given(st.integers(1, 300_000), st.sampled_from([64, 256]), st.integers(2, 200))
+def test_ranges(total: int, step: int, steps: int) -> None:
     """They cover all rows in order, none is too large, none too small, and they are even."""
-    ranges = row_ranges(total, rows)
+    ranges = row_ranges(total, step * steps, step)
     assert ranges[0].start == 0
     assert ranges[-1].stop == total
     assert all(one.stop == two.start for one, two in itertools.pairwise(ranges))
-    assert all(start % 64 == 0 for start, _ in ranges)
+    assert all(start % step == 0 for start, _ in ranges)
     sizes = [stop - start for start, stop in ranges]
-    assert max(sizes) <= rows
-    assert min(sizes) >= min(64, total)
-    assert max(sizes) - min(sizes) < 128
-    assert len(ranges) == -(-total // rows)
+    assert max(sizes) <= step * steps
+    assert min(sizes) >= min(step, total)
+    assert max(sizes) - min(sizes) < 2 * step
+    assert len(ranges) == -(-total // (step * steps))
+
+
+def test_ranges_of_one_wide_step() -> None:
+    """Where it divides all; else the last would be too large."""
+    assert row_ranges(1024, 256, 256) == tuple(RowRange(n, n + 256) for n in range(0, 1024, 256))
+    with pytest.raises(ValueError, match="at least 512"):
+        row_ranges(1000, 256, 256)
 
 
 @pytest.mark.parametrize(("total", "rows"), [(100, 64), (100, 130), (100, 0), (0, 128), (-1, 128)])
@@ -40,108 +87,146 @@ def test_ranges_that_are_none(total: int, rows: int) -> None:
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("inputs", "total", "rows"), [(320, 1411, 512), (768, 640, 128)])
-def test_yes_is_true(
-    dtype: torch.dtype, inputs: int, total: int, rows: int, *, threads: int
-) -> None:
-    """Where the check says yes, other data and other numbers of inputs give the same bits."""
+def test_every_number_of_rows(threads: int) -> None:
+    """In every dtype, with this processor's kernels: ranges or the whole's shape, none differs."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        if not can_cut_rows(dtype, inputs, total, rows, bias=True):
-            pytest.skip("this host computes ranges of rows differently")
-        weight, bias = torch.randn(total, inputs).to(dtype), torch.randn(total).to(dtype)
-        for count in (1, 2, 3, 6, 20, 64):
-            given = torch.randn(count, inputs).to(dtype)
-            parts = [
-                functional.linear(given, weight[start:stop], bias[start:stop])
-                for start, stop in row_ranges(total, rows)
-            ]
-            assert torch.equal(torch.cat(parts, dim=-1), functional.linear(given, weight, bias))
+        for what, *_, differ in rows_sweep.sweep(range(1, 40), ((160, 768, 192), (100, 1411, 512))):
+            assert not differ, what
     finally:
         torch.set_num_threads(before)
 
 
-def test_a_product_that_depends_on_the_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A library that takes another order of sums for fewer rows is found out, in any dtype."""
-    original = functional.linear
-    few = 200  # rows of weight
-
-    def linear(given: torch.Tensor, weight: torch.Tensor, bias: object) -> torch.Tensor:
-        if len(weight) < few:
-            given, weight = given.flip(-1), weight.flip(-1)
-        return original(given, weight, bias)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(functional, "linear", linear)
-    check, threads = rows_are_exact.__wrapped__, torch.get_num_threads()
-    for dtype in DTYPES:
-        assert not check(dtype, 500, 192, 0, bias=False, threads=threads)
-        assert not check(dtype, 500, 192, 7, bias=True, threads=threads)
-    few = 0
-    assert check(torch.float32, 500, 1024, 0, bias=False, threads=threads)
+def test_with_kernels_of_another_maker() -> None:
+    """MKL's own, for processors of Intel's: there ranges differ, and the check knows it."""
+    program = (
+        "import torch; from tests import rows_sweep as s; told = s.as_intel(); "
+        "torch.set_num_threads(2); "
+        "print(told, *(found[1:] for found in s.sweep(range(1, 18), ((576, 1536, 384),))))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd="."
+    )
+    assert ", 0)" in done.stdout
+    assert not any(f", {n})" in done.stdout for n in range(1, 18))
 
 
-def test_the_last_range_is_checked_with_its_remainder(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_rows_stand_for_few(kernels: Any) -> None:
+    """4 to 15 rows of input go another way where rows are no multiple of 256: seen with MKL."""
+    kernels(lambda count, rows: 4 <= count < 16 and rows % 256 != 0)
+    whole = Cut(torch.float32, 500, (RowRange(0, 2048),))
+    cut = best_cut(whole, 500, anyhow=False)
+    assert cut is not None
+    assert {(stop - start) % 256 for start, stop in cut.ranges} == {0}
+    assert not can_cut_rows(cut_of(500, 2048, 384))
+    # The other way round.
+    other = best_cut(Cut(torch.float32, 500, (RowRange(0, 2000),)), 500, anyhow=False)
+    assert other is None or all((stop - start) % 256 for start, stop in other.ranges)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("bias", [False, True])
+def test_the_whole_is_not_stood_in_for(kernels: Any, dtype: torch.dtype, *, bias: bool) -> None:
+    """Kernels that take large weights otherwise than small ones: the check has the large one."""
+    kernels(lambda count, rows: rows >= 11008 and 16 <= count <= 48)
+    cut = Cut(dtype, 500, row_ranges(11008, 512), bias=bias)
+    assert ranges_are_exact(cut, Given.rows(1, 500))
+    assert not ranges_are_exact(cut, Given.rows(17, 500))
+    assert not can_cut_rows(cut)
+
+
+def test_each_number_of_rows_is_a_question_of_its_own(kernels: Any) -> None:
+    """What is known of some says nothing of others."""
+    kernels(lambda count, rows: count == 23 and rows < 1024)
+    cut = cut_of(500, 1024, 256)
+    for count in range(20, 26):
+        assert ranges_are_exact(cut, Given.rows(count, 500)) == (count != 23)
+
+
+def test_the_last_range_is_checked_with_its_remainder(kernels: Any) -> None:
     """A library for which only the odd size is different is found out as well."""
-    original = functional.linear
+    kernels(lambda _count, rows: rows == 512 + 7)
+    assert not can_cut_rows(cut_of(100, 4 * 512 + 7, 576))
+    assert can_cut_rows(cut_of(100, 4 * 512 + 8, 576))
 
-    def linear(given: torch.Tensor, weight: torch.Tensor, bias: object) -> torch.Tensor:
-        product = original(given, weight, bias)  # type: ignore[arg-type]
-        return product if len(weight) != 512 + 7 else product + 1
 
-    monkeypatch.setattr(functional, "linear", linear)
-    check, threads = rows_are_exact.__wrapped__, torch.get_num_threads()
-    assert not check(torch.float32, 64, 512, 7, bias=False, threads=threads)
-    assert check(torch.float32, 64, 512, 8, bias=False, threads=threads)
+def test_as_many_as_can_be(kernels: Any) -> None:
+    """Where nothing is exact for all, what is for most; if it is asked for."""
+    kernels(lambda count, rows: rows < 2048 and (count > 16 or (count > 3 and rows % 256 != 0)))
+    whole = Cut(torch.float32, 500, (RowRange(0, 2048),))
+    assert best_cut(whole, 500, anyhow=False) is None
+    cut = best_cut(whole, 500, anyhow=True)
+    assert cut is not None
+    assert {(stop - start) % 256 for start, stop in cut.ranges} == {0}
 
 
 def test_the_number_of_threads_is_part_of_the_question() -> None:
     """An answer is kept, and not given for another number of threads than torch uses."""
-    threads = torch.get_num_threads()
-    rows_are_exact(torch.float32, 64, 256, 0, bias=False, threads=threads)
-    hits = rows_are_exact.cache_info().hits
-    rows_are_exact(torch.float32, 64, 256, 0, bias=False, threads=threads)
-    assert rows_are_exact.cache_info().hits == hits + 1
+    cut, given = cut_of(64, 512, 256), Given.rows(1, 64)
+    ranges_are_exact(cut, given)
+    hits = ranges_are_exact.cache_info().hits
+    ranges_are_exact(cut, given)
+    assert ranges_are_exact.cache_info().hits == hits + 1
     with pytest.raises(ValueError, match="threads="):
-        rows_are_exact(torch.float32, 64, 256, 0, bias=False, threads=threads + 1)
-    for rows, remainder in ((100, 0), (0, 5), (64, 64)):
-        with pytest.raises(ValueError, match="whole steps"):
-            rows_are_exact(torch.float32, 64, rows, remainder, bias=False, threads=threads)
+        ranges_are_exact(cut, given._replace(threads=given.threads + 1))
 
 
-def test_one_range_is_the_whole() -> None:
-    """Nothing is cut, so nothing is tried."""
-    assert can_cut_rows(torch.float32, 10**9, 50, 128, bias=True)
+def test_what_cannot_be_tried() -> None:
+    """No columns, no rows of input: the answer is no."""
+    assert not ranges_are_exact(cut_of(0, 512, 256), Given.rows(1, 0))
+    assert not ranges_are_exact(cut_of(64, 512, 256), Given.rows(0, 64))
 
 
-@pytest.mark.parametrize("inputs", [0, 100_000])
-def test_what_cannot_be_tried(inputs: int) -> None:
-    """No inputs, or so many that the test data would not fit: the answer is no."""
-    threads = torch.get_num_threads()
-    assert not rows_are_exact(torch.float32, inputs, 64, 63, bias=False, threads=threads)
+def test_an_input_that_lies_otherwise(kernels: Any) -> None:
+    """The last tokens of several sequences: it is tried as it lies, in every mode."""
+    seen: list[torch.Tensor] = []
+    cut = cut_of(96, 512, 256)
+    given = torch.randn(3, 7, 96)[:, -1:]
+    kernels(lambda *_: False)
+    inner = functional.linear
+
+    def linear(x: torch.Tensor, *rest: Any) -> torch.Tensor:
+        seen.append(x)
+        return inner(x, *rest)
+
+    with pytest.MonkeyPatch.context() as patch, torch.inference_mode():
+        patch.setattr(functional, "linear", linear)
+        ranges_are_exact(cut, Given.of(given))
+    assert {(x.shape, x.stride(), x.data_ptr() % 64) for x in seen} == {
+        (given.shape, given.stride(), given.data_ptr() % 64)
+    }
 
 
-class Largest(TorchDispatchMode):
-    """Notes the size of the largest tensors that are made."""
+@pytest.mark.parametrize("offset", [0, 4, 60])
+@pytest.mark.parametrize("bias", [False, True])
+def test_products_by_zeros(kernels: Any, offset: int, *, bias: bool) -> None:
+    """Whatever the kernels do with sizes: the whole's bits, of ranges larger than the window."""
+    kernels(lambda count, rows: (count + rows) % 2 == 1)
+    cut = cut_of(3000, 1411, 576, offset=offset, bias=bias)
+    weight, x = torch.randn(1411, 3000), torch.randn(2, 3, 3000)
+    added = torch.randn(1411) if bias else None
+    with torch.no_grad():
+        wanted = functional.linear(x, weight, added)
+        multiply = by_zeros(cut, x, added)
+        parts = [multiply(start, weight[start:stop]) for start, stop in cut.ranges]
+    assert torch.equal(torch.cat(parts, dim=-1), wanted)
 
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.sizes: set[int] = set()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        if isinstance(made, torch.Tensor):
-            self.sizes.add(made.untyped_storage().nbytes())
-        return made
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("inputs", [1, 64, 5000, 30_000])
-def test_the_test_data_is_bounded(inputs: int, dtype: torch.dtype) -> None:
-    """Whatever the number of inputs: the weight, and the largest two tensors beside it."""
-    with Largest() as largest:
-        rows_are_exact.__wrapped__(dtype, inputs, 64, 5, bias=True, threads=torch.get_num_threads())
-    weight, *others = sorted(largest.sizes, reverse=True)
-    assert weight <= (24 << 20) + 128
-    assert sum(others[:2]) <= 24 << 20
+@pytest.mark.skipif(not WholeShape.is_free(), reason="zeros take memory here")
+def test_what_it_takes() -> None:
+    """A few megabytes for a weight of a gigabyte."""
+    program = """
+import torch
+from pipeload._memory import peak_rss_bytes
+from pipeload._row_check import Cut, Given, ranges_are_exact, row_ranges
+small, large = (Cut(torch.float32, 4096, row_ranges(n, 512)) for n in (1024, 65536))
+ranges_are_exact(small, Given.rows(1, 4096))
+before = peak_rss_bytes()
+ranges_are_exact(large, Given.rows(1, 4096))
+print(peak_rss_bytes() - before)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert int(done.stdout) < 16e6

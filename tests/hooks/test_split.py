@@ -17,9 +17,9 @@ from torch.nn.modules.module import _has_any_global_hook, register_module_forwar
 from torch.nn.utils import parametrizations
 from torch.overrides import TorchFunctionMode
 
-from pipeload._row_check import can_cut_rows, row_ranges
+from pipeload._row_check import Cut, can_cut_rows, row_ranges
 from pipeload_hooks import EvictedWeightWatch, placeholder
-from pipeload_hooks._split import attach_split, can_split, restore_split
+from pipeload_hooks._split import attach_split, can_split, computes_linear, restore_split
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Sequence
@@ -44,6 +44,8 @@ class Source:
     """Raised in place of the second range."""
     calls: list[str] = field(default_factory=list)
     closed: bool = False
+    multiply: Callable[[int, torch.Tensor], torch.Tensor] | None = None
+    """What multiplies instead of ranges by themselves."""
 
     def acquire(self, index: int) -> bool:
         self.calls.append(f"acquire {index}")
@@ -58,6 +60,9 @@ class Source:
                 yield start, stop, self.weight[start:stop].clone()
         finally:
             self.closed = True
+
+    def by_whole(self, *_: object) -> Callable[[int, torch.Tensor], torch.Tensor] | None:
+        return self.multiply
 
     def release(self, index: int) -> None:
         self.calls.append(f"release {index}")
@@ -143,7 +148,7 @@ def test_the_output_is_the_plain_one(
 def test_equal_bits(total: int, dtype: torch.dtype) -> None:
     """Arbitrary values, cut where this host is known to compute the same."""
     ranges = row_ranges(total, 256)
-    if not can_cut_rows(dtype, 192, total, 256, bias=True):
+    if not can_cut_rows(Cut(dtype, 192, ranges, bias=True)):
         pytest.skip("this host computes ranges of rows differently")
     pair = Pair([0, *(stop for _, stop in ranges)], 192, dtype=dtype)
     for rows in (1, 2, 7, 40):
@@ -152,6 +157,48 @@ def test_equal_bits(total: int, dtype: torch.dtype) -> None:
             assert_same(pair.split(x), pair.plain(x))
             # Not contiguous: the last tokens of several.
             assert_same(pair.split(x[:, -1:]), pair.plain(x[:, -1:]))
+
+
+def test_another_product(pair: Pair) -> None:
+    """Where the source knows that ranges by themselves are not exact, it says what is."""
+    given = torch.randn(2, 3, 32)
+    seen: list[tuple[int, int]] = []
+
+    def multiply(start: int, values: torch.Tensor) -> torch.Tensor:
+        seen.append((start, len(values)))
+        assert torch.equal(values, pair.plain.weight[start : start + len(values)])
+        made: torch.Tensor = pair.plain(given)
+        return made[..., start : start + len(values)]
+
+    pair.source.multiply = multiply
+    with torch.no_grad():
+        assert_same(pair.split(given), pair.plain(given))
+    assert seen == [(0, 64), (64, 64), (128, 22)]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda module: setattr(module, "forward", lambda x: x),
+        lambda module: setattr(module, "__class__", type("Other", (nn.Linear,), {"forward": id})),
+        parametrizations.weight_norm,
+        lambda module: module.register_parameter("scale", nn.Parameter(torch.ones(1))),
+    ],
+    ids=["object", "class", "parametrized", "scaled"],
+)
+def test_what_is_no_linear_any_more(change: Callable[[Any], object]) -> None:
+    """A forward or weights of another's making are seen whenever it is asked; hooks are not."""
+    module = nn.Linear(4, 4)
+    module.register_forward_hook(lambda *_: None)
+    assert computes_linear(module)
+    change(module)
+    assert not computes_linear(module)
+
+
+def test_a_forward_replaced_in_the_class_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For all Linear modules at once."""
+    monkeypatch.setattr(nn.Linear, "forward", lambda _self, x: x)
+    assert not computes_linear(nn.Linear(4, 4))
 
 
 def test_a_whole_weight_runs_as_usual(pair: Pair) -> None:
