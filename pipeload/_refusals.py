@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
+from torch import nn
 
 from pipeload._sites import rows_are_exact
 from pipeload.errors import UnsupportedModelError, UnsupportedOperationError
@@ -12,8 +13,6 @@ from pipeload_hooks import EvictedWeightWatch, inside_compiled_call
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
-
-    from torch import nn
 
     from pipeload._seats import Seat
     from pipeload._tables import TableSeat
@@ -42,6 +41,17 @@ def call_of(module: nn.Module, args: Sequence[object], kwargs: Mapping[str, obje
     """
     named = ((name, _is_single(value)) for name, value in kwargs.items() if value is not None)
     return id(module), tuple(map(_is_single, args)), frozenset(named)
+
+
+def arguments_alone(
+    module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+    """What a part of a model that is called by itself is called with, as a pass of a whole one.
+
+    A block has no logits.
+    """
+    is_head = isinstance(module, nn.Linear)
+    return args, kwargs if is_head else {**kwargs, "logits_to_keep": 1}
 
 
 def _is_single(value: object) -> bool:

@@ -19,6 +19,7 @@ from pipeload_hooks._binding import (
     unbind,
 )
 from pipeload_hooks._blocks import Block, find_blocks
+from pipeload_hooks._callers import Caller, Callers, Mark, arguments_of
 from pipeload_hooks._growth import TreeWatch
 from pipeload_hooks._lookup import takes_ids
 from pipeload_hooks._passes import PassGate
@@ -34,14 +35,18 @@ __all__ = [
     "Binding",
     "Block",
     "Bound",
+    "Caller",
+    "Callers",
     "Companion",
     "EvictedWeightWatch",
+    "Mark",
     "PassGate",
     "RowSource",
     "SplitSource",
     "TreeWatch",
     "Usage",
     "WeightSource",
+    "arguments_of",
     "attach",
     "attach_rows",
     "attach_split",
