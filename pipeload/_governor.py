@@ -187,9 +187,10 @@ class Governor:
             room += ACCOUNTANT.reclaim(self, self._residency.smallest - room)
         if room < self._residency.smallest:
             shape = self._needs.shape(args, kwargs)
-            # What the process took on during some pass, for whatever reason, revokes no promise.
+            # What the process took on during some pass, for whatever reason, revokes no promise as
+            # long as the limit holds: what is set aside for that is there to be used.
             promised = need <= self._hint_need and self._hint.covers(shape)
-            if not promised:  # else it is done in any case
+            if not promised or self._least_with(need) > self.plan.memory_limit:
                 raise self._too_large(shape, room)
             room = self._residency.smallest
         self._running = True
@@ -197,6 +198,11 @@ class Governor:
         room = max(room, self._residency.smallest)
         self._recent.append(room)
         self._aim(room)
+
+    def _least_with(self, need: int) -> int:
+        """What the process will hold in a pass that takes `need`, with nothing resident."""
+        held = ACCOUNTANT.other_bytes() + ACCOUNTANT.promised_to_others(self)
+        return held + self.least_bytes() + need
 
     def pass_bytes(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | None:
         """What a pass with these arguments would read from disk now; None where it does not fit."""
@@ -316,6 +322,10 @@ class Governor:
         wanted = limit_for(limit - page_table_bytes(limit) + self._residency.smallest - room)
         tokens = self._needs.longest_tokens(free, shape.batch)
         batch = self._needs.largest_batch(free, shape.tokens + shape.cached)
+        fitting = (
+            f"The longest prompt that fits at this batch is {tokens} tokens, the largest batch at "
+            f"this length {batch}. "
+        )
         chunk = self._needs.prefill_chunk(free - _KEPT_OF_CHUNKS_BYTES, shape) or 0
         cures = f"A limit of {wanted} bytes ({format_size(wanted)}) makes it fit"
         if chunk >= _SMALLEST_CHUNK:
@@ -323,12 +333,17 @@ class Governor:
                 f", and so does prefill_chunk_size={chunk} in generate(), which may change the "
                 "last bits"
             )
+        grown = self._other_at_begin - self._floor - WARM_UP_BYTES
+        if grown > 0:
+            cures = (
+                f"Beside the model the process holds {grown} bytes ({format_size(grown)}) more "
+                f"than was planned when it was loaded: free what you can. {cures}"
+            )
         return MemoryLimitError(
             f"this pass ({shape.batch} x {shape.tokens} tokens after {shape.cached}) needs "
             f"{self._need} bytes ({format_size(self._need)}) beside the weights, and with nothing "
             f"resident {max(0, free)} ({format_size(max(0, free))}) are free within "
-            f"memory_limit={limit}. The longest prompt that fits at this batch is {tokens} tokens, "
-            f"the largest batch at this length {batch}. {cures}.",
+            f"memory_limit={limit}. {fitting if tokens or batch else ''}{cures}.",
             limit=limit,
             smallest_limit=wanted,
         )
