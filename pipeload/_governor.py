@@ -17,8 +17,9 @@ from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from pipeload._accountant import ACCOUNTANT, host_limit_alone
-from pipeload._memory import parse_limit
+from pipeload._memory import PeakSince, parse_limit
 from pipeload._pressure import PressureGauge
+from pipeload._refusals import PassMemoryLimitError
 from pipeload._reserve import (
     KERNEL_BYTES,
     WARM_UP_BYTES,
@@ -69,6 +70,7 @@ class Governor:
         """What is to be kept and streamed: in force once no pass is in the way."""
         self.adopt: Callable[[Plan], bool] | None = None
         """Puts a plan into force if no pass runs; set once somebody can."""
+        self.peak = PeakSince()
         self._counters = counters
         self._residency = residency
         # A model that fitted may have been mapped; what streams later is read.
@@ -181,6 +183,7 @@ class Governor:
         need = self._needs.for_pass(args, kwargs)
         self._need = int(need * self._error)
         self._other_at_begin = self._other_peak = ACCOUNTANT.other_bytes()
+        self.peak.look(ACCOUNTANT.rss_bytes)
         self._held_at_begin = self.held_bytes()
         room = self._room(self._limit, self._other_at_begin) - self._need
         if room < self._residency.smallest:
@@ -220,6 +223,7 @@ class Governor:
 
     def _inside_pass(self) -> None:
         other = ACCOUNTANT.other_bytes()
+        self.peak.look(ACCOUNTANT.rss_bytes)
         self._other_peak = max(self._other_peak, other)
         room = self._room(self._limit, other)
         if self._recent:  # this pass allows no more, whatever it began with
@@ -322,10 +326,6 @@ class Governor:
         wanted = limit_for(limit - page_table_bytes(limit) + self._residency.smallest - room)
         tokens = self._needs.longest_tokens(free, shape.batch)
         batch = self._needs.largest_batch(free, shape.tokens + shape.cached)
-        fitting = (
-            f"The longest prompt that fits at this batch is {tokens} tokens, the largest batch at "
-            f"this length {batch}. "
-        )
         chunk = self._needs.prefill_chunk(free - _KEPT_OF_CHUNKS_BYTES, shape) or 0
         cures = f"A limit of {wanted} bytes ({format_size(wanted)}) makes it fit"
         if chunk >= _SMALLEST_CHUNK:
@@ -339,11 +339,12 @@ class Governor:
                 f"Beside the model the process holds {grown} bytes ({format_size(grown)}) more "
                 f"than was planned when it was loaded: free what you can. {cures}"
             )
-        return MemoryLimitError(
+        return PassMemoryLimitError(
             f"this pass ({shape.batch} x {shape.tokens} tokens after {shape.cached}) needs "
             f"{self._need} bytes ({format_size(self._need)}) beside the weights, and with nothing "
             f"resident {max(0, free)} ({format_size(max(0, free))}) are free within "
-            f"memory_limit={limit}. {fitting if tokens or batch else ''}{cures}.",
+            f"memory_limit={limit}: it would run out of memory. The longest prompt that fits at "
+            f"this batch is {tokens} tokens, the largest batch at this length {batch}. {cures}.",
             limit=limit,
             smallest_limit=wanted,
         )

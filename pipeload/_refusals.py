@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from pipeload._sites import rows_are_exact
-from pipeload.errors import UnsupportedModelError, UnsupportedOperationError
+from pipeload.errors import MemoryLimitError, UnsupportedModelError, UnsupportedOperationError
 from pipeload_hooks import EvictedWeightWatch, inside_compiled_call
 
 if TYPE_CHECKING:
@@ -27,6 +27,14 @@ _ADAPTED = (
     "Call handle.remove() (pipeload.handle(model).remove()), then pipeload.wrap(model) while this "
     "adapter is active: what it uses is then in memory whenever it runs."
 )
+
+
+class PassMemoryLimitError(MemoryLimitError, torch.OutOfMemoryError):
+    """A pass that does not fit, as those who search for a batch size know it.
+
+    They catch torch's own error, or a RuntimeError that speaks of being out of memory. Not made
+    where the other errors are: they are there without torch.
+    """
 
 
 Call = tuple[int, tuple[bool, ...], frozenset[tuple[str, bool]]]
