@@ -72,6 +72,8 @@ class Accountant:
         self._clients: weakref.WeakSet[Client] = weakref.WeakSet()
         self.limit: int | None = None
         """Bytes, None while no model streams."""
+        self.rss_bytes = 0
+        """All that the process held when it was measured last."""
 
     def renew_lock(self) -> None:
         """In a forked child: whoever held the lock is not there to let it go."""
@@ -142,7 +144,8 @@ class Accountant:
 
     def other_bytes(self) -> int:
         """What this process holds beside weights that stream: see [Note: what is measured]."""
-        return rss_bytes() - sum(client.held_bytes() for client in self.clients)
+        self.rss_bytes = rss_bytes()
+        return self.rss_bytes - sum(client.held_bytes() for client in self.clients)
 
     def promised_to_others(self, client: Client | None) -> int:
         """What all but `client` may come to hold, and what their running passes may take."""

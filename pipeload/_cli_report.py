@@ -24,6 +24,7 @@ class Figures(Tabled):
     new_tokens: int
     memory_limit: int
     peak_rss_bytes: int
+    peak_since_load_bytes: int
     resident_bytes: int
     buffer_bytes: int
     bytes_per_pass: int
@@ -95,6 +96,7 @@ def count(
         new_tokens=new_tokens,
         memory_limit=stats.memory_limit,
         peak_rss_bytes=stats.peak_rss_bytes,
+        peak_since_load_bytes=stats.peak_since_load_bytes,
         resident_bytes=stats.resident_bytes,
         buffer_bytes=stats.buffer_bytes,
         bytes_per_pass=plan.bytes_per_pass,

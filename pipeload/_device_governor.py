@@ -19,6 +19,7 @@ from pipeload._governor import MIN_STEP_BYTES, PATIENCE, STEPS, Governor
 from pipeload._host_share import HostShare
 from pipeload._hosting import choose_hosted, with_hosted
 from pipeload._memory import parse_limit
+from pipeload._refusals import PassMemoryLimitError
 from pipeload._sizes import format_size
 from pipeload.errors import MemoryLimitError
 
@@ -295,12 +296,13 @@ class DeviceGovernor(Governor):
         free = max(0, room + self._need - self._residency.smallest)
         wanted = limit + self._residency.smallest - room
         tokens = self._needs.longest_tokens(free, shape.batch)
-        return MemoryLimitError(
+        return PassMemoryLimitError(
             f"this pass ({shape.batch} x {shape.tokens} tokens after {shape.cached}) needs "
             f"{self._need} bytes ({format_size(self._need)}) on {self._device.where} beside the "
             f"weights, and with nothing resident {free} ({format_size(free)}) are free within "
-            f"memory_limit={limit}. The longest prompt that fits at this batch is {tokens} tokens; "
-            f"a limit of {wanted} bytes ({format_size(wanted)}) makes this one fit.",
+            f"memory_limit={limit}: it would run out of memory. The longest prompt that fits at "
+            f"this batch is {tokens} tokens; a limit of {wanted} bytes ({format_size(wanted)}) "
+            "makes this one fit.",
             limit=limit,
             smallest_limit=wanted,
             device=str(self._device.where),

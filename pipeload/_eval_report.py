@@ -58,6 +58,7 @@ class Row:
     bytes_read: int
     memory_limit: int
     peak_rss_bytes: int
+    peak_since_load_bytes: int
     device: str
     """Where the model computed. What follows is of a device alone."""
     host_memory_limit: int
@@ -105,6 +106,7 @@ def make_row(
         bytes_read=stats.bytes_read,
         memory_limit=stats.memory_limit,
         peak_rss_bytes=stats.peak_rss_bytes,
+        peak_since_load_bytes=stats.peak_since_load_bytes,
         device=stats.device,
         host_memory_limit=stats.host_memory_limit,
         peak_device_bytes=stats.peak_device_bytes,

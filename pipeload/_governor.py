@@ -17,8 +17,9 @@ from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from pipeload._accountant import ACCOUNTANT, host_limit_alone
-from pipeload._memory import parse_limit
+from pipeload._memory import PeakSince, parse_limit
 from pipeload._pressure import PressureGauge
+from pipeload._refusals import PassMemoryLimitError
 from pipeload._reserve import (
     KERNEL_BYTES,
     WARM_UP_BYTES,
@@ -71,6 +72,7 @@ class Governor:
         """What is to be kept and streamed: in force once no pass is in the way."""
         self.adopt: Callable[[Plan], bool] | None = None
         """Puts a plan into force if no pass runs; set once somebody can."""
+        self.peak = PeakSince()
         self._counters = counters
         self._residency = residency
         # A model that fitted may have been mapped; what streams later is read.
@@ -188,15 +190,17 @@ class Governor:
         need = self._needs.for_pass(args, kwargs)
         self._need = int(need * self._error)
         self._other_at_begin = self._other_peak = ACCOUNTANT.other_bytes()
+        self.peak.look(ACCOUNTANT.rss_bytes)
         self._held_at_begin = self.held_bytes()
         room = self._room(self._limit, self._other_at_begin) - self._need
         if room < self._residency.smallest:
             room += ACCOUNTANT.reclaim(self, self._residency.smallest - room)
         if room < self._residency.smallest:
             shape = self._needs.shape(args, kwargs)
-            # What the process took on during some pass, for whatever reason, revokes no promise.
+            # What the process took on during some pass, for whatever reason, revokes no promise as
+            # long as the limit holds: what is set aside for that is there to be used.
             promised = need <= self._hint_need and self._hint.covers(shape)
-            if not promised:  # else it is done in any case
+            if not promised or self._least_with(need) > self.plan.memory_limit:
                 raise self._too_large(shape, room)
             room = self._residency.smallest
         self._running = True
@@ -204,6 +208,11 @@ class Governor:
         room = max(room, self._residency.smallest)
         self._recent.append(room)
         self._aim(room)
+
+    def _least_with(self, need: int) -> int:
+        """What the process will hold in a pass that takes `need`, with nothing resident."""
+        held = ACCOUNTANT.other_bytes() + ACCOUNTANT.promised_to_others(self)
+        return held + self.least_bytes() + need
 
     def pass_bytes(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | None:
         """What a pass with these arguments would read from disk now; None where it does not fit."""
@@ -221,6 +230,7 @@ class Governor:
 
     def _inside_pass(self) -> None:
         other = ACCOUNTANT.other_bytes()
+        self.peak.look(ACCOUNTANT.rss_bytes)
         self._other_peak = max(self._other_peak, other)
         room = self._room(self._limit, other)
         if self._recent:  # this pass allows no more, whatever it began with
@@ -357,12 +367,18 @@ class Governor:
                 f", and so does prefill_chunk_size={chunk} in generate(), which may change the "
                 "last bits"
             )
-        return MemoryLimitError(
+        grown = self._other_at_begin - self._floor - WARM_UP_BYTES
+        if grown > 0:
+            cures = (
+                f"Beside the model the process holds {grown} bytes ({format_size(grown)}) more "
+                f"than was planned when it was loaded: free what you can. {cures}"
+            )
+        return PassMemoryLimitError(
             f"this pass ({shape.batch} x {shape.tokens} tokens after {shape.cached}) needs "
             f"{self._need} bytes ({format_size(self._need)}) beside the weights, and with nothing "
             f"resident {max(0, free)} ({format_size(max(0, free))}) are free within "
-            f"memory_limit={limit}. The longest prompt that fits at this batch is {tokens} tokens, "
-            f"the largest batch at this length {batch}. {cures}.",
+            f"memory_limit={limit}: it would run out of memory. The longest prompt that fits at "
+            f"this batch is {tokens} tokens, the largest batch at this length {batch}. {cures}.",
             limit=limit,
             smallest_limit=wanted,
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from typing import TYPE_CHECKING, Any
 
-from pipeload._memory import peak_rss_bytes
+from pipeload._memory import PeakSince, peak_rss_bytes
 from pipeload._stats import Stats
 from pipeload.errors import UnsupportedOperationError
 
@@ -37,6 +37,7 @@ class Handle:
         restore: Callable[[nn.Module], None],
     ) -> None:
         self._plan = streamer.governor.plan
+        streamer.governor.peak = PeakSince()  # what loading took is no part of it
         self._model = weakref.ref(model)
         # None once removed: they hold the memory that streaming took.
         self._streamer: Streamer | None = streamer
@@ -109,6 +110,7 @@ class Handle:
             resident_bytes=self.plan.resident,
             buffer_bytes=self.plan.buffers,
             peak_rss_bytes=peak_rss_bytes(),
+            peak_since_load_bytes=streamer.governor.peak.nbytes,
             memory_limit=self.plan.memory_limit,
             io_mode=self.plan.io_mode,
             **streamer.governor.device_figures(),

@@ -10,7 +10,7 @@ from torch import nn
 from pipeload_hooks import Attachment, SplitSource, attach, attach_split
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch.utils.hooks import RemovableHandle
 
@@ -42,6 +42,23 @@ class Hooks:
         self._pass_modules = [weakref.ref(module) for module in pass_modules]
         self._attachment = Attachment()
         self._pass_hooks: list[RemovableHandle] = []
+        self._entries = [weakref.ref(module) for module in self._find_entries()]
+
+    def _find_entries(self) -> Iterator[nn.Module]:
+        """What a call of each model runs first of its weights, as far as their order tells."""
+        modules = {seat.module(): seat for seat in self._seats}
+        models = [reference() for reference in self._pass_modules]
+        for model in models:
+            inner = [] if model is None else list(model.modules())[1:]
+            for module in inner:
+                if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+                    continue  # nobody calls it
+                if not modules.keys().isdisjoint(module.modules()):
+                    seat = modules.get(module)
+                    # What is cut by rows is no place to learn that it is to be cut.
+                    if module not in models and (seat is None or seat.whole is None):
+                        yield module
+                    break
 
     def sites(self) -> list[int]:
         """Sites that carry hooks."""
@@ -50,6 +67,14 @@ class Hooks:
     def outermost(self) -> nn.Module | None:
         """The model, None when it is gone."""
         return self._pass_modules[0]() if self._pass_modules else None
+
+    def begins_at(self, module: nn.Module) -> bool:
+        """Whether a call of it is a pass by itself."""
+        return any(reference() is module for reference in self._pass_modules)
+
+    def site_of(self, module: nn.Module) -> int | None:
+        """The site that a module is, None if it is none."""
+        return next((i for i, seat in enumerate(self._seats) if seat.module() is module), None)
 
     def attach_sites(self, source: Source) -> None:
         """Around every site and every table that carries none."""
@@ -66,17 +91,23 @@ class Hooks:
         for table in self._tables:
             table.attach(passes)
 
-    def attach_passes(self, begin: Callable[..., Any], end: Callable[..., Any] | None) -> None:
-        """In place of those that were, where a pass may begin; without `end` at the model alone."""
+    def attach_passes(self, begin: Callable[..., Any], end: Callable[..., Any]) -> None:
+        """In place of those that were, where a pass may begin."""
         self._detach_passes()
-        modules = self._pass_modules if end is not None else self._pass_modules[:1]
-        for module in filter(None, (reference() for reference in modules)):
-            first = end is not None  # before the hooks of its sites
-            self._pass_hooks.append(
-                module.register_forward_pre_hook(begin, prepend=first, with_kwargs=True)
-            )
-            if end is not None:
-                self._pass_hooks.append(module.register_forward_hook(end, always_call=True))
+        for module in filter(None, (reference() for reference in self._pass_modules)):
+            # Before the hooks of its sites.
+            self._pass_hooks += [
+                module.register_forward_pre_hook(begin, prepend=True, with_kwargs=True),
+                module.register_forward_hook(end, always_call=True),
+            ]
+
+    def attach_settled(self, begin: Callable[..., Any], arrive: Callable[..., Any]) -> None:
+        """In place of those that were: at the model, and wherever a call past its hooks arrives."""
+        self._detach_passes()
+        inner = dict.fromkeys((*self._pass_modules[1:], *self._entries))
+        for reference, hook in ((self._pass_modules[0], begin), *((at, arrive) for at in inner)):
+            if (module := reference()) is not None:
+                self._pass_hooks.append(module.register_forward_pre_hook(hook, with_kwargs=True))
 
     def detach_site(self, index: int) -> None:
         """Nothing is left to do for it."""

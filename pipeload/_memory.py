@@ -49,6 +49,29 @@ def peak_rss_bytes() -> int:
     return int(getattr(info, "peak_wset", 0)) or max(int(info.rss), _peak_of_usage())
 
 
+class PeakSince:
+    """The most resident memory of the process since this was made.
+
+    The kernel keeps one peak for the whole process, which may be one of before. Resetting it would
+    take it from everybody else, so where it has not risen since, the most that was seen counts.
+    """
+
+    def __init__(self) -> None:
+        self._before = peak_rss_bytes()
+        self._seen = 0
+
+    def look(self, rss: int) -> None:
+        """The process holds so much now."""
+        self._seen = max(self._seen, rss)
+
+    @property
+    def nbytes(self) -> int:
+        """The peak, in bytes."""
+        self.look(rss_bytes())
+        peak = peak_rss_bytes()
+        return peak if peak > self._before else self._seen
+
+
 def cgroup_limit_bytes() -> int | None:
     """The tightest memory limit of this process's control groups, None without one."""
     return min(filter(None, map(_limit_of, _cgroups())), default=None)

@@ -56,8 +56,14 @@ class PassLog:
 
     def end(self) -> None:
         """The pass gave its output."""
-        self.pass_seconds += time.perf_counter() - self._started
+        self.lap()
         self.count()
+
+    def lap(self) -> None:
+        """The pass has come so far, and perhaps to its end."""
+        now = time.perf_counter()
+        self.pass_seconds += now - self._started
+        self._started = now
 
     def count(self) -> None:
         """One more pass, however long it takes."""

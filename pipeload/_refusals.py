@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
+from torch import nn
 
-from pipeload.errors import UnsupportedModelError, UnsupportedOperationError
+from pipeload.errors import MemoryLimitError, UnsupportedModelError, UnsupportedOperationError
 from pipeload_hooks import EvictedWeightWatch, inside_compiled_call
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
-
-    from torch import nn
 
     from pipeload._seats import Seat
     from pipeload._tables import TableSeat
@@ -29,6 +28,14 @@ _ADAPTED = (
 )
 
 
+class PassMemoryLimitError(MemoryLimitError, torch.OutOfMemoryError):
+    """A pass that does not fit, as those who search for a batch size know it.
+
+    They catch torch's own error, or a RuntimeError that speaks of being out of memory. Not made
+    where the other errors are: they are there without torch.
+    """
+
+
 Call = tuple[int, tuple[bool, ...], frozenset[tuple[str, bool]]]
 """How a model is called: which module of it, and with which arguments, each one token or not."""
 
@@ -41,6 +48,17 @@ def call_of(module: nn.Module, args: Sequence[object], kwargs: Mapping[str, obje
     """
     named = ((name, _is_single(value)) for name, value in kwargs.items() if value is not None)
     return id(module), tuple(map(_is_single, args)), frozenset(named)
+
+
+def arguments_alone(
+    module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+    """What a part of a model that is called by itself is called with, as a pass of a whole one.
+
+    A block has no logits.
+    """
+    is_head = isinstance(module, nn.Linear)
+    return args, kwargs if is_head else {**kwargs, "logits_to_keep": 1}
 
 
 def _is_single(value: object) -> bool:

@@ -21,6 +21,10 @@ class Work(Protocol):
         """The most memory the process ever held."""
 
     @property
+    def peak_since_load_bytes(self) -> int:
+        """The most since the model was loaded."""
+
+    @property
     def bytes_read(self) -> int:
         """Read from disk."""
 
@@ -83,15 +87,18 @@ def work_rows(work: Work) -> list[Row]:
 
 
 def _memory_rows(work: Work) -> list[Row]:
-    peak = Row("peak memory", format_size(work.peak_rss_bytes))
+    peaks = [
+        Row("peak memory", format_size(work.peak_rss_bytes)),
+        Row("peak since load", format_size(work.peak_since_load_bytes)),
+    ]
     if not work.host_memory_limit:
-        return [Row("memory limit", format_size(work.memory_limit)), peak]
+        return [Row("memory limit", format_size(work.memory_limit)), *peaks]
     how = "" if work.locked else ", out of memory that is not locked"
     return [
         Row("device limit", format_size(work.memory_limit)),
         Row(f"peak on {work.device}", format_size(work.peak_device_bytes)),
         Row("host limit", format_size(work.host_memory_limit)),
-        peak,
+        *peaks,
         Row(f"copied to {work.device}", f"{format_size(work.copied_bytes)}{how}"),
     ]
 
@@ -124,7 +131,10 @@ class Stats(Tabled):
     buffer_bytes: int
     """Bytes of the buffers that streamed weights pass through."""
     peak_rss_bytes: int
-    """The most memory this process ever held."""
+    """The most memory this process ever held, that of imports and of loading included."""
+    peak_since_load_bytes: int
+    """The most since this model was loaded: exact where it is the process's peak, else the most
+    that was measured, before each pass and each block that carries hooks."""
     memory_limit: int
     """The limit it must stay under."""
     io_mode: str = "direct"

@@ -13,14 +13,18 @@ from pipeload._passlog import PassLog
 from pipeload._places import whole_tensor
 from pipeload._refusals import (
     Call,
+    arguments_alone,
     call_of,
     make_watch,
     refuse_compiled,
     refuse_recording,
 )
 from pipeload_hooks import (
+    Caller,
+    Callers,
     EvictedWeightWatch,
     PassGate,
+    arguments_of,
     computes_linear,
     discard_ended,
     restore_split,
@@ -83,6 +87,9 @@ class Streamer:
         self._open = False
         self._alone: int | None = None
         """The `id` of the module that was called by itself and is a pass of its own."""
+        self._lent = False
+        """Whether the pass that is open is that of a call past the model's hooks."""
+        self._callers = Callers([])
         self._watch: EvictedWeightWatch | None = None
         self._call: Call | None = None
         """How the pass that is running was called."""
@@ -103,6 +110,7 @@ class Streamer:
         self._adapters, self._edits = adapters, edits
         self._look_out()
         self._hooks = Hooks(self._seats, self.tables, pass_modules)
+        self._callers = Callers(pass_modules)
         self._hooks.attach_sites(self)
         self._hooks.attach_passes(self._begin, self._end)
 
@@ -128,7 +136,7 @@ class Streamer:
         Returns False for a site whose ranges of rows come one by one, through `chunks`.
         """
         seat = self._seats[site]
-        self.enter(seat.module(), again=site in self._inside)
+        self.enter(seat.module(), site=site)
         if self._settled:  # by the pass that this one waited for, and all hooks are off
             return True
         self._inside.add(site)
@@ -195,21 +203,41 @@ class Streamer:
             if index in self._held:
                 self._give(index)
         self._inside.discard(site)
+        if self._lent:
+            self.log.lap()
         self.leave(seat.module())
 
-    def enter(self, module: nn.Module | None, *, again: bool = False) -> None:
-        """A site is called: a pass begins with it if none is running in this thread.
+    def enter(self, module: nn.Module | None, *, site: int | None = None) -> None:
+        """A site or an embedding is called: a pass begins with it if none runs in this thread.
 
-        `again`: it is on record as running, which only a new pass, or the gate's look at the stack,
-        can tell from a pass of this thread that died. So it is where another site holds something.
+        A site that is on record as running, only a new pass, or the gate's look at the stack, can
+        tell from a pass of this thread that died. So it is where another site holds something, and
+        where nobody says when a pass is over.
         """
         refuse_compiled()
-        if self._held and not again:
+        if module is None:
+            return
+        args: tuple[Any, ...] = ()
+        kwargs: Mapping[str, Any] = {}
+        if self._settled:
+            self._arrive(module, args, kwargs)
+            return
+        again = site in self._inside
+        if not again and (self._held or self._lent):
             again = self._gate.died()
-        if (again or not self._gate.owned()) and module is not None:
-            self._begin(module, (), {})
-            if self._gate.is_outermost(module):
-                self._alone = id(module)
+        if not again and self._gate.owned():
+            return
+        if site is not None:  # ids for an embedding say nothing of blocks
+            args, kwargs = arguments_alone(module, *arguments_of(module))
+        try:
+            self._begin(module, args, kwargs)
+        except BaseException:  # nobody comes to say that it is over
+            self._gate.abandon()
+            raise
+        if self._gate.is_outermost(module):
+            self._alone = id(module)
+        else:
+            self._gate.leave(module)
 
     def leave(self, module: nn.Module | None) -> None:
         """The site that `enter` was called for has run."""
@@ -243,11 +271,15 @@ class Streamer:
 
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         refuse_compiled()
+        if self._lent:
+            self._gate.part(module, first=module is self._hooks.outermost())
         if not self._gate.enter(module):
             return
+        if self._lent:  # nobody said that it was over
+            self._close(done=not self._held and not self._inside)
         if self._settled:  # by the pass that this one waited for; others may run beside it
             self._gate.leave(module)
-            self._begin_settled(module, args, kwargs)
+            self._arrive(module, args, kwargs)
             return
         if self._open or self._held:
             self.recover()
@@ -257,15 +289,33 @@ class Streamer:
         discard_ended()  # another thread may have ended a pass that died in this one
         self._open = True
         self.files.check_unchanged()
+        self._call = None
+        if module is not self._hooks.outermost():
+            module, args, kwargs = self._lend(module, args, kwargs)
         self.governor.before_pass(args, kwargs)
         self._catch_up()
         self.log.begin(args, kwargs)
+        if self._lent:
+            self.governor.let_run()
+            self.log.count()
         self._call = call_of(module, args, kwargs)
         watch = self._watch
         if watch is not None and (
             self._adapted or watch.has_served or self._call not in self._known
         ):
             watch.begin()
+
+    def _lend(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[nn.Module, tuple[Any, ...], Mapping[str, Any]]:
+        """Whose pass it is that begins at `module`, and with which arguments."""
+        caller = self._callers.find(module)
+        if not isinstance(caller, Caller):
+            return module, args, kwargs
+        caller.mark.begins(module, again=True)
+        self._gate.lend(caller.mark)
+        self._lent = True
+        return caller.module, (), caller.arguments
 
     @property
     def _adapted(self) -> bool:
@@ -300,13 +350,15 @@ class Streamer:
         self._alone = None
         self._open = False
         self._overlook()
+        lent, self._lent = self._lent, False
         if self._kept_old:
             self._in_force = None  # units that were in use then have not followed
         self.governor.after_pass()
         if done:
             if not self._adapted and self._call is not None:
                 self._known.add(self._call)  # else it depends on which adapters are active
-            self.log.end()
+            if not lent:
+                self.log.end()
             self._drop_settled()
 
     def rest(self) -> None:
@@ -409,14 +461,35 @@ class Streamer:
             self._settle()
 
     def _settle(self) -> None:
-        """Everything is resident and bound: one hook that watches passes is left."""
+        """Everything is resident and bound: hooks that watch passes begin are left."""
         self._settled = True
         for seat in self._seats:
             if seat.shared:
                 seat.bind_whole(self._whole)
         self._hooks.detach_shared_tables()
-        self._hooks.attach_passes(self._begin_settled, None)
+        self._hooks.attach_settled(self._begin_settled, self._arrive_at)
         self.prefetcher.close()
+
+    def _arrive_at(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> None:
+        self._arrive(module, args, kwargs)
+        site = None if self._settled else self._hooks.site_of(module)
+        if site is not None:  # hooks that are put on during a call of it do not run in that
+            self.acquire(site)
+
+    def _arrive(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """A part of a model that is all resident is called: perhaps past the model's hooks."""
+        found = None
+        if module is not self._hooks.outermost():
+            found = self._callers.find(module)
+        if isinstance(found, Caller):
+            if not found.mark.begins(module, again=self._hooks.begins_at(module)):
+                return
+            args, kwargs = (), found.arguments
+        elif found is not None:
+            return  # its hooks have told
+        self._begin_settled(module, args, kwargs)
 
     def _begin_settled(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]

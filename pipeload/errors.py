@@ -4,13 +4,20 @@ PipeloadError
 ├── CheckpointError (also ValueError)          the files are not what they claim
 │   └── CheckpointChangedError                 a file changed under the running model
 ├── ReadError (also OSError)                   the disk failed or a read came back short
-├── MemoryLimitError (also MemoryError)        the limit is too small; `smallest_limit` works
+├── MemoryLimitError (also MemoryError)        the limit is too small; `smallest_limit` works;
+│                                              of a pass, also a torch.OutOfMemoryError
 ├── OptionError (also ValueError)              an argument has no meaning here
 ├── UnsupportedModelError (also NotImplementedError)  this model cannot be streamed exactly
 └── UnsupportedOperationError (also RuntimeError)  not possible while weights are on disk
 """
 
 from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from typing import Any
 
 __all__ = [
     "CheckpointChangedError",
@@ -67,6 +74,10 @@ class MemoryLimitError(PipeloadError, MemoryError):
         """The smallest limit that works for the same hint, in bytes."""
         self.device = device
         """The device whose limit it is; None if it is the process's."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        known: dict[str, Any] = vars(self)
+        return functools.partial(type(self), **known), self.args
 
 
 class OptionError(PipeloadError, ValueError):

@@ -17,8 +17,11 @@ from tests.error_text import Module, Scope
 ROOT = Path(__file__).resolve().parent.parent
 PRODUCT = (ROOT / "pipeload", ROOT / "hooks" / "pipeload_hooks")
 CLASSES = set(errors.__all__)
-# A kind of its own inside the product, which users meet as its base.
-INTERNAL_CLASSES = {"NothingToStreamError": "UnsupportedModelError"}
+# Kinds of their own inside the product, which users meet as their bases.
+INTERNAL_CLASSES = {
+    "NothingToStreamError": "UnsupportedModelError",
+    "PassMemoryLimitError": "MemoryLimitError",
+}
 
 _DEEPEST = 8
 # Files and names of functions that return an error, and those functions.

@@ -36,6 +36,8 @@ hint = int(sys.argv[6])
 step = max(10, min(100, new // 10))
 ids = (torch.arange(100 * batch).view(batch, 100) * 37) % 30000 + 5
 if limit == "plain":
+    from pipeload._loading import call_vector_functions
+    call_vector_functions()  # as a streamed model's process has
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
 else:
     model = pipeload.from_pretrained(folder, memory_limit=int(limit), tokens=hint, batch=batch,

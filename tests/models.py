@@ -117,6 +117,9 @@ def load_plain(folder: Path, **options: Any) -> Any:
     """The model as plain transformers load it, with not one key missing or left over."""
     from transformers import AutoModelForCausalLM
 
+    from pipeload._loading import call_vector_functions
+
+    call_vector_functions()  # what is right is what a process gives that has called them before
     options = {"dtype": "auto", "output_loading_info": True} | options
     loaded: Any = AutoModelForCausalLM.from_pretrained(folder, **options)
     model, loading = loaded

@@ -63,6 +63,8 @@ def work(model, batch, length, new, **options):
 _PLAIN = (
     _COMMON
     + r"""
+from pipeload._loading import call_vector_functions
+call_vector_functions()  # as a streamed model's process has
 model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
 model.generation_config.eos_token_id = None
 print(json.dumps([work(model, *case) for case in cases]))

@@ -129,6 +129,7 @@ STATS = Stats(
     resident_bytes=50_000_000,
     buffer_bytes=16_000_000,
     peak_rss_bytes=430_000_000,
+    peak_since_load_bytes=420_000_000,
     memory_limit=480_000_000,
 )
 
@@ -139,6 +140,7 @@ def test_statistics_as_a_table() -> None:
     wanted = {
         "memory limit": "480 MB",
         "peak memory": "430 MB",
+        "peak since load": "420 MB",
         "read from disk": "3.00 GB, 2 GB/s while reading",
         "waited for disk": "0.25 s",
         "computed": "2 s",

@@ -510,3 +510,19 @@ def test_two_models_and_four_threads(pair: tuple[list[Any], list[Any]]) -> None:
         assert got == [wanted[(number + turn) % 2][number] for turn in range(4)]
     for model in models:
         assert_nothing_held(model)
+
+
+def test_vector_functions_are_called_in_one_thread_first(
+    tiny: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before any pass: the first large call with two threads is not always right."""
+    sizes: list[int] = []
+    cos = torch.cos
+
+    def counted(value: torch.Tensor) -> torch.Tensor:
+        sizes.append(value.numel())
+        return cos(value)
+
+    monkeypatch.setattr(torch, "cos", counted)
+    load_streamed(tiny("llama"), spare=0)
+    assert sizes == [1]

@@ -20,6 +20,7 @@ from pipeload_hooks._binding import (
     unbind,
 )
 from pipeload_hooks._blocks import Block, find_blocks
+from pipeload_hooks._callers import Caller, Callers, Mark, arguments_of
 from pipeload_hooks._evicted import BESIDE, OnUse, note_changes, plain_kind
 from pipeload_hooks._growth import TreeWatch
 from pipeload_hooks._lookup import takes_ids
@@ -42,8 +43,11 @@ __all__ = [
     "Binding",
     "Block",
     "Bound",
+    "Caller",
+    "Callers",
     "Companion",
     "EvictedWeightWatch",
+    "Mark",
     "OnUse",
     "PassGate",
     "RowSource",
@@ -51,6 +55,7 @@ __all__ = [
     "TreeWatch",
     "Usage",
     "WeightSource",
+    "arguments_of",
     "attach",
     "attach_rows",
     "attach_split",

@@ -16,13 +16,14 @@ import threading
 import weakref
 from typing import TYPE_CHECKING
 
-from torch import nn
+from pipeload_hooks._callers import CALL_CODE, Mark
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
     from types import FrameType
 
-_CALL_CODE = nn.Module._call_impl.__code__
+    from torch import nn
+
 _POLL_SECONDS = 0.05
 _GATES: weakref.WeakSet[PassGate] = weakref.WeakSet()
 
@@ -33,7 +34,7 @@ class PassGate:
     def __init__(self) -> None:
         self._renew_lock()
         self._owner: int | None = None
-        self._entered: list[nn.Module] = []
+        self._entered: list[nn.Module | Mark] = []
         _GATES.add(self)
 
     def _renew_lock(self) -> None:
@@ -71,6 +72,34 @@ class PassGate:
             self._owner = None
             self._changed.notify_all()
             return True
+
+    def lend(self, mark: Mark) -> None:
+        """The pass that has just begun is a marked call's, and lasts as long as that."""
+        with self._lock:
+            self._entered.insert(0, mark)
+
+    @property
+    def lent_to(self) -> Mark | None:
+        """The marked call that the calling thread's pass is, if it is one: nobody says its end."""
+        first = self._entered[0] if self._entered and self.owned() else None
+        return first if isinstance(first, Mark) else None
+
+    def part(self, module: nn.Module, *, first: bool) -> None:
+        """End a marked call's pass before `module`, if it is the `first` or has run in it before.
+
+        Not inside another module that is on record.
+        """
+        with self._lock:
+            mark = self.lent_to if len(self._entered) == 1 else None
+            if mark is not None and (first or mark.begins(module, again=True)):
+                self.abandon()
+
+    def abandon(self) -> None:
+        """The calling thread's pass is over, if there is one: it could not begin."""
+        with self._lock:
+            if self.owned():
+                self._owner = None
+                self._changed.notify_all()
 
     def is_outermost(self, module: nn.Module) -> bool:
         """Whether the calling thread's pass ends when `module` is left."""
@@ -133,6 +162,8 @@ class PassGate:
         if not self._entered:
             return False
         outermost = self._entered[0]
+        if isinstance(outermost, Mark):
+            return outermost.is_on(frame)
         wanted = sum(entered is outermost for entered in self._entered) + (arriving is outermost)
         return _running_calls(frame, outermost) >= wanted
 
@@ -140,7 +171,7 @@ class PassGate:
 def _running_calls(frame: FrameType | None, module: nn.Module) -> int:
     count = 0
     while frame is not None:
-        if frame.f_code is _CALL_CODE and frame.f_locals.get("self") is module:
+        if frame.f_code is CALL_CODE and frame.f_locals.get("self") is module:
             count += 1
         frame = frame.f_back
     return count
@@ -149,7 +180,7 @@ def _running_calls(frame: FrameType | None, module: nn.Module) -> int:
 def _is_inside(frame: FrameType | None, modules: Collection[int]) -> bool:
     """Whether a call of a module with one of these `id`s runs on a stack."""
     while frame is not None:
-        if frame.f_code is _CALL_CODE and id(frame.f_locals.get("self")) in modules:
+        if frame.f_code is CALL_CODE and id(frame.f_locals.get("self")) in modules:
             return True
         frame = frame.f_back
     return False

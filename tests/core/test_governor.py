@@ -194,12 +194,17 @@ def test_a_limit_that_was_named_is_enough(bench: Bench) -> None:
     bench.run(300)
 
 
-def test_the_hinted_pass_is_never_refused(bench: Bench) -> None:
-    """Whatever the user took: it was promised."""
-    bench.user = 2000 * MB
+def test_the_hinted_pass_is_promised(bench: Bench) -> None:
+    """Whatever the process took on, as long as the limit holds; a larger one is not."""
+    bench.user = bench.limit - bench.governor.least_bytes() - 30 * MB - FLOOR - WARM_UP_BYTES
     assert bench.run(30, took=0) == RESIDENCY.smallest
     with pytest.raises(MemoryLimitError):
         bench.governor.before_pass((31,), {})
+    bench.user += MB
+    with pytest.raises(MemoryLimitError, match=r"the process holds \d+ .* free what you can\. A"):
+        bench.governor.before_pass((30,), {})
+    bench.user -= MB
+    bench.run(30, took=0)
 
 
 def test_residents_come_back_after_some_passes(bench: Bench) -> None:
@@ -253,7 +258,7 @@ def test_what_was_learned_revokes_no_promise(bench: Bench) -> None:
     for _ in range(20):
         bench.run(30, took=110 * MB)
     assert bench.governor._error > 1
-    bench.user = 150 * MB
+    bench.user = bench.limit - bench.governor.least_bytes() - 30 * MB - FLOOR - WARM_UP_BYTES
     with pytest.raises(MemoryLimitError):
         bench.run(60)
     bench.run(30)
