@@ -26,12 +26,15 @@ from pipeload._pass_shape import (
     read_extras,
     read_shape,
 )
+from pipeload._pass_trace import trace_of
 from pipeload._widths import Widths, decoder_and_whole, read_widths, settings_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from torch import nn
+
+    from pipeload_hooks import Trial
 
 __all__ = ["PassNeeds", "PassShape"]
 
@@ -73,6 +76,7 @@ class PassNeeds:
         self._rotated = _rotated(self._widths)
         self._reader = CacheReader(self._widths.layers, self._widths.item)
         self._cross_reader = CacheReader(self._widths.layers, self._widths.item)
+        self._trace = None if _is_described(model, config, self._widths) else trace_of(model)
 
     def shape(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> PassShape:
         """The size of the pass that the model is called for; what it cannot read counts as one."""
@@ -95,15 +99,30 @@ class PassNeeds:
         layers = self._cached(args, kwargs, shape)
         return self._peak(layers, shape, read_extras(kwargs, shape, self._widths, self._configs))
 
-    def for_pass(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
-        """All that this pass takes on, with a margin."""
+    def for_pass(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], module: nn.Module | None = None
+    ) -> int:
+        """All that this pass takes on, with a margin.
+
+        `module`: the part of the model that is called by itself, if it is not the whole.
+        """
         shape = self.shape(args, kwargs)
+        if self._trace is not None and not shape.cached:
+            trial = self._trace.of(self._trace.path(module), args, kwargs)
+            if trial is not None:
+                return self._with_trial(trial, shape)
         layers = self._cached(args, kwargs, shape)
         growth = self._growth(layers, args, kwargs, shape)
         return _with_margin(
             growth,
             self._peak(layers, shape, read_extras(kwargs, shape, self._widths, self._configs)),
         )
+
+    def _with_trial(self, trial: Trial, shape: PassShape) -> int:
+        held = self._beside(shape.tokens * shape.batch)
+        sampled = shape.batch * self._widths.vocabulary * _SAMPLED_BYTES
+        peak = max(trial.peak + held, trial.kept + sampled)
+        return _with_margin(trial.kept, peak - trial.kept)
 
     def for_shape(self, shape: PassShape, *, kept: int = 1) -> int:
         """The same for a pass of the plain library on an empty cache, with a margin."""
@@ -210,13 +229,19 @@ class PassNeeds:
         # A mask of two values as it lives throughout: bool, or the scores' own type.
         held = mask * (item if w.attention == "eager" else 1)
         held += self._recorded(layers, shape, extras)
-        if self._products is not None:
-            held += self._products(positions)
-        if w.experts and item < _FP32 and positions > 1:
-            held += min(2 * w.experts, 2 * positions, _MOST_KERNELS) * _EXPERT_KERNEL
+        held += self._beside(positions)
         return max(
             max(block, scores) + held, self._head(shape, extras) + held, self._towers(extras)
         )
+
+    def _beside(self, positions: int) -> int:
+        """What kernels take for so many positions, beside tensors."""
+        w, nbytes = self._widths, 0
+        if self._products is not None:
+            nbytes += self._products(positions)
+        if w.experts and w.item < _FP32 and positions > 1:
+            nbytes += min(2 * w.experts, 2 * positions, _MOST_KERNELS) * _EXPERT_KERNEL
+        return nbytes
 
     def _head(self, shape: PassShape, extras: Extras) -> int:
         """Logits, and what they come from or what `generate` makes of the last ones."""
@@ -244,6 +269,13 @@ class PassNeeds:
         """A vision tower or an encoder: it runs before the first layer."""
         w = self._widths
         return (extras.patches * w.vision + extras.encoded * (4 * w.hidden + w.inner)) * w.item
+
+
+def _is_described(model: Any, config: Any, w: Widths) -> bool:
+    """Whether the model is a stack of decoders that reads text: its passes need no trial."""
+    generates = getattr(model, "can_generate", bool)()
+    alone = not w.encoder_decoder and config.get_text_config() is config
+    return generates and alone and all(not layer.state for layer in w.layers)
 
 
 def _rotated(w: Widths) -> int:

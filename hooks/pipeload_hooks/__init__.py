@@ -25,6 +25,7 @@ from pipeload_hooks._passes import PassGate
 from pipeload_hooks._rows import RowSource, attach_rows
 from pipeload_hooks._source import WeightSource
 from pipeload_hooks._split import SplitSource, attach_split, can_split, restore_split
+from pipeload_hooks._trial import SMALL, Repeated, Trial, try_out
 from pipeload_hooks._usage import Usage, observe_usage
 from pipeload_hooks._watch import HARMLESS, EvictedWeightWatch, discard_ended
 
@@ -37,9 +38,12 @@ __all__ = [
     "Companion",
     "EvictedWeightWatch",
     "PassGate",
+    "SMALL",
+    "Repeated",
     "RowSource",
     "SplitSource",
     "TreeWatch",
+    "Trial",
     "Usage",
     "WeightSource",
     "attach",
@@ -57,5 +61,6 @@ __all__ = [
     "restore_split",
     "set_parameter",
     "takes_ids",
+    "try_out",
     "unbind",
 ]
