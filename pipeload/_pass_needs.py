@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from pipeload._caches import (
     NO_ROWS,
     PACKED,
@@ -17,6 +19,7 @@ from pipeload._caches import (
     CacheReader,
     self_and_cross,
 )
+from pipeload._hint_pass import hinted_calls
 from pipeload._pass_shape import (
     Extras,
     PassShape,
@@ -26,7 +29,7 @@ from pipeload._pass_shape import (
     read_extras,
     read_shape,
 )
-from pipeload._pass_trace import trace_of
+from pipeload._pass_trace import PassTrace, trace_of
 from pipeload._widths import Widths, decoder_and_whole, read_widths, settings_of
 
 if TYPE_CHECKING:
@@ -50,6 +53,9 @@ _FP32 = 4  # bytes
 # Each expert's share of a prompt is another shape, and each shape another compiled kernel.
 _EXPERT_KERNEL = 600_000
 _MOST_KERNELS = 32
+# A trial says whether what is known of decoders holds for one: shares of what it took.
+_SAMPLE_TOKENS = 384
+_LEAST_SHARE, _MOST_SHARE = 0.97, 1.25
 _MOST = 1 << 40  # no prompt and no batch is larger
 
 
@@ -76,7 +82,28 @@ class PassNeeds:
         self._rotated = _rotated(self._widths)
         self._reader = CacheReader(self._widths.layers, self._widths.item)
         self._cross_reader = CacheReader(self._widths.layers, self._widths.item)
-        self._trace = None if _is_described(model, config, self._widths) else trace_of(model)
+        self._trace = trace_of(model)
+        self._short_by = 1.0
+        if self._trace is not None and _may_be_described(model, config, self._widths):
+            self._compare(self._trace)
+
+    def _compare(self, trace: PassTrace) -> None:
+        """Have no more trials where what is known of all decoders describes this one well."""
+        shape = PassShape(_SAMPLE_TOKENS, 2)
+        call: dict[str, Any] = next(hinted_calls(trace.model, shape))
+        last = call | {"logits_to_keep": 1}
+        trial = trace.of("", (), last) if "logits_to_keep" in trace.parameters else None
+        call = last if trial is not None else call
+        trial = trial or trace.of("", (), call)
+        if trial is None:
+            return
+        layers = self._cached((), call, shape)
+        grown = self._growth(layers, (), call, shape)
+        extras = read_extras(call, shape, self._widths, self._configs)
+        known = grown + self._peak(layers, shape, extras)
+        self._short_by = max(1.0, trial.peak / known)
+        if _LEAST_SHARE * trial.peak <= known <= _MOST_SHARE * trial.peak:
+            self._trace = None
 
     def shape(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> PassShape:
         """The size of the pass that the model is called for; what it cannot read counts as one."""
@@ -125,10 +152,41 @@ class PassNeeds:
         return _with_margin(trial.kept, peak - trial.kept)
 
     def for_shape(self, shape: PassShape, *, kept: int = 1) -> int:
-        """The same for a pass of the plain library on an empty cache, with a margin."""
+        """The same for a pass of the plain library on an empty cache, with a margin.
+
+        What reads pictures or sound is taken to read such of its usual size.
+        """
+        if self._trace is not None:
+            tried = self._tried(self._trace, shape)
+            if tried is not None:
+                return tried
         layers = self._reader.fresh(shape.batch)
         growth = sum(layer.growth(shape.tokens) for layer in layers)
         return _with_margin(growth, self._peak(layers, shape, Extras(kept)))
+
+    def _tried(self, trace: PassTrace, shape: PassShape) -> int | None:
+        if not self._widths.encoder_decoder:
+            trials = (trace.of("", (), call) for call in hinted_calls(trace.model, shape))
+            trial = next(filter(None, trials), None)
+            return None if trial is None else self._with_trial(trial, shape)
+        path = trace.encoder_path()
+        encoder: Any = trace.model.get_submodule(path)
+        trials = (trace.of(path, (), call) for call in hinted_calls(encoder, shape))
+        first = next(filter(None, trials), None)
+        if first is None or not path:
+            return None
+        # Then the decoder, which caches what it makes of the encoder's result.
+        ids = torch.ones((shape.batch, 1), dtype=torch.long)
+        call = {"encoder_outputs": first.output, "decoder_input_ids": ids, "use_cache": True}
+        then = trace.of("", (), call)
+        if then is None:
+            return None
+        growth = sum(layer.growth(shape.tokens) for layer in self._reader.fresh(shape.batch))
+        whole = then._replace(
+            peak=max(first.peak, first.kept + growth + then.peak),
+            kept=first.kept + growth + then.kept,
+        )
+        return self._with_trial(whole, shape)
 
     def longest_tokens(self, room_bytes: int, batch: int) -> int:
         """The longest prompt of `batch` sequences that fits in `room_bytes`; 0 if none does."""
@@ -271,11 +329,10 @@ class PassNeeds:
         return (extras.patches * w.vision + extras.encoded * (4 * w.hidden + w.inner)) * w.item
 
 
-def _is_described(model: Any, config: Any, w: Widths) -> bool:
-    """Whether the model is a stack of decoders that reads text: its passes need no trial."""
+def _may_be_described(model: Any, config: Any, w: Widths) -> bool:
+    """Whether the model is a stack of decoders that reads text."""
     generates = getattr(model, "can_generate", bool)()
-    alone = not w.encoder_decoder and config.get_text_config() is config
-    return generates and alone and all(not layer.state for layer in w.layers)
+    return generates and not w.encoder_decoder and config.get_text_config() is config
 
 
 def _rotated(w: Widths) -> int:

@@ -7,6 +7,7 @@ takes tens of milliseconds, so it is made once for each size of input, and never
 from __future__ import annotations
 
 import copy
+import inspect
 import logging
 import weakref
 from collections.abc import Mapping, Sequence
@@ -61,6 +62,17 @@ class PassTrace:
     def model(self) -> Any:
         """The copy. Its parameters have no values."""
         return self._whole
+
+    @property
+    def parameters(self) -> Mapping[str, inspect.Parameter]:
+        """Of the model's forward."""
+        return inspect.signature(self._whole.forward).parameters
+
+    def encoder_path(self) -> str:
+        """The name of what `generate` calls before the decoder; "" where there is no such part."""
+        encoder = self.model.get_encoder()
+        names = (name for name, module in self._whole.named_modules() if module is encoder)
+        return next(names, "")
 
     def path(self, module: nn.Module | None) -> str:
         """The name of a part that is called by itself; "" for the model, and for what is none."""

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from pipeload_hooks._ledger import Ledger
 
+_COLOURS = 3  # so few channels are read as they lie
 _HALF = (torch.bfloat16, torch.float16)
 
 
@@ -83,8 +84,8 @@ def _convolution(args: Sequence[Any], made: Sequence[Tensor]) -> int:
     weights = nbytes_of(weight)
     if given.dim() == 4 and given.is_contiguous(memory_format=torch.channels_last):
         return 0 if given.is_contiguous() and given.shape[1] > 1 else weights
-    largest = max(nbytes_of(given), nbytes_of(made[0]))
-    return weights + largest * (2 if transposed else 1)
+    moved = nbytes_of(given) if given.shape[1] > _COLOURS else 0
+    return weights + max(moved, nbytes_of(made[0])) * (2 if transposed else 1)
 
 
 def _copied(args: Sequence[Any], made: Sequence[Tensor]) -> int:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from torch.utils.hooks import RemovableHandle
 
-SMALL = 1 << 16
+SMALL = 1 << 17
 """Elements of the largest tensor that is computed."""
 
 
@@ -144,31 +144,86 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 
 def _for_sizes(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    if func is torch.ops.aten._local_scalar_dense.default and args[0].dtype is torch.bool:
-        return False  # nothing is infinite, and not everything is as it might be
+    answer = _ANSWERS.get(func._schema.name)
+    if answer is not None:
+        return answer(func, *args, **kwargs)
     if kwargs.get("device") is not None:
         kwargs["device"] = torch.device("meta")
     return func(*args, **kwargs)
 
 
+def _all(func: Any, *args: Any, **kwargs: Any) -> Tensor:
+    """Whatever is asked of all values is so: they are finite, and nothing is masked."""
+    return torch.ones(func(*args, **kwargs).shape, dtype=torch.bool)
+
+
+def _any(func: Any, *args: Any, **kwargs: Any) -> Tensor:
+    return torch.zeros(func(*args, **kwargs).shape, dtype=torch.bool)
+
+
+def _same(func: Any, *args: Any) -> Tensor:
+    """A single number is what it is checked to be."""
+    made: Tensor = func(*args)
+    return made if made.dim() else torch.tensor(True)  # noqa: FBT003
+
+
+def _flag(_func: Any, given: Tensor) -> bool:
+    if given.dtype is torch.bool:
+        return False
+    raise ValueError("A number that depends on weights is not known without them.")
+
+
+def _nonzero(_func: Any, given: Tensor) -> Tensor:
+    """As many as there can be."""
+    return given.new_empty((given.numel(), given.dim()), dtype=torch.long)
+
+
+def _index(func: Any, given: Tensor, indices: Sequence[Tensor | None], *others: Any) -> Any:
+    return func(given, _numbers(indices), *others)
+
+
+def _grouped(
+    _func: Any, given: Tensor, weights: Tensor, *_: Any, out_dtype: Any = None, **__: Any
+) -> Tensor:
+    """Rows by the matrices of their experts; torch knows the sizes in bf16 alone."""
+    return given.new_empty((*given.shape[:-1], weights.shape[-1]), dtype=out_dtype)
+
+
+_ANSWERS: Mapping[str, Callable[..., Any]] = {
+    "aten::all": _all,
+    "aten::any": _any,
+    "aten::eq": _same,
+    "aten::_local_scalar_dense": _flag,
+    "aten::nonzero": _nonzero,
+    "aten::index": _index,
+    "aten::index_put": _index,
+    "aten::index_put_": _index,
+    "aten::_grouped_mm": _grouped,
+}
+_INDEXING = ("aten::index", "aten::index_put", "aten::index_put_")
+
+
 def _mixed(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """What is real among the arguments is only looked at where the result's size depends on it."""
-    if func is torch.ops.aten.index.Tensor:
-        args = (args[0], _numbers(args[1]))
-    elif func._schema.is_mutable and not args[0].is_meta:
+    if func._schema.name in _INDEXING:
+        args = (args[0], _numbers(args[1]), *args[2:])
+    if func._schema.is_mutable and not args[0].is_meta:
         return args[0]  # it has no values any more, but nobody could tell
     args, kwargs = tree_map(_without_values, (args, kwargs))
     return _for_sizes(func, args, kwargs)
 
 
 def _numbers(indices: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Indices of which none is a mask: what one picks is as much as it says."""
+    """Indices of which none is a mask. One without values picks all that it can."""
     found: list[Tensor | None] = []
     for index in indices:
-        if index is not None and not index.is_meta and index.dtype is torch.bool:
-            found += index.nonzero(as_tuple=True)
-        else:
+        if index is None or index.dtype not in (torch.bool, torch.uint8):
             found.append(index)
+        elif index.is_meta:
+            picked = index.new_empty(index.numel(), dtype=torch.long)
+            found += [picked] * index.dim()
+        else:
+            found += index.nonzero(as_tuple=True)
     return found
 
 
