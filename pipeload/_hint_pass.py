@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,8 +26,13 @@ def main_input(model: Any) -> str:
     return str(name[0]) if isinstance(name, (list, tuple)) else str(name)
 
 
-def hinted_calls(model: Any, shape: PassShape) -> Iterator[dict[str, torch.Tensor]]:
-    """Arguments for a forward, the likeliest first. What is read as a whole has its usual size."""
+def hinted_calls(model: Any, shape: PassShape, kept: int = 1) -> Iterator[dict[str, Any]]:
+    """Arguments for a forward, the likeliest first. What is read as a whole has its usual size.
+
+    `kept`: positions that logits are made for, if the model can be told.
+    """
+    told = inspect.signature(model.forward).parameters
+    more = {"logits_to_keep": kept} if "logits_to_keep" in told else {}
     name = main_input(model)
     if "pixel" in name:
         makers = _pictures(model, shape)
@@ -36,7 +42,7 @@ def hinted_calls(model: Any, shape: PassShape) -> Iterator[dict[str, torch.Tenso
         name, makers = "input_ids", iter([(shape.batch, shape.tokens)])
     for sizes in makers:
         if name == "input_ids":
-            yield {name: torch.ones(sizes, dtype=torch.long)}
+            yield {name: torch.ones(sizes, dtype=torch.long), **more}
         else:
             yield {name: torch.empty(sizes, device="meta", dtype=getattr(model, "dtype", None))}
 

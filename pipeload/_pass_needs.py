@@ -31,13 +31,12 @@ from pipeload._pass_shape import (
 )
 from pipeload._pass_trace import PassTrace, trace_of
 from pipeload._widths import Widths, decoder_and_whole, read_widths, settings_of
+from pipeload_hooks import Trial
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from torch import nn
-
-    from pipeload_hooks import Trial
 
 __all__ = ["PassNeeds", "PassShape"]
 
@@ -84,26 +83,26 @@ class PassNeeds:
         self._cross_reader = CacheReader(self._widths.layers, self._widths.item)
         self._trace = trace_of(model)
         self._short_by = 1.0
-        if self._trace is not None and _may_be_described(model, config, self._widths):
+        self._generates: bool = getattr(model, "can_generate", bool)()
+        alone = not self._widths.encoder_decoder and config.get_text_config() is config
+        if self._trace is not None and self._generates and alone:
             self._compare(self._trace)
 
     def _compare(self, trace: PassTrace) -> None:
         """Have no more trials where what is known of all decoders describes this one well."""
         shape = PassShape(_SAMPLE_TOKENS, 2)
-        call: dict[str, Any] = next(hinted_calls(trace.model, shape))
-        last = call | {"logits_to_keep": 1}
-        trial = trace.of("", (), last) if "logits_to_keep" in trace.parameters else None
-        call = last if trial is not None else call
-        trial = trial or trace.of("", (), call)
-        if trial is None:
+        call = next(hinted_calls(trace.model, shape))
+        trial = trace.of("", (), call)
+        if trial is None or trial.error is not None:
             return
-        layers = self._cached((), call, shape)
-        grown = self._growth(layers, (), call, shape)
+        layers = self._reader.fresh(shape.batch)
+        growth = sum(layer.growth(shape.tokens) for layer in layers)
         extras = read_extras(call, shape, self._widths, self._configs)
-        known = grown + self._peak(layers, shape, extras)
-        self._short_by = max(1.0, trial.peak / known)
+        known = growth + self._peak(layers, shape, extras)
         if _LEAST_SHARE * trial.peak <= known <= _MOST_SHARE * trial.peak:
             self._trace = None
+        else:
+            self._short_by = max(1.0, trial.peak / known)
 
     def shape(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> PassShape:
         """The size of the pass that the model is called for; what it cannot read counts as one."""
@@ -134,21 +133,23 @@ class PassNeeds:
         `module`: the part of the model that is called by itself, if it is not the whole.
         """
         shape = self.shape(args, kwargs)
+        trial = None
         if self._trace is not None and not shape.cached:
-            trial = self._trace.of(self._trace.path(module), args, kwargs)
-            if trial is not None:
-                return self._with_trial(trial, shape)
+            path = self._trace.path(module)
+            trial = self._trace.of(path, args, kwargs)
+            if trial is not None and trial.error is None:
+                return self._with_trial(trial, shape, sampled=not path)
         layers = self._cached(args, kwargs, shape)
         growth = self._growth(layers, args, kwargs, shape)
-        return _with_margin(
-            growth,
-            self._peak(layers, shape, read_extras(kwargs, shape, self._widths, self._configs)),
-        )
+        extras = read_extras(kwargs, shape, self._widths, self._configs)
+        need = _with_margin(growth, int(self._short_by * self._peak(layers, shape, extras)))
+        return need if trial is None else max(need, self._with_trial(trial, shape, sampled=False))
 
-    def _with_trial(self, trial: Trial, shape: PassShape) -> int:
-        held = self._beside(shape.tokens * shape.batch)
-        sampled = shape.batch * self._widths.vocabulary * _SAMPLED_BYTES
-        peak = max(trial.peak + held, trial.kept + sampled)
+    def _with_trial(self, trial: Trial, shape: PassShape, *, sampled: bool) -> int:
+        """What a pass takes that was tried; and what `generate` makes of its logits."""
+        peak = trial.peak + self._beside(shape.tokens * shape.batch)
+        if sampled and self._generates:
+            peak = max(peak, trial.kept + shape.batch * self._widths.vocabulary * _SAMPLED_BYTES)
         return _with_margin(trial.kept, peak - trial.kept)
 
     def for_shape(self, shape: PassShape, *, kept: int = 1) -> int:
@@ -157,36 +158,32 @@ class PassNeeds:
         What reads pictures or sound is taken to read such of its usual size.
         """
         if self._trace is not None:
-            tried = self._tried(self._trace, shape)
+            tried = self._tried(self._trace, shape, kept)
             if tried is not None:
                 return tried
         layers = self._reader.fresh(shape.batch)
         growth = sum(layer.growth(shape.tokens) for layer in layers)
         return _with_margin(growth, self._peak(layers, shape, Extras(kept)))
 
-    def _tried(self, trace: PassTrace, shape: PassShape) -> int | None:
+    def _tried(self, trace: PassTrace, shape: PassShape, kept: int) -> int | None:
         if not self._widths.encoder_decoder:
-            trials = (trace.of("", (), call) for call in hinted_calls(trace.model, shape))
-            trial = next(filter(None, trials), None)
-            return None if trial is None else self._with_trial(trial, shape)
+            trial = _first_of(trace, "", hinted_calls(trace.model, shape, kept))
+            return None if trial is None else self._with_trial(trial, shape, sampled=True)
         path = trace.encoder_path()
         encoder: Any = trace.model.get_submodule(path)
-        trials = (trace.of(path, (), call) for call in hinted_calls(encoder, shape))
-        first = next(filter(None, trials), None)
-        if first is None or not path:
+        first = _first_of(trace, path, hinted_calls(encoder, shape))
+        if first is None:
             return None
         # Then the decoder, which caches what it makes of the encoder's result.
         ids = torch.ones((shape.batch, 1), dtype=torch.long)
         call = {"encoder_outputs": first.output, "decoder_input_ids": ids, "use_cache": True}
-        then = trace.of("", (), call)
+        then = _first_of(trace, "", [call])
         if then is None:
             return None
         growth = sum(layer.growth(shape.tokens) for layer in self._reader.fresh(shape.batch))
-        whole = then._replace(
-            peak=max(first.peak, first.kept + growth + then.peak),
-            kept=first.kept + growth + then.kept,
-        )
-        return self._with_trial(whole, shape)
+        both = first.kept + growth
+        whole = Trial(max(first.peak, both + then.peak), both + then.kept)
+        return self._with_trial(whole, shape, sampled=True)
 
     def longest_tokens(self, room_bytes: int, batch: int) -> int:
         """The longest prompt of `batch` sequences that fits in `room_bytes`; 0 if none does."""
@@ -201,7 +198,7 @@ class PassNeeds:
 
         The cache of the whole prompt must fit in any case; None where it does not.
         """
-        if shape.tokens <= 1:
+        if shape.tokens <= 1 or not self._generates or self._widths.encoder_decoder:
             return None
         if self._chunked(shape, shape.tokens) <= room_bytes:
             return shape.tokens
@@ -329,10 +326,10 @@ class PassNeeds:
         return (extras.patches * w.vision + extras.encoded * (4 * w.hidden + w.inner)) * w.item
 
 
-def _may_be_described(model: Any, config: Any, w: Widths) -> bool:
-    """Whether the model is a stack of decoders that reads text."""
-    generates = getattr(model, "can_generate", bool)()
-    return generates and not w.encoder_decoder and config.get_text_config() is config
+def _first_of(trace: PassTrace, path: str, calls: Iterable[Mapping[str, Any]]) -> Trial | None:
+    """The first trial that comes to its end."""
+    trials = (trace.of(path, (), call) for call in calls)
+    return next((trial for trial in trials if trial is not None and trial.error is None), None)
 
 
 def _rotated(w: Widths) -> int:

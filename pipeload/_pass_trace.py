@@ -7,11 +7,11 @@ takes tens of milliseconds, so it is made once for each size of input, and never
 from __future__ import annotations
 
 import copy
-import inspect
 import logging
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from pipeload._probe import like_lists, with_float_products
 from pipeload._twins import bare_memo, short_copy
-from pipeload_hooks import SMALL, Repeated, Trial, try_out
+from pipeload_hooks import MOST_COMPUTED, Repeated, Trial, try_out
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
@@ -56,17 +56,12 @@ class PassTrace:
             {module: name for name, module in model.named_modules() if hasattr(module, "config")}
         )
         self._configs = list({id(c): c for c in map(_config, self._whole.modules()) if c}.values())
-        self._known: dict[Hashable, Trial | None] = {}
+        self._known: dict[Hashable, Trial] = {}
 
     @property
     def model(self) -> Any:
         """The copy. Its parameters have no values."""
         return self._whole
-
-    @property
-    def parameters(self) -> Mapping[str, inspect.Parameter]:
-        """Of the model's forward."""
-        return inspect.signature(self._whole.forward).parameters
 
     def encoder_path(self) -> str:
         """The name of what `generate` calls before the decoder; "" where there is no such part."""
@@ -79,31 +74,36 @@ class PassTrace:
         return "" if module is None else self._paths.get(module, "")
 
     def of(self, path: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Trial | None:
-        """What a call of the part at `path` takes; None where that cannot be tried.
+        """What a call of the part at `path` takes; None where it cannot even be begun.
 
         The arguments are only looked at.
         """
         try:
             key = (path, self._settings(), _key(args), _key(kwargs))
+            if key not in self._known:
+                if len(self._known) >= _REMEMBERED:
+                    del self._known[next(iter(self._known))]
+                self._known[key] = self._try(path, args, kwargs)
+            return self._known[key]
         except Exception as error:  # arguments may be anything
             _log.debug("A pass cannot be tried: %r", error)
             return None
-        if key not in self._known:
-            if len(self._known) >= _REMEMBERED:
-                del self._known[next(iter(self._known))]
-            self._known[key] = self._try(path, args, kwargs)
-        return self._known[key]
 
-    def _try(self, path: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Trial | None:
+    def _try(self, path: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Trial:
+        """Of few blocks; of all where the model does not run with few."""
+        trials: list[Trial] = []
         for skeleton in self._skeletons():
-            part: Any = skeleton.model.get_submodule(path)
-            try:
-                given, named = _without_values(args), _without_values(kwargs)
-                return try_out(lambda p=part, g=given, n=named: p(*g, **n), skeleton.repeated)
-            # Whatever a model that was never meant to run like this may raise.
-            except Exception as error:  # noqa: PERF203
-                _log.debug("%s cannot be tried: %r", type(part).__name__, error)
-        return None
+            call = partial(
+                skeleton.model.get_submodule(path),
+                *_without_values(args),
+                **_without_values(kwargs),
+            )
+            trial = try_out(call, skeleton.repeated)
+            if trial.error is None:
+                return trial
+            _log.debug("%s cannot be tried: %r", type(self._whole).__name__, trial.error)
+            trials.append(trial)
+        return max(trials, key=lambda trial: trial.peak)
 
     def _skeletons(self) -> list[_Skeleton]:
         whole = _Skeleton(self._whole, ())
@@ -140,7 +140,7 @@ def _shared(model: nn.Module) -> dict[int, Any]:
 
 
 def _bare(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    memo = bare_memo(model, kept=SMALL) | _shared(model)
+    memo = bare_memo(model, kept=MOST_COMPUTED) | _shared(model)
     return with_float_products(copy.deepcopy(model, memo), dtype).eval()
 
 
@@ -165,6 +165,8 @@ def _without_values(value: Any) -> Any:
             return torch.empty_strided(
                 value.shape, value.stride(), dtype=value.dtype, device="meta"
             )
+        if value.is_meta:
+            return torch.ones(value.shape, dtype=value.dtype)
         return value.detach().to("cpu", copy=True)
     if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
         return type(value)(map(_without_values, value))
@@ -180,7 +182,7 @@ def _key(value: Any) -> Hashable:
     """What two calls have in common that take the same: sizes, and numbers that may say sizes."""
     if isinstance(value, Tensor):
         numbers: Hashable = None
-        if not value.is_floating_point() and not value.is_complex():
+        if not (value.is_floating_point() or value.is_complex() or value.is_meta):
             few = value.numel() <= _FEW
             numbers = tuple(value.flatten().tolist()) if few else bool(value.all())
         return value.shape, value.stride(), value.dtype, numbers
@@ -190,4 +192,4 @@ def _key(value: Any) -> Hashable:
         return tuple((name, _key(inner)) for name, inner in value.items())
     if value is None or isinstance(value, (bool, int, float, str, torch.dtype)):
         return value
-    return type(value)
+    return str(type(value))

@@ -224,7 +224,7 @@ class Streamer:
         discard_ended()  # another thread may have ended a pass that died in this one
         self._open = True
         self.files.check_unchanged()
-        self.governor.before_pass(args, kwargs)
+        self.governor.before_pass(args, kwargs, module)
         self._catch_up()
         self.log.begin(args, kwargs)
         self._call = call_of(module, args, kwargs)
@@ -349,7 +349,7 @@ class Streamer:
     ) -> None:
         if self._adapters is not None:
             self._adapters.check()
-        self.governor.before_pass(args, kwargs)
+        self.governor.before_pass(args, kwargs, module)
         me = threading.get_ident()
         try:
             while self._settled and self.governor.plan is not self._in_force:

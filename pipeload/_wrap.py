@@ -12,9 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import nn
-
 from pipeload import _takeover, _transformers
 from pipeload._advice import advise_openmp
 from pipeload._assembly import Assembly
@@ -37,6 +34,8 @@ from pipeload.errors import CheckpointError, OptionError, UnsupportedModelError
 if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Mapping, Sequence
+
+    from torch import nn
 
     from pipeload._device import Device
     from pipeload._request import Request

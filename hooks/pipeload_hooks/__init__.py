@@ -25,12 +25,13 @@ from pipeload_hooks._passes import PassGate
 from pipeload_hooks._rows import RowSource, attach_rows
 from pipeload_hooks._source import WeightSource
 from pipeload_hooks._split import SplitSource, attach_split, can_split, restore_split
-from pipeload_hooks._trial import SMALL, Repeated, Trial, try_out
+from pipeload_hooks._trial import MOST_COMPUTED, Repeated, Trial, try_out
 from pipeload_hooks._usage import Usage, observe_usage
 from pipeload_hooks._watch import HARMLESS, EvictedWeightWatch, discard_ended
 
 __all__ = [
     "HARMLESS",
+    "MOST_COMPUTED",
     "Attachment",
     "Binding",
     "Block",
@@ -38,7 +39,6 @@ __all__ = [
     "Companion",
     "EvictedWeightWatch",
     "PassGate",
-    "SMALL",
     "Repeated",
     "RowSource",
     "SplitSource",

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from pipeload_hooks._ledger import Ledger
 
 _COLOURS = 3  # so few channels are read as they lie
+_ATTENTION_OPTIONS = ("attn_mask", "dropout_p", "is_causal")
+_SUM = 4  # bytes of the sum of a row of scores
 _HALF = (torch.bfloat16, torch.float16)
 
 
@@ -27,50 +29,37 @@ def beside(func: Any, args: Sequence[Any], made: Sequence[Tensor]) -> int:
 
 
 def attend(
-    ledger: Ledger,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,  # noqa: FBT001, FBT002 - torch's own signature
-    **more: Any,
+    ledger: Ledger, query: Tensor, key: Tensor, value: Tensor, *options: Any, **named: Any
 ) -> Tensor:
     """`scaled_dot_product_attention` of tensors without values.
 
     By the fused kernel where a CPU would take it: its result, and the mask as it wants it.
     """
-    if not _is_fused(query, key, value, attn_mask, dropout_p, more):
-        attention = nn.functional.scaled_dot_product_attention
-        return attention(query, key, value, attn_mask, dropout_p, is_causal, **more)
+    given = dict(zip(_ATTENTION_OPTIONS, options, strict=False)) | named
+    if not _is_fused((query, key, value), given):
+        return nn.functional.scaled_dot_product_attention(query, key, value, **given)
     batch, heads, rows, width = query.shape
     made = query.new_empty((batch, rows, heads, width)).transpose(1, 2)
-    sums = query.new_empty((batch, heads, rows), dtype=torch.float32)
-    held = sums.numel() * sums.element_size()
-    if attn_mask is not None and attn_mask.dtype is torch.bool:
-        held += attn_mask.numel() * query.element_size()
+    held = batch * heads * rows * _SUM
+    mask = given.get("attn_mask")
+    if mask is not None and mask.dtype is torch.bool:
+        held += mask.numel() * query.element_size()
     if query.dtype in _HALF and torch.cpu._is_amx_tile_supported():  # as its products want them
         held += nbytes_of(key) + nbytes_of(value)
     ledger.enter((), (), held)
     return made
 
 
-def _is_fused(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    dropout: float,
-    more: Mapping[str, Any],
-) -> bool:
-    tensors = (query, key, value)
-    if dropout or any(t.dim() != 4 or not t.numel() or t.stride(-1) != 1 for t in tensors):
+def _is_fused(tensors: tuple[Tensor, Tensor, Tensor], given: Mapping[str, Any]) -> bool:
+    query, key, value = tensors
+    if any(t.dim() != 4 or not t.numel() or t.stride(-1) != 1 for t in tensors):
         return False
     if not key.shape[-1] == value.shape[-1] == query.shape[-1]:
         return False
-    if not more.get("enable_gqa") and not key.shape[1] == value.shape[1] == query.shape[1]:
+    if not given.get("enable_gqa") and not key.shape[1] == value.shape[1] == query.shape[1]:
         return False
-    return mask is None or mask.dim() in {2, 4}
+    mask = given.get("attn_mask")
+    return not given.get("dropout_p") and (mask is None or mask.dim() in {2, 4})
 
 
 def nbytes_of(tensor: Tensor) -> int:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from torch.utils.hooks import RemovableHandle
 
-SMALL = 1 << 17
+MOST_COMPUTED = 1 << 17
 """Elements of the largest tensor that is computed."""
 
 
@@ -36,8 +36,10 @@ class Trial(NamedTuple):
     """The most at once."""
     kept: int
     """What is there when it is over: the result, and caches."""
-    output: Any
+    output: Any = None
     """What the model gave; sizes alone."""
+    error: Exception | None = None
+    """What ended the run before it was over: it would take this much, and maybe more."""
 
 
 class Repeated(NamedTuple):
@@ -51,8 +53,8 @@ class Repeated(NamedTuple):
 def try_out(run: Callable[[], Any], repeated: Iterable[Repeated] = ()) -> Trial:
     """Count the memory of `run()`, whose weights and larger inputs are on the meta device.
 
-    What was there before is not counted. Anything that the run raises comes out, as does what
-    torch raises where it has to know a value.
+    What was there before is not counted. A run that raises is counted up to there: torch does so
+    where it has to know a value, and the model may, whatever it is.
     """
     ledger = Ledger()
     handles: list[RemovableHandle] = []
@@ -68,6 +70,8 @@ def try_out(run: Callable[[], Any], repeated: Iterable[Repeated] = ()) -> Trial:
         ):
             output = run()
             return Trial(ledger.peak, ledger.kept, output)
+    except Exception as error:
+        return Trial(ledger.peak, 0, error=error.with_traceback(None))
     finally:
         for handle in handles:
             handle.remove()
@@ -77,7 +81,7 @@ def _repeat(ledger: Ledger, repeated: Repeated) -> Iterable[RemovableHandle]:
     """Have what is left behind from one block to the next counted for all that are not there."""
     ends: list[int] = []
 
-    def ended(last: bool, *_: object) -> None:  # noqa: FBT001 - bound here alone
+    def ended(last: bool, *_: object) -> None:
         if last:
             more = ledger.live - ends[-1] if ends else 0
             ledger.repeat(repeated.missing, max(0, more))
@@ -85,7 +89,7 @@ def _repeat(ledger: Ledger, repeated: Repeated) -> Iterable[RemovableHandle]:
         else:
             ends.append(ledger.live)
 
-    *others, last = repeated.blocks
+    last = repeated.blocks[-1]
     yield last.register_forward_pre_hook(lambda *_: ledger.begin())
     for block in repeated.blocks:
         yield block.register_forward_hook(partial(ended, block is last))
@@ -115,7 +119,7 @@ class _Counting(TorchDispatchMode):
     """Runs every operation for its sizes, or for its values where these are small and known."""
 
     def __init__(self, ledger: Ledger) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._ledger = ledger
 
     def __torch_dispatch__(
@@ -164,7 +168,7 @@ def _any(func: Any, *args: Any, **kwargs: Any) -> Tensor:
 def _same(func: Any, *args: Any) -> Tensor:
     """A single number is what it is checked to be."""
     made: Tensor = func(*args)
-    return made if made.dim() else torch.tensor(True)  # noqa: FBT003
+    return made if made.dim() else torch.tensor(True)
 
 
 def _flag(_func: Any, given: Tensor) -> bool:
@@ -235,19 +239,22 @@ def _without_values(value: Any) -> Any:
 
 def _for_values(func: Any, args: Any, kwargs: dict[str, Any], given: Sequence[Tensor]) -> Any:
     here = kwargs | {"device": torch.device("cpu")} if "device" in kwargs else kwargs
-    if not given or any(tensor.numel() > SMALL for tensor in given) or _grows(func, given):
+    if not given or any(tensor.numel() > MOST_COMPUTED for tensor in given) or _grows(func, given):
         there, sizes = tree_map(_without_values, (args, kwargs))
         if "device" in sizes or not given:
             sizes = sizes | {"device": torch.device("meta")}
         try:
             output = func(*there, **sizes)
-        except Exception:  # noqa: BLE001 - its size depends on values, or it makes no tensor
+        except Exception:
             return func(*args, **here)
-        if any(tensor.numel() > SMALL for tensor in tensors_in(output)):
+        if any(tensor.numel() > MOST_COMPUTED for tensor in tensors_in(output)):
             return output
     return func(*args, **here)
 
 
 def _grows(func: Any, given: Sequence[Tensor]) -> bool:
     """Whether the result may be larger than anything that is computed."""
-    return math.prod(max(1, tensor.numel()) for tensor in given) > SMALL or "repeat" in func.name()
+    return (
+        math.prod(max(1, tensor.numel()) for tensor in given) > MOST_COMPUTED
+        or "repeat" in func.name()
+    )
