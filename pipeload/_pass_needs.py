@@ -29,9 +29,8 @@ from pipeload._pass_shape import (
     read_extras,
     read_shape,
 )
-from pipeload._pass_trace import PassTrace, trace_of
+from pipeload._pass_trace import PassTrace, Trial, trace_of
 from pipeload._widths import Widths, decoder_and_whole, read_widths, settings_of
-from pipeload_hooks import Trial
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -26,10 +26,14 @@ if TYPE_CHECKING:
 
     from pipeload._twins import TwinList
 
+__all__ = ["PassTrace", "Trial", "trace_of"]
+
 _REMEMBERED = 64
 """Sizes of input whose trials are kept."""
 _FEW = 64
 """Numbers of a tensor that are taken to say how large something is: a grid, a length."""
+
+_WORDS = "input_ids"
 
 _log = logging.getLogger("pipeload")
 
@@ -178,18 +182,21 @@ def _without_values(value: Any) -> Any:
     return copy.deepcopy(value) if hasattr(value, "get_seq_length") else value
 
 
-def _key(value: Any) -> Hashable:
-    """What two calls have in common that take the same: sizes, and numbers that may say sizes."""
+def _key(value: Any, *, words: bool = False) -> Hashable:
+    """What two calls have in common that take the same: sizes, and numbers that may say sizes.
+
+    `words`: these are numbers of words, of which none says more than another.
+    """
     if isinstance(value, Tensor):
         numbers: Hashable = None
-        if not (value.is_floating_point() or value.is_complex() or value.is_meta):
+        if not (words or value.is_floating_point() or value.is_complex() or value.is_meta):
             few = value.numel() <= _FEW
             numbers = tuple(value.flatten().tolist()) if few else bool(value.all())
         return value.shape, value.stride(), value.dtype, numbers
     if isinstance(value, (list, tuple)):
         return type(value), tuple(map(_key, value))
     if isinstance(value, Mapping):
-        return tuple((name, _key(inner)) for name, inner in value.items())
+        return tuple((n, _key(v, words=str(n).endswith(_WORDS))) for n, v in value.items())
     if value is None or isinstance(value, (bool, int, float, str, torch.dtype)):
         return value
     return str(type(value))

@@ -70,11 +70,12 @@ def nbytes_of(tensor: Tensor) -> int:
 def _convolution(args: Sequence[Any], made: Sequence[Tensor]) -> int:
     """Input and result are rearranged, unless the channels come last already."""
     given, weight, transposed = args[0], args[1], args[6]
-    weights = nbytes_of(weight)
+    weights, whole = nbytes_of(weight), nbytes_of(given)
     if given.dim() == 4 and given.is_contiguous(memory_format=torch.channels_last):
         return 0 if given.is_contiguous() and given.shape[1] > 1 else weights
-    moved = nbytes_of(given) if given.shape[1] > _COLOURS else 0
-    return weights + max(moved, nbytes_of(made[0])) * (2 if transposed else 1)
+    moved = whole if given.shape[1] > _COLOURS else 0
+    gathered = 0 if given.is_contiguous() else whole
+    return weights + gathered + max(moved, nbytes_of(made[0])) * (2 if transposed else 1)
 
 
 def _copied(args: Sequence[Any], made: Sequence[Tensor]) -> int:
