@@ -26,6 +26,8 @@ from pipeload.errors import MemoryLimitError
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from torch import nn
+
     from pipeload._build import Build
     from pipeload._counters import Counters
     from pipeload._device import Device
@@ -166,8 +168,10 @@ class DeviceGovernor(Governor):
 
     # -- passes ----------------------------------------------------------------------------------
 
-    def _before_pass(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        self._need = need = self._needs.for_pass(args, kwargs)
+    def _before_pass(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], module: nn.Module | None
+    ) -> None:
+        self._need = need = self._needs.for_pass(args, kwargs, module)
         limit = self.plan.memory_limit
         room = self._room(limit, self._account.other_bytes()) - need
         if room < self._residency.smallest:

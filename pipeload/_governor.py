@@ -33,6 +33,8 @@ from pipeload.errors import MemoryLimitError
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from torch import nn
+
     from pipeload._build import Build
     from pipeload._counters import Counters
     from pipeload._pass_needs import PassNeeds
@@ -177,17 +179,23 @@ class Governor:
 
     # -- passes ----------------------------------------------------------------------------------
 
-    def before_pass(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def before_pass(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], module: nn.Module | None = None
+    ) -> None:
         """Make room for a pass with these arguments: `plan` is to be in force before it runs.
+
+        `module`: what is called, if it is a part of the model.
 
         Raises:
             MemoryLimitError: it does not fit even with nothing resident.
         """
         with ACCOUNTANT.lock:
-            self._before_pass(args, kwargs)
+            self._before_pass(args, kwargs, module)
 
-    def _before_pass(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        need = self._needs.for_pass(args, kwargs)
+    def _before_pass(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], module: nn.Module | None
+    ) -> None:
+        need = self._needs.for_pass(args, kwargs, module)
         self._need = int(need * self._error)
         self._other_at_begin = self._other_peak = ACCOUNTANT.other_bytes()
         self.peak.look(ACCOUNTANT.rss_bytes)

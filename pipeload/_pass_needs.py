@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from pipeload._caches import (
     NO_ROWS,
     PACKED,
@@ -17,6 +19,7 @@ from pipeload._caches import (
     CacheReader,
     self_and_cross,
 )
+from pipeload._hint_pass import hinted_calls
 from pipeload._pass_shape import (
     Extras,
     PassShape,
@@ -26,10 +29,11 @@ from pipeload._pass_shape import (
     read_extras,
     read_shape,
 )
+from pipeload._pass_trace import PassTrace, Trial, trace_of
 from pipeload._widths import Widths, decoder_and_whole, read_widths, settings_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from torch import nn
 
@@ -47,6 +51,9 @@ _FP32 = 4  # bytes
 # Each expert's share of a prompt is another shape, and each shape another compiled kernel.
 _EXPERT_KERNEL = 600_000
 _MOST_KERNELS = 32
+# A trial says whether what is known of decoders holds for one: shares of what it took.
+_SAMPLE_TOKENS = 384
+_LEAST_SHARE, _MOST_SHARE = 0.97, 1.25
 _MOST = 1 << 40  # no prompt and no batch is larger
 
 
@@ -73,6 +80,28 @@ class PassNeeds:
         self._rotated = _rotated(self._widths)
         self._reader = CacheReader(self._widths.layers, self._widths.item)
         self._cross_reader = CacheReader(self._widths.layers, self._widths.item)
+        self._trace = trace_of(model)
+        self._short_by = 1.0
+        self._generates: bool = getattr(model, "can_generate", bool)()
+        alone = not self._widths.encoder_decoder and config.get_text_config() is config
+        if self._trace is not None and self._generates and alone:
+            self._compare(self._trace)
+
+    def _compare(self, trace: PassTrace) -> None:
+        """Have no more trials where what is known of all decoders describes this one well."""
+        shape = PassShape(_SAMPLE_TOKENS, 2)
+        call = next(hinted_calls(trace.model, shape))
+        trial = trace.of("", (), call)
+        if trial is None or trial.error is not None:
+            return
+        layers = self._reader.fresh(shape.batch)
+        growth = sum(layer.growth(shape.tokens) for layer in layers)
+        extras = read_extras(call, shape, self._widths, self._configs)
+        known = growth + self._peak(layers, shape, extras)
+        if _LEAST_SHARE * trial.peak <= known <= _MOST_SHARE * trial.peak:
+            self._trace = None
+        else:
+            self._short_by = max(1.0, trial.peak / known)
 
     def shape(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> PassShape:
         """The size of the pass that the model is called for; what it cannot read counts as one."""
@@ -95,21 +124,65 @@ class PassNeeds:
         layers = self._cached(args, kwargs, shape)
         return self._peak(layers, shape, read_extras(kwargs, shape, self._widths, self._configs))
 
-    def for_pass(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
-        """All that this pass takes on, with a margin."""
+    def for_pass(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], module: nn.Module | None = None
+    ) -> int:
+        """All that this pass takes on, with a margin.
+
+        `module`: the part of the model that is called by itself, if it is not the whole.
+        """
         shape = self.shape(args, kwargs)
+        trial = None
+        if self._trace is not None and not shape.cached:
+            path = self._trace.path(module)
+            trial = self._trace.of(path, args, kwargs)
+            if trial is not None and trial.error is None:
+                return self._with_trial(trial, shape, sampled=not path)
         layers = self._cached(args, kwargs, shape)
         growth = self._growth(layers, args, kwargs, shape)
-        return _with_margin(
-            growth,
-            self._peak(layers, shape, read_extras(kwargs, shape, self._widths, self._configs)),
-        )
+        extras = read_extras(kwargs, shape, self._widths, self._configs)
+        need = _with_margin(growth, int(self._short_by * self._peak(layers, shape, extras)))
+        return need if trial is None else max(need, self._with_trial(trial, shape, sampled=False))
+
+    def _with_trial(self, trial: Trial, shape: PassShape, *, sampled: bool) -> int:
+        """What a pass takes that was tried; and what `generate` makes of its logits."""
+        peak = trial.peak + self._beside(shape.tokens * shape.batch)
+        if sampled and self._generates:
+            peak = max(peak, trial.kept + shape.batch * self._widths.vocabulary * _SAMPLED_BYTES)
+        return _with_margin(trial.kept, peak - trial.kept)
 
     def for_shape(self, shape: PassShape, *, kept: int = 1) -> int:
-        """The same for a pass of the plain library on an empty cache, with a margin."""
+        """The same for a pass of the plain library on an empty cache, with a margin.
+
+        What reads pictures or sound is taken to read such of its usual size.
+        """
+        if self._trace is not None:
+            tried = self._tried(self._trace, shape, kept)
+            if tried is not None:
+                return tried
         layers = self._reader.fresh(shape.batch)
         growth = sum(layer.growth(shape.tokens) for layer in layers)
         return _with_margin(growth, self._peak(layers, shape, Extras(kept)))
+
+    def _tried(self, trace: PassTrace, shape: PassShape, kept: int) -> int | None:
+        if not self._widths.encoder_decoder:
+            trial = _first_of(trace, "", hinted_calls(trace.model, shape, kept))
+            return None if trial is None else self._with_trial(trial, shape, sampled=True)
+        path = trace.encoder_path()
+        encoder: Any = trace.model.get_submodule(path)
+        first = _first_of(trace, path, hinted_calls(encoder, shape))
+        if first is None:
+            return None
+        # Then the decoder, which caches what it makes of the encoder's result.
+        ids = torch.ones((shape.batch, 1), dtype=torch.long)
+        call = {"encoder_outputs": first.output, "decoder_input_ids": ids, "use_cache": True}
+        then = _first_of(trace, "", [call])
+        if then is None:
+            return None
+        growth = sum(layer.growth(shape.tokens) for layer in self._reader.fresh(shape.batch))
+        both = first.kept + growth
+        whole = Trial(max(first.peak, both + then.peak), both + then.kept)
+        return self._with_trial(whole, shape, sampled=True)
 
     def longest_tokens(self, room_bytes: int, batch: int) -> int:
         """The longest prompt of `batch` sequences that fits in `room_bytes`; 0 if none does."""
@@ -124,7 +197,7 @@ class PassNeeds:
 
         The cache of the whole prompt must fit in any case; None where it does not.
         """
-        if shape.tokens <= 1:
+        if shape.tokens <= 1 or not self._generates or self._widths.encoder_decoder:
             return None
         if self._chunked(shape, shape.tokens) <= room_bytes:
             return shape.tokens
@@ -210,13 +283,19 @@ class PassNeeds:
         # A mask of two values as it lives throughout: bool, or the scores' own type.
         held = mask * (item if w.attention == "eager" else 1)
         held += self._recorded(layers, shape, extras)
-        if self._products is not None:
-            held += self._products(positions)
-        if w.experts and item < _FP32 and positions > 1:
-            held += min(2 * w.experts, 2 * positions, _MOST_KERNELS) * _EXPERT_KERNEL
+        held += self._beside(positions)
         return max(
             max(block, scores) + held, self._head(shape, extras) + held, self._towers(extras)
         )
+
+    def _beside(self, positions: int) -> int:
+        """What kernels take for so many positions, beside tensors."""
+        w, nbytes = self._widths, 0
+        if self._products is not None:
+            nbytes += self._products(positions)
+        if w.experts and w.item < _FP32 and positions > 1:
+            nbytes += min(2 * w.experts, 2 * positions, _MOST_KERNELS) * _EXPERT_KERNEL
+        return nbytes
 
     def _head(self, shape: PassShape, extras: Extras) -> int:
         """Logits, and what they come from or what `generate` makes of the last ones."""
@@ -244,6 +323,12 @@ class PassNeeds:
         """A vision tower or an encoder: it runs before the first layer."""
         w = self._widths
         return (extras.patches * w.vision + extras.encoded * (4 * w.hidden + w.inner)) * w.item
+
+
+def _first_of(trace: PassTrace, path: str, calls: Iterable[Mapping[str, Any]]) -> Trial | None:
+    """The first trial that comes to its end."""
+    trials = (trace.of(path, (), call) for call in calls)
+    return next((trial for trial in trials if trial is not None and trial.error is None), None)
 
 
 def _rotated(w: Widths) -> int:

@@ -55,12 +55,12 @@ def probe_usage(model: nn.Module) -> Usage | None:
         return None
     # Some operations (fused experts) know the meta device in bf16 alone; use is the same in any.
     dtypes = (None, torch.bfloat16)
-    lists = _lists(model)
+    lists = like_lists(model)
     shorter = (lists, []) if lists else ([],)
     for padded, shortened, dtype in itertools.product((False, True), shorter, dtypes):
         try:
             # Buffers are real where the library has made them so; one device is needed.
-            copied = _with_float_products(short_copy(model, shortened))
+            copied = with_float_products(short_copy(model, shortened))
             probed = copied.to("meta", dtype).eval()
             with torch.no_grad():
                 # Some need the number of the token, which most only warn of.
@@ -75,7 +75,8 @@ def probe_usage(model: nn.Module) -> Usage | None:
     return None
 
 
-def _lists(model: nn.Module) -> list[TwinList]:
+def like_lists(model: nn.Module) -> list[TwinList]:
+    """The lists of blocks that are alike; none where they cannot be compared."""
     try:
         return twin_lists(model)
     except Exception as error:  # Attributes may be anything; all blocks run then.
@@ -132,7 +133,7 @@ def _smallest(value: torch.Tensor) -> torch.Tensor:
     return value[:1].to("meta")
 
 
-def _with_float_products(model: nn.Module) -> nn.Module:
+def with_float_products(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
     """Put plain Linears where a copied model has quantised ones, which compute with values only."""
     for module in model.modules():
         for name, child in module.named_children():
@@ -141,7 +142,7 @@ def _with_float_products(model: nn.Module) -> nn.Module:
             if not child.weight.is_floating_point():
                 bias = child.bias is not None
                 sizes = child.in_features, child.out_features
-                setattr(module, name, nn.Linear(*sizes, bias=bias, device="meta"))
+                setattr(module, name, nn.Linear(*sizes, bias=bias, device="meta", dtype=dtype))
     return model
 
 

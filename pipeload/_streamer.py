@@ -292,7 +292,7 @@ class Streamer:
         self._call = None
         if module is not self._hooks.outermost():
             module, args, kwargs = self._lend(module, args, kwargs)
-        self.governor.before_pass(args, kwargs)
+        self.governor.before_pass(args, kwargs, module)
         self._catch_up()
         self.log.begin(args, kwargs)
         if self._lent:
@@ -496,7 +496,7 @@ class Streamer:
     ) -> None:
         if self._adapters is not None:
             self._adapters.check()
-        self.governor.before_pass(args, kwargs)
+        self.governor.before_pass(args, kwargs, module)
         me = threading.get_ident()
         try:
             while self._settled and self.governor.plan is not self._in_force:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
-from collections import Counter
+from collections import Counter, OrderedDict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -15,7 +15,7 @@ from torch import nn
 from pipeload_hooks import Usage, find_blocks
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterable, Sequence
+    from collections.abc import Hashable, Iterable, Mapping, Sequence
 
     # Where a value was found: the module in its block (or "config" and its id), and the attribute.
     _Key = tuple[Hashable, str]
@@ -92,20 +92,44 @@ def twin_lists(model: nn.Module) -> list[TwinList]:
     return found
 
 
-def short_copy(model: nn.Module, lists: Iterable[TwinList]) -> nn.Module:
-    """A deep copy of `model` with the kept blocks of `lists` alone. `model` is only read."""
+def bare_memo(model: nn.Module, *, kept: int = 0) -> dict[int, object]:
+    """A memo for a deep copy of `model` without weights or hooks.
+
+    A user's hooks are not to see a run that is none of theirs, nor to be copied with what they
+    hold. Buffers of up to `kept` elements are copied.
+    """
+    memo: dict[int, object] = {
+        id(p): nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
+        for p in model.parameters()
+    }
+    large = (b for b in model.buffers() if b.numel() > kept)
+    memo |= {id(b): torch.empty_like(b, device="meta") for b in large}
+    for module in model.modules():
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):  # noqa: SLF001
+            memo[id(hooks)] = OrderedDict[int, object]()
+    return memo
+
+
+def short_copy(
+    model: nn.Module, lists: Iterable[TwinList], memo: Mapping[int, object] | None = None
+) -> nn.Module:
+    """A deep copy of `model` with the kept blocks of `lists` alone. `model` is only read.
+
+    What `memo` names by its `id` is not copied: its value is taken.
+    """
     lists = list(lists)
     # What the memo of a deep copy holds already is not looked into. The new lists are in it before
     # they are filled, as a block may refer back to the model.
     shorts = [nn.ModuleList.__new__(type(twins.container)) for twins in lists]
-    memo: dict[int, object] = {
-        id(twins.container): short for twins, short in zip(lists, shorts, strict=True)
+    known: dict[int, object] = {
+        **(memo or {}),
+        **{id(twins.container): short for twins, short in zip(lists, shorts, strict=True)},
     }
     for twins, short in zip(lists, shorts, strict=True):
         state = dict(vars(twins.container))
         state["_modules"] = dict(itertools.islice(state["_modules"].items(), twins.kept))
-        vars(short).update(copy.deepcopy(state, memo))
-    return copy.deepcopy(model, memo)
+        vars(short).update(copy.deepcopy(state, known))
+    return copy.deepcopy(model, known)
 
 
 def widen_usage(usage: Usage, lists: Iterable[TwinList]) -> Usage:

@@ -89,7 +89,7 @@ def read_widths(model: nn.Module, config: Any) -> Widths:
         normed_queries=any(name.endswith("q_norm") for name, _ in model.named_modules()),
         inner=_inner(model, text, hidden),
         experts=size_of(text, "num_local_experts", "num_experts", "n_routed_experts"),
-        vocabulary=size_of(text, "vocab_size"),
+        vocabulary=_logits(model, size_of(text, "vocab_size")),
         capped=getattr(text, "final_logit_softcapping", None) is not None,
         attention="",
         use_cache=True,
@@ -259,6 +259,12 @@ def _inner(model: nn.Module, text: Any, hidden: int) -> int:
     chosen = size_of(text, "num_experts_per_tok", "num_experts_per_token", "moe_k")
     expert = size_of(text, "moe_intermediate_size", "expert_ffn_hidden_size", "intermediate_size")
     return max(dense, chosen * (2 * hidden + 4 * expert)) if chosen else dense
+
+
+def _logits(model: Any, vocabulary: int) -> int:
+    """Logits of one position; none where no module is wide enough to make them."""
+    heads = (m for m in model.modules() if getattr(m, "out_features", 0) >= vocabulary)
+    return vocabulary if next(heads, None) is not None else 0
 
 
 def _vision(config: Any) -> int:

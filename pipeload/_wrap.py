@@ -8,13 +8,9 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections import OrderedDict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import torch
-from torch import nn
 
 from pipeload import _takeover, _transformers
 from pipeload._advice import advise_openmp
@@ -33,11 +29,14 @@ from pipeload._loading import (
 from pipeload._mappings import let_go, mappings_are_told, mappings_of
 from pipeload._pass_needs import PassNeeds
 from pipeload._sites import NothingToStreamError
+from pipeload._twins import bare_memo
 from pipeload.errors import CheckpointError, OptionError, UnsupportedModelError
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Mapping, Sequence
+
+    from torch import nn
 
     from pipeload._device import Device
     from pipeload._request import Request
@@ -189,18 +188,8 @@ def _stream(
 
 def _on_meta(model: nn.Module) -> nn.Module | None:
     """A copy of the model, adapters and all, without weights or hooks; None if it cannot be."""
-    memo: dict[int, Any] = {
-        id(p): nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
-        for p in model.parameters()
-    }
-    memo |= {id(b): torch.empty_like(b, device="meta") for b in model.buffers()}
-    # A user's hooks are not to see a run that is none of theirs, nor to be copied with what they
-    # hold.
-    for module in model.modules():
-        for hooks in (module._forward_pre_hooks, module._forward_hooks):  # noqa: SLF001
-            memo[id(hooks)] = OrderedDict()
     try:
-        return copy.deepcopy(model, memo)
+        return copy.deepcopy(model, bare_memo(model))
     except Exception as error:  # attributes may be anything; blocks stay whole then
         _log.debug("%s cannot be copied: %r", type(model).__name__, error)
         return None

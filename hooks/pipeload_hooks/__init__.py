@@ -34,11 +34,13 @@ from pipeload_hooks._split import (
     computes_linear,
     restore_split,
 )
+from pipeload_hooks._trial import MOST_COMPUTED, Repeated, Trial, try_out
 from pipeload_hooks._usage import Usage, observe_usage
 from pipeload_hooks._watch import EvictedWeightWatch, discard_ended
 
 __all__ = [
     "BESIDE",
+    "MOST_COMPUTED",
     "Attachment",
     "Binding",
     "Block",
@@ -50,9 +52,11 @@ __all__ = [
     "Mark",
     "OnUse",
     "PassGate",
+    "Repeated",
     "RowSource",
     "SplitSource",
     "TreeWatch",
+    "Trial",
     "Usage",
     "WeightSource",
     "arguments_of",
@@ -75,5 +79,6 @@ __all__ = [
     "restore_split",
     "set_parameter",
     "takes_ids",
+    "try_out",
     "unbind",
 ]

@@ -38,7 +38,7 @@ class FakeNeeds:
     def shape(self, args: tuple[int, ...], _kwargs: object) -> PassShape:
         return PassShape(args[0], 1)
 
-    def for_pass(self, args: tuple[int, ...], _kwargs: object) -> int:
+    def for_pass(self, args: tuple[int, ...], _kwargs: object, _module: object = None) -> int:
         return args[0] * MB
 
     def for_shape(self, shape: PassShape) -> int:

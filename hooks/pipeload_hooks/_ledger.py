@@ -1,0 +1,59 @@
+"""Keeps account of tensors that come and go, where they need not have any memory behind them."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from torch import Tensor
+
+
+class Ledger:
+    """Bytes of the storages that were made since it was opened, and of those the most at once."""
+
+    def __init__(self) -> None:
+        self.live = 0
+        """Bytes that are there now."""
+        self.peak = 0
+        """The most that ever were."""
+        self._known: set[int] = set()
+        self._ahead = 0
+        self._since = 0
+
+    def enter(self, made: Iterable[Tensor], known: Iterable[Tensor], beside: int = 0) -> None:
+        """An operation made tensors; what shares memory with one of `known` is none of its making.
+
+        `beside`: bytes that it held itself while it ran.
+        """
+        old = {tensor.untyped_storage()._cdata for tensor in known}
+        for tensor in made:
+            storage = tensor.untyped_storage()
+            key = storage._cdata
+            if key not in old and key not in self._known:
+                nbytes = storage.nbytes()
+                self._known.add(key)
+                self.live += nbytes
+                weakref.finalize(storage, self._leave, key, nbytes).atexit = False
+        self._since = max(self._since, self.live + beside)
+        self.peak = max(self.peak, self.live + self._ahead + beside)
+
+    def begin(self) -> None:
+        """From here on `since` is measured anew."""
+        self._since = self.live
+
+    def repeat(self, times: int, nbytes: int) -> None:
+        """What ran since `begin` runs so often again, and leaves `nbytes` behind each time."""
+        self._ahead += times * nbytes
+        self.peak = max(self.peak, self._since + self._ahead)
+
+    @property
+    def kept(self) -> int:
+        """Bytes that are there now, with those that what is repeated left behind."""
+        return self.live + self._ahead
+
+    def _leave(self, key: int, nbytes: int) -> None:
+        self._known.discard(key)
+        self.live -= nbytes

@@ -1,0 +1,153 @@
+"""Runs without weights: the memory of known chains of tensors, to the byte."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from pipeload_hooks import Repeated, try_out
+
+KB = 1 << 10
+
+
+def meta(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def test_a_chain_of_tensors() -> None:
+    """Two live at once, the first one goes; views cost nothing, and what was there before neither.
+
+    The result is what is kept.
+    """
+    given = meta(KB)
+
+    def chain() -> torch.Tensor:
+        first = given + 1
+        second = first.view(32, 32).t() * 2
+        del first
+        return second[:4].sum(0)
+
+    trial = try_out(chain)
+    assert trial.error is None
+    assert trial.peak == 2 * KB * 4
+    assert trial.kept == 32 * 4
+
+
+def test_nothing_is_kept_of_a_trial() -> None:
+    """Its tensors may live on, and go when they will."""
+    trial = try_out(lambda: meta(8) + meta(8))
+    assert trial.output.shape == (8,)
+    del trial
+    gc.collect()
+
+
+def test_values_of_small_things_are_known() -> None:
+    """Masks and positions are computed, and decide; weights are not."""
+    weight, mask = meta(64, 64), torch.ones(2, 64, dtype=torch.bool)
+
+    def run() -> torch.Tensor:
+        positions = torch.arange(64, device=weight.device)
+        rows = weight[positions] if mask.all() else weight[:1]
+        size = int((positions[-1] + 1).item())
+        picked = rows[mask[0] & (positions < 16)]
+        return torch.cat([rows, picked]).expand(size, -1, -1).clone()
+
+    trial = try_out(run)
+    assert trial.error is None
+    assert trial.output.shape == (64, 80, 64)
+
+
+def test_questions_about_unknown_values_have_the_usual_answer() -> None:
+    """All is finite, nothing is infinite; a mask without values hides nothing."""
+    states = meta(4, 8)
+
+    def run() -> torch.Tensor:
+        assert states.isfinite().all()
+        assert not states.isinf().any()
+        return states[(states > 0)[:, 0]]
+
+    assert try_out(run).output.shape == (4, 8)
+
+
+def test_a_number_that_nobody_knows_ends_the_trial() -> None:
+    """What was counted until then is told, with what was raised."""
+    trial = try_out(lambda: range(int((meta(KB) + 1).max().item())))
+    assert isinstance(trial.error, ValueError)
+    assert trial.peak >= 2 * KB * 4
+
+
+def test_random_numbers_are_not_used_up() -> None:
+    """A trial leaves the generator where it was."""
+    before = torch.random.get_rng_state()
+    try_out(lambda: torch.rand(4) + torch.randn(4))
+    assert torch.equal(before, torch.random.get_rng_state())
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad, torch.enable_grad])
+def test_a_linear_takes_its_result(mode: Any) -> None:
+    """In whatever mode it is asked."""
+    linear = nn.Linear(64, 256, device="meta")
+    with mode():
+        trial = try_out(lambda: linear(meta(2, 16, 64)))
+    assert trial.kept == 2 * 16 * 256 * 4
+    assert trial.peak == trial.kept + 2 * 16 * 64 * 4
+
+
+def test_attention_is_one_kernel_where_a_cpu_has_one() -> None:
+    """Scores are written out for heads of another width, and never for the usual ones."""
+    query, wide = meta(1, 4, 512, 32), meta(1, 4, 512, 48)
+    scores = 4 * 512 * 512 * 4
+    attend = nn.functional.scaled_dot_product_attention
+    assert try_out(lambda: attend(query, query, query)).peak < scores / 4
+    assert try_out(lambda: attend(query, query, wide)).peak > 2 * scores
+    mask = torch.ones(1, 1, 512, 512, dtype=torch.bool)
+    fused = try_out(lambda: attend(query, query, query, mask)).peak
+    assert scores / 4 <= fused < scores / 2
+
+
+def test_a_convolution_rearranges() -> None:
+    """Input and result once more, colours as they lie."""
+    picture, states = meta(1, 3, 64, 64), meta(1, 32, 64, 64)
+    first, then = nn.Conv2d(3, 32, 3, device="meta"), nn.Conv2d(32, 32, 1, device="meta")
+    made = 32 * 62 * 62 * 4
+    assert 2 * made <= try_out(lambda: first(picture)).peak < 2.1 * made
+    whole = 32 * 64 * 64 * 4
+    assert 2 * whole <= try_out(lambda: then(states)).peak < 2.1 * whole
+
+
+class Stack(nn.Module):
+    """Blocks, whose results may all be kept."""
+
+    def __init__(self, count: int, *, kept: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64, device="meta") for _ in range(count))
+        self.kept = kept
+
+    def forward(self, states: torch.Tensor) -> Any:
+        found = [states]
+        for layer in self.layers:
+            states = layer(states)
+            found.append(states)
+            found = found if self.kept else found[-1:]
+        return found
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_few_blocks_stand_for_all(*, kept: bool) -> None:
+    """What each leaves behind is counted for those that are not there."""
+    every, few = Stack(12, kept=kept), Stack(3, kept=kept)
+    whole = try_out(lambda: every(meta(100, 64)))
+    short = try_out(lambda: few(meta(100, 64)), [Repeated(list(few.layers), 9)])
+    assert (short.peak, short.kept) == (whole.peak, whole.kept)
+    assert not any(layer._forward_hooks or layer._forward_pre_hooks for layer in few.layers)
+
+
+def test_experts_in_one_product() -> None:
+    """Torch knows its sizes in bf16 alone."""
+    rows, weights, ends = meta(12, 16), meta(4, 16, 24), torch.tensor([3, 6, 9, 12]).int()
+    trial = try_out(lambda: torch._grouped_mm(rows, weights, offs=ends))
+    assert trial.output.shape == (12, 24)
