@@ -53,7 +53,7 @@ def growths(given: Mapping[str, Any]) -> list[tuple[str, Grow]]:
         *found,
         ("rows", _rows),
         ("rows of batch", lambda given, times: _rows(given, times, alone=True)),
-        ("longer", lambda given, times: _lengthened(given, times)),
+        ("longer", _lengthened),
         ("more positions", lambda given, times: _along(given, times, 1)),
         ("longer sound", lambda given, times: _along(given, times, -1)),
         ("larger picture", _larger),

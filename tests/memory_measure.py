@@ -8,24 +8,21 @@ tensors and workspaces, not the libraries' code.
 from __future__ import annotations
 
 import copy
-import ctypes
 import gc
-import time
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from pipeload._memory import peak_rss_bytes, return_freed_memory, rss_bytes
-from pipeload._pass_needs import PassNeeds
-from tests.coverage_check import PlainError, _cast, _make, _run, _seed, _told, randomize
+from tests.coverage_check import PlainError, _cast, _make, _run, _told, randomize
 from tests.coverage_classes import classes_of
 from tests.coverage_run import in_child
-from tests.memory_inputs import growths, shapes_of
+from tests.memory_inputs import growths
+from tests.memory_peaks import Measured, estimate_forward, measure_forward, measure_generate
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
 
     from tests.memory_inputs import Grow
 
@@ -36,7 +33,6 @@ _MOST_ROWS = 1 << 17
 _SECONDS = 45
 _LONGEST_PASS = 12.0
 _THREADS = 2
-_NEW_TOKENS = 3
 _HALVES = ("bf16", torch.bfloat16)
 
 
@@ -65,6 +61,7 @@ def lines_of(
     halves: bool = False,
     quick: bool = False,
     kept: Path | None = None,
+    old: Sequence[Line] = (),
 ) -> list[Line]:
     """Measure one type.
 
@@ -74,6 +71,7 @@ def lines_of(
         halves: in bf16, too.
         quick: one forward alone.
         kept: a folder for what was found out, and from which it is taken if it is there.
+        old: lines of another run: forwards in them are not measured, but estimated anew.
     """
     say("plain: class")
     file = kept / f"{model_type}.pt" if kept is not None else None
@@ -89,12 +87,12 @@ def lines_of(
     about = (model_type, type(model).__name__)
     if type(model).forward is torch.nn.Module.forward:
         return [_empty(*about, "generates alone: its parts are types of their own")]
-    lines = _Trial(model, sized, *about, "fp32").lines(say, quick=quick)
+    lines = _Trial(model, sized, old, (*about, "fp32")).lines(say, quick=quick)
     if halves:
         name, dtype = _HALVES
         torch.nn.Module.to(model, dtype)
         cast = sized._replace(inputs=[_cast(value, dtype) for value in sized.inputs])
-        lines += _Trial(model, cast, *about, name).lines(say, quick=quick)
+        lines += _Trial(model, cast, old, (*about, name)).lines(say, quick=quick)
     if file is not None:
         torch.save(sized, file)
     return lines
@@ -124,7 +122,7 @@ def _found(model_type: str, say: Callable[[str], None]) -> tuple[Any, list[dict[
     for cls in classes:
         try:
             return _make(model_type, cls, say)
-        except PlainError as error:
+        except PlainError as error:  # noqa: PERF203 - the next class may do
             reasons.append(str(error)[:180])
     raise PlainError(" ".join(" | ".join(reasons).split()) or "no class of its own")
 
@@ -141,26 +139,18 @@ def _empty(model_type: str, class_name: str, note: str) -> Line:
     return Line(model_type, class_name, "", "", "", "", "", "", "", note)
 
 
-class _Measured(NamedTuple):
-    """One pass, in bytes; `seconds` of its first run."""
-
-    use: str
-    inputs: str
-    estimate: int | None
-    first: int
-    second: int
-    seconds: float
-    note: str = ""
-
-
 class _Trial:
     """A model in one dtype."""
 
     def __init__(
-        self, model: Any, sized: _Sized, model_type: str, name: str, dtype: str
+        self,
+        model: Any,
+        sized: _Sized,
+        old: Sequence[Line],
+        about: tuple[str, str, str],
     ) -> None:
-        self._model, self._sized = model, sized
-        self._about = (model_type, name, dtype)
+        self._model, self._sized, self._about = model, sized, about
+        self._old = [one for one in old if one.use == "forward" and one[:3] == self._about]
         with torch.device("meta"):
             self._meta = type(model)(copy.deepcopy(model.config)).to(model.dtype).eval()
 
@@ -182,7 +172,7 @@ class _Trial:
                 found += [self._line(one, "rows") for one in short if one.use == "decode"]
         return found
 
-    def _line(self, one: _Measured, name: str) -> Line:
+    def _line(self, one: Measured, name: str) -> Line:
         most = max(one.first, one.second)
         ratio = f"{one.estimate / most:.2f}" if one.estimate is not None and most > 0 else ""
         notes = [name, one.note, "small" if most < LEAST else ""]
@@ -191,15 +181,20 @@ class _Trial:
         note = "; ".join(filter(None, notes))
         return Line(*self._about, one.use, one.inputs, *sizes, ratio, note)
 
-    def _forward(self, index: int, given: dict[str, Any]) -> tuple[str, int, list[_Measured]]:
+    def _forward(self, index: int, given: dict[str, Any]) -> tuple[str, int, list[Measured]]:
         """The first way of growth that leads to a pass of the wanted size, or to the largest."""
         ways = dict(growths(given))
         if index in self._sized.growth:
             name, times = self._sized.growth[index]
             larger = ways[name](given, times) if name in ways else given
-            work = partial(_measure_forward, given=larger, small=given)
+            work: Callable[..., list[Measured]]
+            if index < len(self._old):
+                sizes = int(self._old[index].first), int(self._old[index].second)
+                work = partial(estimate_forward, given=larger, sizes=sizes)
+            else:
+                work = partial(measure_forward, given=larger, small=given)
             return name, times, self._forked(work)
-        best: tuple[str, int, list[_Measured]] = ("not made larger", 1, [])
+        best: tuple[str, int, list[Measured]] = ("not made larger", 1, [])
         for name, grow in ways.items():
             if not _runs(self._model, grow(given, 2)):
                 continue
@@ -209,15 +204,15 @@ class _Trial:
             if measured and measured[0].first >= LEAST:
                 break
         if not best[2]:
-            best = (*best[:2], self._forked(partial(_measure_forward, given=given, small=given)))
+            best = (*best[:2], self._forked(partial(measure_forward, given=given, small=given)))
         self._sized.growth[index] = best[:2]
         return best
 
-    def _grown(self, given: dict[str, Any], grow: Grow) -> tuple[int, list[_Measured]]:
-        times, kept = 8, (0, list[_Measured]())
+    def _grown(self, given: dict[str, Any], grow: Grow) -> tuple[int, list[Measured]]:
+        times, kept = 8, (0, list[Measured]())
         while times <= _MOST_ROWS:
             larger = grow(given, times)
-            measured = self._forked(partial(_measure_forward, given=larger, small=given))
+            measured = self._forked(partial(measure_forward, given=larger, small=given))
             if not measured:
                 break
             kept = (times, measured)
@@ -228,16 +223,16 @@ class _Trial:
             times *= min(factor, max(2, int(_LONGEST_PASS / max(seconds, 1e-3))))
         return kept
 
-    def _generated(self, given: dict[str, Any], name: str, times: int) -> list[_Measured]:
+    def _generated(self, given: dict[str, Any], name: str, times: int) -> list[Measured]:
         given = {k: v for k, v in given.items() if not k.startswith("decoder_")}
         grow = dict(growths(given)).get(name)
         if grow is None:
             return []
-        work = partial(_measure_generate, given=grow(given, times), small=given)
+        work = partial(measure_generate, given=grow(given, times), small=given)
         return self._forked(work)
 
-    def _forked(self, work: Callable[..., list[_Measured]]) -> list[_Measured]:
-        def measure(say: Callable[[str], None]) -> list[_Measured]:
+    def _forked(self, work: Callable[..., list[Measured]]) -> list[Measured]:
+        def measure(say: Callable[[str], None]) -> list[Measured]:
             torch.set_num_threads(_THREADS)
             gc.freeze()  # what is collected below is what the passes leave
             try:
@@ -256,98 +251,3 @@ def _runs(model: Any, given: dict[str, Any]) -> bool:
     except Exception:
         return False
     return True
-
-
-class _Peak:
-    """Measures what is taken above what is held now."""
-
-    def __init__(self) -> None:
-        gc.collect()
-        ctypes.CDLL(None).malloc_trim(0)
-        self._before = rss_bytes()
-        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the peak starts anew
-
-    def bytes(self) -> int:
-        return peak_rss_bytes() - self._before
-
-
-def _estimate(meta: Any, needs: PassNeeds | None, args: Any, given: Any) -> tuple[int | None, str]:
-    try:
-        needs = needs or PassNeeds(meta, meta.config, products=lambda _: 0)
-        return needs.for_pass(args, given), ""
-    except Exception as error:
-        return None, f"estimate: {_told(error, where=True)}"
-
-
-def _measure_forward(
-    model: Any, meta: Any, given: dict[str, Any], small: dict[str, Any]
-) -> list[_Measured]:
-    """Two equal passes, without a gradient."""
-    return_freed_memory()
-    _run(model, small)
-    found: list[int] = []
-    seconds = 0.0
-    for _ in range(2):
-        mine = copy.deepcopy(given)
-        _seed()
-        peak = _Peak()
-        started = time.monotonic()
-        with torch.no_grad():
-            output = model(**mine)
-        found.append(peak.bytes())
-        seconds = seconds or time.monotonic() - started
-        del output, mine
-        if found[0] < LEAST // 8 or seconds > _LONGEST_PASS:
-            found.append(found[0])
-            break
-    estimate, note = _estimate(meta, None, (), copy.deepcopy(given))
-    return [_Measured("forward", shapes_of(given), estimate, found[0], found[1], seconds, note)]
-
-
-class _Watch:
-    """Measures every pass of a module while something calls it."""
-
-    def __init__(self, module: Any, use: str, needs: PassNeeds) -> None:
-        self.use, self._needs = use, needs
-        self.passes: list[tuple[str, int | None, int, str]] = []
-        self._now: tuple[str, int | None, str, _Peak] | None = None
-        self.hooks = [
-            module.register_forward_pre_hook(self._before, with_kwargs=True),
-            module.register_forward_hook(self._after),
-        ]
-
-    def _before(self, _module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        estimate, note = _estimate(None, self._needs, args, kwargs)
-        self._now = (shapes_of({**dict(enumerate(args)), **kwargs}), estimate, note, _Peak())
-
-    def _after(self, *_: object) -> None:
-        if self._now is not None:
-            shapes, estimate, note, peak = self._now
-            self.passes.append((shapes, estimate, peak.bytes(), note))
-
-
-def _measure_generate(
-    model: Any, meta: Any, given: dict[str, Any], small: dict[str, Any]
-) -> list[_Measured]:
-    """The passes of `generate`: the prompt's in two calls of it, and two decoding ones."""
-    return_freed_memory()
-    options = {"max_new_tokens": _NEW_TOKENS, "do_sample": False}
-    _seed()
-    model.generate(**copy.deepcopy(small), **options)
-    needs = PassNeeds(meta, meta.config, products=lambda _: 0)
-    model.generation_config.eos_token_id = None
-    watch = _Watch(model, "prompt", needs)
-    ends: list[int] = []
-    for _ in range(2):
-        _seed()
-        model.generate(**copy.deepcopy(given), **options)
-        ends.append(len(watch.passes))
-    first, passes = ends[0], watch.passes
-    if not first:
-        return []
-    pairs = [("prompt", passes[0], passes[first])]
-    if first > 2:
-        pairs.append(("decode", passes[1], passes[2]))
-    return [
-        _Measured(use, one[0], one[1], one[2], other[2], 0.0, one[3]) for use, one, other in pairs
-    ]

@@ -4,6 +4,8 @@
     python tests/memory_run.py --table tests/memory.tsv
     python tests/memory_run.py --shard 0/2 --table tests/memory.tsv
     python tests/memory_run.py --types llama,t5 --halves --table /tmp/some.tsv
+    python tests/memory_run.py --kept /tmp/kept --table old.tsv
+    python tests/memory_run.py --kept /tmp/kept --again old.tsv --table new.tsv
 
 Types that the table has already are skipped; shards may write to the same table at once. A summary
 goes to stdout, of the whole table. Exits with 1 if a pass took over 3 % more than was estimated.
@@ -44,7 +46,10 @@ def main() -> int:
     arguments.add_argument("--shard", default="0/1", help="which part of the types, of how many")
     arguments.add_argument("--halves", action="store_true", help="in bf16, too")
     arguments.add_argument("--quick", action="store_true", help="one forward of each type alone")
-    arguments.add_argument("--kept", type=Path, help="a folder: sizes need no search in another run")
+    arguments.add_argument(
+        "--kept", type=Path, help="a folder: sizes need no search in another run"
+    )
+    arguments.add_argument("--again", type=Path, help="a table: its forwards are estimated anew")
     arguments.add_argument("--seconds", type=int, default=SECONDS, help="for one type")
     given = arguments.parse_args()
     torch.set_num_threads(1)  # forked children start their own
@@ -53,11 +58,19 @@ def main() -> int:
     part, parts = map(int, given.shard.split("/"))
     wanted = [name for name in given.types.split(",") if name] or model_types()
     done = {line.model_type for line in read_table(given.table)}
+    old = read_table(given.again) if given.again else []
     for model_type in wanted[part::parts]:
         if model_type in done:
             continue
         started = time.monotonic()
-        work = partial(lines_of, model_type, halves=given.halves, quick=given.quick, kept=given.kept)
+        work = partial(
+            lines_of,
+            model_type,
+            halves=given.halves,
+            quick=given.quick,
+            kept=given.kept,
+            old=[line for line in old if line.model_type == model_type],
+        )
         lines, stages, ended = in_child(work, given.seconds)
         why = f"not measured: {stages[-1]}: {ended}"
         lines = lines or [Line(model_type, *[""] * 8, why)]
