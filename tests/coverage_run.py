@@ -21,6 +21,7 @@ import sys
 import time
 from collections import Counter
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -33,6 +34,9 @@ import torch
 
 from tests.coverage_check import EXACT, FAILED, HALF_WAY, NO_CLASS, PLAIN, Row, check
 from tests.coverage_classes import model_types
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 SECONDS = 90
 _ADDRESS_SPACE = 14 << 30
@@ -65,11 +69,30 @@ def main() -> int:
 
 def check_in_child(model_type: str, seconds: float = SECONDS, *, fast: bool = False) -> Row:
     """`check` in a forked process, within `seconds` and a bounded address space."""
+    row, stages, ended = in_child(lambda say: check(model_type, say, fast=fast), seconds)
+    if isinstance(row, Row):
+        return row
+    why = f"{stages[-1]}: {ended}"
+    if not stages[-1].startswith("plain"):
+        return Row(model_type, "", FAILED, "", "", why)
+    if HALF_WAY in stages:
+        return Row(model_type, "", EXACT, "fp32", "", why)
+    return Row(model_type, "", PLAIN, "", "", why)
+
+
+def in_child(
+    work: Callable[[Callable[[str], None]], Any], seconds: float
+) -> tuple[Any, list[str], str]:
+    """Do some work in a forked process, within `seconds` and a bounded address space.
+
+    Returns what it gives, None if it does not come to that; the stages that it told; and how it
+    ended if it gave nothing.
+    """
     reading, writing = os.pipe()
     pid = os.fork()
     if not pid:
         os.close(reading)
-        _child(model_type, writing, fast=fast)
+        _child(work, writing, seconds)
     os.close(writing)
     data, late = b"", False
     deadline = time.monotonic() + seconds
@@ -85,34 +108,28 @@ def check_in_child(model_type: str, seconds: float = SECONDS, *, fast: bool = Fa
         data += part
     os.close(reading)
     status = os.waitpid(pid, 0)[1]
-    stages = ["plain: start"]
+    stages, found = ["plain: start"], None
     for line in data.split(b"\n\0"):
         if line[:1] == b"R":
-            row: Row = pickle.loads(line[1:])  # from our own child
-            return row
+            found = pickle.loads(line[1:])  # from our own child
         if line[:1] == b"S":
             stages.append(line[1:].decode())
-    why = f"{stages[-1]}: " + (f"took over {seconds} s" if late else f"ended with status {status}")
-    if not stages[-1].startswith("plain"):
-        return Row(model_type, "", FAILED, "", "", why)
-    if HALF_WAY in stages:
-        return Row(model_type, "", EXACT, "fp32", "", why)
-    return Row(model_type, "", PLAIN, "", "", why)
+    return found, stages, f"took over {seconds} s" if late else f"ended with status {status}"
 
 
-def _child(model_type: str, writing: int, *, fast: bool) -> None:
+def _child(work: Callable[[Callable[[str], None]], Any], writing: int, seconds: float) -> None:
     try:
         null = os.open(os.devnull, os.O_RDWR)
         for stream in (1, 2) if not os.environ.get("COVERAGE_LOUD") else ():
             os.dup2(null, stream)
         resource.setrlimit(resource.RLIMIT_AS, (_ADDRESS_SPACE, _ADDRESS_SPACE))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        signal.alarm(int(seconds) + 2)  # a child of this child's ends, too, if this is killed
 
         def say(stage: str) -> None:
             os.write(writing, b"S" + stage.encode() + b"\n\0")
 
-        row = check(model_type, say, fast=fast)
-        os.write(writing, b"R" + pickle.dumps(row) + b"\n\0")
+        os.write(writing, b"R" + pickle.dumps(work(say)) + b"\n\0")
     finally:
         os._exit(0)
 
