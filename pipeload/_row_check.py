@@ -30,9 +30,12 @@ ROW_STEP = 64
 """Ranges begin at multiples of this many rows."""
 _WIDE_STEP = 256
 # Tried when a model is planned, as many as there is time for: decoding, drafts and small batches,
-# prompts. Others are tried when they come.
-_LIKELY = (1, 4, 8, 17, 130, 15, 48, 3)
-_MOST_MULTIPLICATIONS = 5_000_000_000  # a tenth of a second or two
+# prompts. Others are tried when they come. In half precision oneDNN keeps about 0.5 MB of kernels for
+# every number of rows and every size of range that it has ever seen, so there are fewer trials.
+_LIKELY = (1, 8, 17, 130)
+_LIKELY_IN_HALF = (1, 17)
+_MOST_MULTIPLICATIONS = 1_500_000_000  # some hundredths of a second
+_SINGLE = 4  # bytes of an element
 _CLUSTER = 4  # rows with values lie in pages that they share
 
 
@@ -118,20 +121,23 @@ def _least_rows(total: int, step: int) -> int:
     return step if step > ROW_STEP and total % step == 0 else 2 * step
 
 
-def best_cut(cut: Cut, rows: int, *, anyhow: bool) -> Cut | None:
+def best_cut(cut: Cut, rows: int, least: int, *, anyhow: bool) -> Cut | None:
     """`cut` with ranges of at most about `rows`; None if none gives the same bits often enough.
 
     Exact for all numbers of rows of input that are tried beforehand; with `anyhow` for as many as
-    can be, which is exact in any case and slow for the rest (see _row_products.py).
+    can be, which is exact in any case and slow for the rest (see _row_products.py). In half
+    precision, ranges of at most `least` rows are tried for all others.
     """
     found: list[tuple[int, Cut]] = []
     for step in (ROW_STEP, _WIDE_STEP):
-        most = max(_least_rows(cut.total, step), rows - rows % step)
-        ranges = row_ranges(cut.total, most, step)
-        one = cut._replace(ranges=ranges)
-        if len(ranges) == 1:
+        most, tried = (
+            row_ranges(cut.total, max(_least_rows(cut.total, step), n - n % step), step)
+            for n in (rows, least if cut.dtype.itemsize < _SINGLE else rows)
+        )
+        one = cut._replace(ranges=most)
+        if len(most) == 1:
             continue
-        exact = _exact_counts(one)
+        exact = _exact_counts(cut._replace(ranges=tried))
         if exact == len(_counts(one)):
             return one
         found.append((exact, one))
@@ -154,7 +160,7 @@ def _counts(cut: Cut) -> list[int]:
     """Numbers of rows of input to try beforehand: one at least, and others while there is time."""
     left = _MOST_MULTIPLICATIONS
     counts: list[int] = []
-    for count in _LIKELY:
+    for count in _LIKELY if cut.dtype.itemsize >= _SINGLE else _LIKELY_IN_HALF:
         takes = 2 * count * cut.total * cut.inputs
         if takes <= left or not counts:
             left -= takes

@@ -330,7 +330,8 @@ class _Cutter:
         if made or weight.shape[0] <= rows:
             self.whole(path, module, [weight])
             return
-        cut = best_cut(_uncut(weight, module), rows, anyhow=self._anyhow)
+        least = _rows_in(weight, CHUNKS[-1])
+        cut = best_cut(_uncut(weight, module), rows, least, anyhow=self._anyhow)
         if cut is None:
             self.uncut.add(weight.name)
             self.whole(path, module, [weight])

@@ -64,7 +64,7 @@ def sweep(
         for columns, total, rows in shapes:
             for bias in (False, True):
                 whole = Cut(dtype, columns, (RowRange(0, total),), 0, bias)
-                cut = best_cut(whole, rows, anyhow=True)
+                cut = best_cut(whole, rows, rows, anyhow=True)
                 if cut is None:
                     raise RuntimeError(f"{total} rows make no ranges of {rows}")
                 yield f"{dtype} {columns} x {total}", *_compare(cut, counts)

@@ -116,12 +116,12 @@ def test_many_rows_stand_for_few(kernels: Any) -> None:
     """4 to 15 rows of input go another way where rows are no multiple of 256: seen with MKL."""
     kernels(lambda count, rows: 4 <= count < 16 and rows % 256 != 0)
     whole = Cut(torch.float32, 500, (RowRange(0, 2048),))
-    cut = best_cut(whole, 500, anyhow=False)
+    cut = best_cut(whole, 500, 500, anyhow=False)
     assert cut is not None
     assert {(stop - start) % 256 for start, stop in cut.ranges} == {0}
     assert not can_cut_rows(cut_of(500, 2048, 384))
     # The other way round.
-    other = best_cut(Cut(torch.float32, 500, (RowRange(0, 2000),)), 500, anyhow=False)
+    other = best_cut(Cut(torch.float32, 500, (RowRange(0, 2000),)), 500, 500, anyhow=False)
     assert other is None or all((stop - start) % 256 for start, stop in other.ranges)
 
 
@@ -155,8 +155,8 @@ def test_as_many_as_can_be(kernels: Any) -> None:
     """Where nothing is exact for all, what is for most; if it is asked for."""
     kernels(lambda count, rows: rows < 2048 and (count > 16 or (count > 3 and rows % 256 != 0)))
     whole = Cut(torch.float32, 500, (RowRange(0, 2048),))
-    assert best_cut(whole, 500, anyhow=False) is None
-    cut = best_cut(whole, 500, anyhow=True)
+    assert best_cut(whole, 500, 500, anyhow=False) is None
+    cut = best_cut(whole, 500, 500, anyhow=True)
     assert cut is not None
     assert {(stop - start) % 256 for start, stop in cut.ranges} == {0}
 
