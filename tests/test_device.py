@@ -256,7 +256,7 @@ def test_the_model_waits_for_no_copy_but_its_own(tiny: TinyCheckpoint, device: F
 # -- what fits -------------------------------------------------------------------------------------
 
 
-def test_what_fits_leaves_no_hook(tiny: TinyCheckpoint, device: FakeDevice) -> None:
+def test_what_fits_leaves_no_hook_on_what_follows(tiny: TinyCheckpoint, device: FakeDevice) -> None:
     """After the first pass nothing is read or copied, no thread and no buffer is left."""
     folder = tiny("llama")
     expected = reference(folder)
@@ -271,7 +271,7 @@ def test_what_fits_leaves_no_hook(tiny: TinyCheckpoint, device: FakeDevice) -> N
     assert len(device.log) == done
     assert device.pinned == {}
     hooks = [h for m in model.modules() for h in (*m._forward_pre_hooks, *m._forward_hooks)]
-    assert len(hooks) == 1
+    assert len(hooks) == 3  # where a pass may begin: both models, and the first block
 
 
 # -- memory ----------------------------------------------------------------------------------------

@@ -525,4 +525,4 @@ def test_vector_functions_are_called_in_one_thread_first(
 
     monkeypatch.setattr(torch, "cos", counted)
     load_streamed(tiny("llama"), spare=0)
-    assert sizes == [1]
+    assert set(sizes) == {1}

@@ -124,7 +124,7 @@ def what_fits_has_no_hooks(card: Card) -> None:
     after = model.pipeload.stats()
     assert (after.bytes_read, after.copied_bytes) == (before.bytes_read, before.copied_bytes)
     hooks = [h for m in model.modules() for h in (*m._forward_pre_hooks, *m._forward_hooks)]
-    assert len(hooks) == 1, hooks
+    assert len(hooks) == 3, hooks  # where a pass may begin: both models, and the first block
 
 
 def removal(card: Card) -> None:
