@@ -29,7 +29,8 @@ return_freed_memory()
 def ids(*shape):
     return torch.randint(3, 99, shape)
 def padded(*shape):
-    return {"input_ids": ids(*shape), "attention_mask": torch.ones(shape).tril(shape[1] // 2).long()}
+    mask = torch.ones(shape).tril(shape[1] // 2).long()
+    return {"input_ids": ids(*shape), "attention_mask": mask}
 def picture(batch, side, other=None):
     return {"pixel_values": torch.randn(batch, 3, side, other or side)}
 small = dict(hidden_size=384, num_hidden_layers=4, num_attention_heads=6, intermediate_size=1536)
