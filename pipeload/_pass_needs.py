@@ -132,7 +132,7 @@ class PassNeeds:
         trial = None
         if self._trace is not None and not shape.cached:
             path = self._trace.path(module)
-            trial = self._trace.of(path, args, kwargs)
+            trial = self._trace.of(path, args, kwargs, module)
             if trial is not None and trial.error is None:
                 return self._with_trial(trial, shape, sampled=not path)
         layers = self._cached(args, kwargs, shape)
