@@ -48,7 +48,8 @@ def hinted_trial(trace: PassTrace, shape: PassShape, kept: int, grown: int | Non
     if then is None:
         return None
     both = first.kept + grown
-    return Trial(max(first.peak, both + then.peak), both + then.kept)
+    kernels = first.kernels + then.kernels
+    return Trial(max(first.peak, both + then.peak), both + then.kept, kernels)
 
 
 def _first_of(trace: PassTrace, path: str, calls: Iterable[Mapping[str, Any]]) -> Trial | None:

@@ -46,7 +46,7 @@ _HOLES_BYTES = 8_000_000
 _SAMPLED_BYTES = 30
 _FP32 = 4  # bytes
 # Each expert's share of a prompt is another shape, and each shape another compiled kernel.
-_EXPERT_KERNEL = 600_000
+_KERNEL = 600_000
 _MOST_KERNELS = 32
 # A trial says whether what is known of decoders holds for one: shares of what it took.
 _SAMPLE_TOKENS = 384
@@ -144,6 +144,7 @@ class PassNeeds:
     def _with_trial(self, trial: Trial, shape: PassShape, *, sampled: bool) -> int:
         """What a pass takes that was tried; and what `generate` makes of its logits."""
         peak = trial.peak + self._beside(shape.tokens * shape.batch)
+        peak += min(trial.kernels, _MOST_KERNELS) * _KERNEL
         if sampled and self._generates:
             peak = max(peak, trial.kept + shape.batch * self._widths.vocabulary * _SAMPLED_BYTES)
         return _with_margin(trial.kept, peak - trial.kept)
@@ -279,7 +280,7 @@ class PassNeeds:
         if self._products is not None:
             nbytes += self._products(positions)
         if w.experts and w.item < _FP32 and positions > 1:
-            nbytes += min(2 * w.experts, 2 * positions, _MOST_KERNELS) * _EXPERT_KERNEL
+            nbytes += min(2 * w.experts, 2 * positions, _MOST_KERNELS) * _KERNEL
         return nbytes
 
     def _head(self, shape: PassShape, extras: Extras) -> int:

@@ -92,7 +92,7 @@ class PassTrace:
         now that it looks at.
         """
         try:
-            if live in self._paths and path not in self._filled:
+            if live is not None and live in self._paths and path not in self._filled:
                 self._fill(path, live)
             key = (path, self._settings(), _key(args), _key(kwargs))
             if key not in self._known:

@@ -227,7 +227,7 @@ def test_what_cannot_be_tried_is_estimated_all_the_same() -> None:
     model = bert()
     needs = PassNeeds(model, model.config)
 
-    def fail(*_: object, **__: object) -> None:
+    def fail(*_: object, **__: object) -> Any:
         raise ZeroDivisionError
 
     assert needs.for_pass((object(), ids(3)), {"input_ids": {1: fail}}) > 0
@@ -242,6 +242,8 @@ def test_what_cannot_be_tried_is_estimated_all_the_same() -> None:
 
 class Paced(torch.nn.Module):
     """Looks at a buffer that has its value only once weights are there."""
+
+    step: torch.Tensor
 
     def __init__(self) -> None:
         super().__init__()
