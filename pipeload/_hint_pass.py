@@ -7,10 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from pipeload._pass_trace import Trial
+
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
     from pipeload._pass_shape import PassShape
+    from pipeload._pass_trace import PassTrace
 
 _SAMPLES = 320
 """Of a sound, those that an encoder makes one position of, at the usual rate."""
@@ -24,6 +27,35 @@ def main_input(model: Any) -> str:
     """The name of what it reads."""
     name: object = getattr(model, "main_input_name", "input_ids")
     return str(name[0]) if isinstance(name, (list, tuple)) else str(name)
+
+
+def hinted_trial(trace: PassTrace, shape: PassShape, kept: int, grown: int | None) -> Trial | None:
+    """What the calls take that `generate` makes for the hint; None where they cannot be tried.
+
+    `grown`: for an encoder with a decoder, bytes of the decoder's own cache at the end of it.
+    """
+    if grown is None:
+        return _first_of(trace, "", hinted_calls(trace.model, shape, kept))
+    path = trace.encoder_path()
+    encoder = trace.model.get_submodule(path)
+    first = _first_of(trace, path, hinted_calls(encoder, shape))
+    if first is None:
+        return None
+    # Then the decoder, which caches what it makes of the encoder's result.
+    ids = torch.ones((shape.batch, 1), dtype=torch.long)
+    call = {"encoder_outputs": first.output, "decoder_input_ids": ids, "use_cache": True}
+    then = _first_of(trace, "", [call])
+    if then is None:
+        return None
+    both = first.kept + grown
+    kernels = first.kernels + then.kernels
+    return Trial(max(first.peak, both + then.peak), both + then.kept, kernels)
+
+
+def _first_of(trace: PassTrace, path: str, calls: Iterable[Mapping[str, Any]]) -> Trial | None:
+    """The first trial that comes to its end."""
+    trials = (trace.of(path, (), call) for call in calls)
+    return next((trial for trial in trials if trial is not None and trial.error is None), None)
 
 
 def hinted_calls(model: Any, shape: PassShape, kept: int = 1) -> Iterator[dict[str, Any]]:

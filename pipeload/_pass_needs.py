@@ -9,17 +9,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from pipeload._caches import (
     NO_ROWS,
-    PACKED,
-    STATIC,
     CachedLayers,
     CacheReader,
     self_and_cross,
 )
-from pipeload._hint_pass import hinted_calls
+from pipeload._hint_pass import hinted_calls, hinted_trial, main_input
 from pipeload._pass_shape import (
     Extras,
     PassShape,
@@ -30,10 +26,11 @@ from pipeload._pass_shape import (
     read_shape,
 )
 from pipeload._pass_trace import PassTrace, Trial, trace_of
-from pipeload._widths import Widths, decoder_and_whole, read_widths, settings_of
+from pipeload._phases import attention, mask_elements, rotated
+from pipeload._widths import decoder_and_whole, read_widths, settings_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch import nn
 
@@ -49,7 +46,7 @@ _HOLES_BYTES = 8_000_000
 _SAMPLED_BYTES = 30
 _FP32 = 4  # bytes
 # Each expert's share of a prompt is another shape, and each shape another compiled kernel.
-_EXPERT_KERNEL = 600_000
+_KERNEL = 600_000
 _MOST_KERNELS = 32
 # A trial says whether what is known of decoders holds for one: shares of what it took.
 _SAMPLE_TOKENS = 384
@@ -77,7 +74,7 @@ class PassNeeds:
         self._configs = decoder_and_whole(config)
         self._products = products
         self._heard = self._widths.seen_by_encoder
-        self._rotated = _rotated(self._widths)
+        self._rotated = rotated(self._widths)
         self._reader = CacheReader(self._widths.layers, self._widths.item)
         self._cross_reader = CacheReader(self._widths.layers, self._widths.item)
         self._trace = trace_of(model)
@@ -135,7 +132,7 @@ class PassNeeds:
         trial = None
         if self._trace is not None and not shape.cached:
             path = self._trace.path(module)
-            trial = self._trace.of(path, args, kwargs)
+            trial = self._trace.of(path, args, kwargs, module)
             if trial is not None and trial.error is None:
                 return self._with_trial(trial, shape, sampled=not path)
         layers = self._cached(args, kwargs, shape)
@@ -147,6 +144,7 @@ class PassNeeds:
     def _with_trial(self, trial: Trial, shape: PassShape, *, sampled: bool) -> int:
         """What a pass takes that was tried; and what `generate` makes of its logits."""
         peak = trial.peak + self._beside(shape.tokens * shape.batch)
+        peak += min(trial.kernels, _MOST_KERNELS) * _KERNEL
         if sampled and self._generates:
             peak = max(peak, trial.kept + shape.batch * self._widths.vocabulary * _SAMPLED_BYTES)
         return _with_margin(trial.kept, peak - trial.kept)
@@ -156,37 +154,25 @@ class PassNeeds:
 
         What reads pictures or sound is taken to read such of its usual size.
         """
-        if self._trace is not None:
-            tried = self._tried(self._trace, shape, kept)
-            if tried is not None:
-                return tried
         layers = self._reader.fresh(shape.batch)
         growth = sum(layer.growth(shape.tokens) for layer in layers)
+        if self._trace is not None:
+            cached = growth if self._widths.encoder_decoder else None
+            trial = hinted_trial(self._trace, shape, kept, cached)
+            if trial is not None:
+                return self._with_trial(trial, shape, sampled=True)
         return _with_margin(growth, self._peak(layers, shape, Extras(kept)))
 
-    def _tried(self, trace: PassTrace, shape: PassShape, kept: int) -> int | None:
-        if not self._widths.encoder_decoder:
-            trial = _first_of(trace, "", hinted_calls(trace.model, shape, kept))
-            return None if trial is None else self._with_trial(trial, shape, sampled=True)
-        path = trace.encoder_path()
-        encoder: Any = trace.model.get_submodule(path)
-        first = _first_of(trace, path, hinted_calls(encoder, shape))
-        if first is None:
-            return None
-        # Then the decoder, which caches what it makes of the encoder's result.
-        ids = torch.ones((shape.batch, 1), dtype=torch.long)
-        call = {"encoder_outputs": first.output, "decoder_input_ids": ids, "use_cache": True}
-        then = _first_of(trace, "", [call])
-        if then is None:
-            return None
-        growth = sum(layer.growth(shape.tokens) for layer in self._reader.fresh(shape.batch))
-        both = first.kept + growth
-        whole = Trial(max(first.peak, both + then.peak), both + then.kept)
-        return self._with_trial(whole, shape, sampled=True)
-
     def longest_tokens(self, room_bytes: int, batch: int) -> int:
-        """The longest prompt of `batch` sequences that fits in `room_bytes`; 0 if none does."""
-        return _largest(lambda tokens: self.for_shape(PassShape(tokens, batch)) <= room_bytes)
+        """The longest prompt of `batch` sequences that fits in `room_bytes`; 0 if none does.
+
+        A picture counts as one token.
+        """
+        pictures = self._trace is not None and "pixel" in main_input(self._trace.model)
+        return _largest(
+            lambda tokens: self.for_shape(PassShape(tokens, batch)) <= room_bytes,
+            most=1 if pictures else _MOST,
+        )
 
     def largest_batch(self, room_bytes: int, tokens: int) -> int:
         """How many prompts of `tokens` fit at once in `room_bytes`; 0 if not one does."""
@@ -265,7 +251,7 @@ class PassNeeds:
         w = self._widths
         positions = shape.tokens * shape.batch
         layers = [layer for layer in layers if layer.kind != NO_ROWS]
-        masks = [_mask_elements(layer, shape, extras, w) for layer in layers]
+        masks = [mask_elements(layer, shape, extras, w) for layer in layers]
         item = w.item
         mask = int(sum({layer.kind: m for layer, m in zip(layers, masks, strict=True)}.values()))
         stream = 3 * w.hidden * item
@@ -275,7 +261,7 @@ class PassNeeds:
         scores = max(
             (
                 positions * (stream + 2 * w.query * item)
-                + _attention(layer, m, shape, w, fused=self._fused)
+                + attention(layer, m, shape, w, fused=self._fused)
                 for layer, m in zip(layers, masks, strict=True)
             ),
             default=0,
@@ -294,7 +280,7 @@ class PassNeeds:
         if self._products is not None:
             nbytes += self._products(positions)
         if w.experts and w.item < _FP32 and positions > 1:
-            nbytes += min(2 * w.experts, 2 * positions, _MOST_KERNELS) * _EXPERT_KERNEL
+            nbytes += min(2 * w.experts, 2 * positions, _MOST_KERNELS) * _KERNEL
         return nbytes
 
     def _head(self, shape: PassShape, extras: Extras) -> int:
@@ -323,50 +309,6 @@ class PassNeeds:
         """A vision tower or an encoder: it runs before the first layer."""
         w = self._widths
         return (extras.patches * w.vision + extras.encoded * (4 * w.hidden + w.inner)) * w.item
-
-
-def _first_of(trace: PassTrace, path: str, calls: Iterable[Mapping[str, Any]]) -> Trial | None:
-    """The first trial that comes to its end."""
-    trials = (trace.of(path, (), call) for call in calls)
-    return next((trial for trial in trials if trial is not None and trial.error is None), None)
-
-
-def _rotated(w: Widths) -> int:
-    """Queries, keys and values of one position while the queries are normed and rotated."""
-    key = max((layer.key + layer.value for layer in w.layers), default=0)
-    return max(4 * w.query * w.item + key, w.query * (w.item + 2 * _FP32) * w.normed_queries)
-
-
-def _attention(layer: CachedLayers, mask: int, shape: PassShape, w: Widths, *, fused: bool) -> int:
-    """What one layer's attention takes: its update, repeated heads, and scores."""
-    wide = layer.attended(shape.tokens)
-    copied = layer.copied(shape.tokens)
-    # Keys as wide as the queries; of a single head they are only viewed as many.
-    repeated = shape.batch * wide * w.query * w.item * (w.key_heads < w.heads)
-    held = 2 * repeated * (w.key_heads > 1)
-    copied += shape.batch * wide * w.unfolded * w.item
-    held += shape.batch * wide * w.unfolded * w.item
-    scores = shape.batch * w.heads * shape.tokens * wide
-    if w.attention == "eager":
-        # In half precision the softmax makes an fp32 copy, and gives fp32.
-        softmax = scores * (w.item + 2 * _FP32 if w.item < _FP32 else 2 * w.item)
-        return max(copied, held + softmax, repeated + scores * w.item)
-    if not fused:  # in fp32, and written out
-        return max(copied, held + scores * 10)
-    if mask and shape.tokens > 1:  # the kernel wants it in the queries' type, and no shared heads
-        return max(copied, held + mask * w.item) + (layer.kind == PACKED) * copied
-    return copied
-
-
-def _mask_elements(layer: CachedLayers, shape: PassShape, extras: Extras, w: Widths) -> int:
-    """Elements of the mask that is written out for a layer; 0 where the kernel needs none."""
-    wide = layer.attended(shape.tokens)
-    plain = not extras.padded and (layer.rows == 0 or shape.tokens == 1)
-    if layer.kind != STATIC and layer.capacity and layer.kind != PACKED:
-        plain = plain and wide < layer.capacity
-    if plain and w.attention != "eager":
-        return 0
-    return shape.batch * shape.tokens * wide
 
 
 def _with_margin(growth: int, transient: int) -> int:

@@ -34,6 +34,7 @@ _FEW = 64
 """Numbers of a tensor that are taken to say how large something is: a grid, a length."""
 
 _WORDS = "input_ids"
+_HOOKED = "_output_capturing_hooks_installed"
 
 _log = logging.getLogger("pipeload")
 
@@ -61,6 +62,7 @@ class PassTrace:
         )
         self._configs = list({id(c): c for c in map(_config, self._whole.modules()) if c}.values())
         self._known: dict[Hashable, Trial] = {}
+        self._filled: set[str] = set()
 
     @property
     def model(self) -> Any:
@@ -77,12 +79,21 @@ class PassTrace:
         """The name of a part that is called by itself; "" for the model, and for what is none."""
         return "" if module is None else self._paths.get(module, "")
 
-    def of(self, path: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Trial | None:
+    def of(
+        self,
+        path: str,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        live: nn.Module | None = None,
+    ) -> Trial | None:
         """What a call of the part at `path` takes; None where it cannot even be begun.
 
-        The arguments are only looked at.
+        The arguments are only looked at. `live`: the part itself, whose buffers may have values by
+        now that it looks at.
         """
         try:
+            if live is not None and live in self._paths and path not in self._filled:
+                self._fill(path, live)
             key = (path, self._settings(), _key(args), _key(kwargs))
             if key not in self._known:
                 if len(self._known) >= _REMEMBERED:
@@ -92,6 +103,19 @@ class PassTrace:
         except Exception as error:  # arguments may be anything
             _log.debug("A pass cannot be tried: %r", error)
             return None
+
+    def _fill(self, path: str, live: nn.Module) -> None:
+        """Put in small buffers that had no values when the copy was made."""
+        self._filled.add(path)
+        part = self._whole.get_submodule(path)
+        for name, value in live.named_buffers():
+            owner, _, leaf = name.rpartition(".")
+            holder = part.get_submodule(owner)
+            known = getattr(holder, leaf, value)
+            if known.is_meta and not value.is_meta and value.numel() <= MOST_COMPUTED:
+                setattr(holder, leaf, value.detach().to("cpu", copy=True))
+                self._short = None
+                self._known.clear()
 
     def _try(self, path: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Trial:
         """Of few blocks; of all where the model does not run with few."""
@@ -145,7 +169,10 @@ def _shared(model: nn.Module) -> dict[int, Any]:
 
 def _bare(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     memo = bare_memo(model, kept=MOST_COMPUTED) | _shared(model)
-    return with_float_products(copy.deepcopy(model, memo), dtype).eval()
+    copied = with_float_products(copy.deepcopy(model, memo), dtype).eval()
+    for module in copied.modules():  # the library's own hooks are not copied: it puts new ones on
+        vars(module).pop(_HOOKED, None)
+    return copied
 
 
 def _longer(twins: TwinList) -> TwinList | None:

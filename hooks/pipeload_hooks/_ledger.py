@@ -19,6 +19,8 @@ class Ledger:
         """Bytes that are there now."""
         self.peak = 0
         """The most that ever were."""
+        self.kernels: set[object] = set()
+        """What kernels are compiled for: convolutions, by their sizes."""
         self._known: set[int] = set()
         self._ahead = 0
         self._since = 0

@@ -36,6 +36,8 @@ class Trial(NamedTuple):
     """The most at once."""
     kept: int
     """What is there when it is over: the result, and caches."""
+    kernels: int = 0
+    """Convolutions of different sizes: a kernel is compiled for each."""
     output: Any = None
     """What the model gave; sizes alone."""
     error: Exception | None = None
@@ -69,7 +71,7 @@ def try_out(run: Callable[[], Any], repeated: Iterable[Repeated] = ()) -> Trial:
             _Counting(ledger),
         ):
             output = run()
-            return Trial(ledger.peak, ledger.kept, output)
+            return Trial(ledger.peak, ledger.kept, len(ledger.kernels), output)
     except Exception as error:
         return Trial(ledger.peak, 0, error=error.with_traceback(None))
     finally:
@@ -138,6 +140,8 @@ class _Counting(TorchDispatchMode):
         else:
             output = _for_values(func, args, kwargs, given)
         made = tensors_in(output)
+        if func is torch.ops.aten.convolution.default:
+            self._ledger.kernels.add((given[0].shape, given[1].shape))
         self._ledger.enter(made, given, beside(func, args, made))
         return output
 

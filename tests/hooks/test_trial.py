@@ -116,6 +116,8 @@ def test_a_convolution_rearranges() -> None:
     made = 32 * 62 * 62 * 4
     assert 2 * made <= try_out(lambda: first(picture)).peak < 2.1 * made
     whole = 32 * 64 * 64 * 4
+    trial = try_out(lambda: (then(states), then(states), then(states[:, :, :9])))
+    assert trial.kernels == 2
     assert 2 * whole <= try_out(lambda: then(states)).peak < 2.1 * whole
 
 
