@@ -31,6 +31,11 @@ def fail(device: Device, error: Exception) -> Work:
 
 
 def raise_failure(device: Device, error: Exception, _scratch: object = None) -> NoReturn:
+    """Say that something went wrong on the device.
+
+    Raises:
+        ReadError: always.
+    """
     raise ReadError(
         f"its weights could not be put on {device.where}: {type(error).__name__}: {error}. Pass "
         "a smaller memory_limit, or leave more of the device's memory free; if the device itself "
