@@ -30,8 +30,8 @@ ROW_STEP = 64
 """Ranges begin at multiples of this many rows."""
 _WIDE_STEP = 256
 # Tried when a model is planned, as many as there is time for: decoding, drafts and small batches,
-# prompts. Others are tried when they come. In half precision oneDNN keeps about 0.5 MB of kernels for
-# every number of rows and every size of range that it has ever seen, so there are fewer trials.
+# prompts. Others are tried when they come. In half precision oneDNN keeps about 0.5 MB of kernels
+# for every number of rows and every size of range that it has ever seen: there are fewer trials.
 _LIKELY = (1, 8, 17, 130)
 _LIKELY_IN_HALF = (1, 17)
 _MOST_MULTIPLICATIONS = 1_500_000_000  # some hundredths of a second
