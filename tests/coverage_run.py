@@ -19,6 +19,7 @@ import select
 import signal
 import sys
 import time
+from base64 import b64decode, b64encode
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -111,7 +112,7 @@ def in_child(
     stages, found = ["plain: start"], None
     for line in data.split(b"\n\0"):
         if line[:1] == b"R":
-            found = pickle.loads(line[1:])  # from our own child
+            found = pickle.loads(b64decode(line[1:]))  # from our own child
         if line[:1] == b"S":
             stages.append(line[1:].decode())
     return found, stages, f"took over {seconds} s" if late else f"ended with status {status}"
@@ -129,7 +130,7 @@ def _child(work: Callable[[Callable[[str], None]], Any], writing: int, seconds: 
         def say(stage: str) -> None:
             os.write(writing, b"S" + stage.encode() + b"\n\0")
 
-        os.write(writing, b"R" + pickle.dumps(work(say)) + b"\n\0")
+        os.write(writing, b"R" + b64encode(pickle.dumps(work(say))) + b"\n\0")
     finally:
         os._exit(0)
 

@@ -18,7 +18,13 @@ from tests.coverage_check import PlainError, _cast, _make, _run, _told, randomiz
 from tests.coverage_classes import classes_of
 from tests.coverage_run import in_child
 from tests.memory_inputs import growths
-from tests.memory_peaks import Measured, estimate_forward, measure_forward, measure_generate
+from tests.memory_peaks import (
+    Measured,
+    estimate_forward,
+    measure_forward,
+    measure_generate,
+    size_forward,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -26,11 +32,13 @@ if TYPE_CHECKING:
 
     from tests.memory_inputs import Grow
 
-LEAST = 40_000_000
-_WANTED = 110_000_000
+LEAST = 60_000_000
+_WANTED = 150_000_000
 """Bytes of a pass that tell tensors from noise, and those that are aimed at."""
 _MOST_ROWS = 1 << 17
 _SECONDS = 45
+_SEARCH_SECONDS = 150
+_AS_IT_IS = "not made larger"
 _LONGEST_PASS = 12.0
 _THREADS = 2
 _HALVES = ("bf16", torch.bfloat16)
@@ -73,26 +81,27 @@ def lines_of(
         kept: a folder for what was found out, and from which it is taken if it is there.
         old: lines of another run: forwards in them are not measured, but estimated anew.
     """
-    say("plain: class")
+    say("plain: search")
     file = kept / f"{model_type}.pt" if kept is not None else None
-    try:
-        if file is not None and file.exists():
-            sized = torch.load(file, weights_only=False)  # from this very run, before
-            model = _built(sized)
-        else:
-            model, inputs = _found(model_type, say)
-            sized = _Sized(type(model), model.config, inputs, {})
-    except PlainError as error:
-        return [_empty(model_type, "", f"plain cannot: {error}"[:200])]
-    about = (model_type, type(model).__name__)
-    if type(model).forward is torch.nn.Module.forward:
-        return [_empty(*about, "generates alone: its parts are types of their own")]
-    lines = _Trial(model, sized, old, (*about, "fp32")).lines(say, quick=quick)
+    if file is not None and file.exists():
+        sized = torch.load(file, weights_only=False)  # from this very run, before
+    else:
+        # In a process of its own: models that are tried leave holes in its heap.
+        sized, stages, ended = in_child(partial(_searched, model_type), _SEARCH_SECONDS)
+        sized = sized or f"not measured: {stages[-1]}: {ended}"
+    if isinstance(sized, str):
+        return [empty(model_type, "", sized)]
+    about = (model_type, sized.cls.__name__)
+    if sized.cls.forward is torch.nn.Module.forward:
+        return [empty(*about, "generates alone: its parts are types of their own")]
+    say("measure")
+    model = _built(sized)
+    lines = _Trial(model, sized, (*about, "fp32"), old).lines(say, quick=quick)
     if halves:
         name, dtype = _HALVES
         torch.nn.Module.to(model, dtype)
         cast = sized._replace(inputs=[_cast(value, dtype) for value in sized.inputs])
-        lines += _Trial(model, cast, old, (*about, name)).lines(say, quick=quick)
+        lines += _Trial(model, cast, (*about, name), old).lines(say, quick=quick)
     if file is not None:
         torch.save(sized, file)
     return lines
@@ -106,6 +115,15 @@ class _Sized(NamedTuple):
     inputs: list[dict[str, Any]]
     growth: dict[int, tuple[str, int]]
     """By the number of an input, how it is made larger, and how often."""
+
+
+def _searched(model_type: str, say: Callable[[str], None]) -> _Sized | str:
+    """The model of the coverage run, and its inputs, not sized yet; or why there is none."""
+    try:
+        model, inputs = _found(model_type, say)
+    except PlainError as error:
+        return f"plain cannot: {error}"[:200]
+    return _Sized(type(model), model.config, inputs, {})
 
 
 def _found(model_type: str, say: Callable[[str], None]) -> tuple[Any, list[dict[str, Any]]]:
@@ -135,7 +153,8 @@ def _built(sized: _Sized) -> Any:
     return model
 
 
-def _empty(model_type: str, class_name: str, note: str) -> Line:
+def empty(model_type: str, class_name: str, note: str) -> Line:
+    """A line of a type that was not measured."""
     return Line(model_type, class_name, "", "", "", "", "", "", "", note)
 
 
@@ -143,14 +162,10 @@ class _Trial:
     """A model in one dtype."""
 
     def __init__(
-        self,
-        model: Any,
-        sized: _Sized,
-        old: Sequence[Line],
-        about: tuple[str, str, str],
+        self, model: Any, sized: _Sized, about: tuple[str, str, str], old: Sequence[Line] = ()
     ) -> None:
         self._model, self._sized, self._about = model, sized, about
-        self._old = [one for one in old if one.use == "forward" and one[:3] == self._about]
+        self._old = [one for one in old if one.use == "forward" and one[:3] == about]
         with torch.device("meta"):
             self._meta = type(model)(copy.deepcopy(model.config)).to(model.dtype).eval()
 
@@ -158,19 +173,29 @@ class _Trial:
         """Every kind of pass with every kind of inputs, or one."""
         found: list[Line] = []
         can_generate = getattr(self._model, "can_generate", lambda: False)()
-        for index, given in enumerate(self._sized.inputs):
+        for index, given in enumerate(self._sized.inputs[: 1 if quick else None]):
             say(f"measure {'+'.join(given)}")
-            name, times, measured = self._forward(index, given)
+            if index not in self._sized.growth:
+                self._sized.growth[index] = self._growth(given)
+            name, times = self._sized.growth[index]
+            measured = self._forked(self._work(index, given))
             found += [self._line(one, name) for one in measured]
-            if quick:
-                break
-            if can_generate and not index and measured and times > 1:
+            if can_generate and not (quick or index) and measured and times > 1:
                 say("measure generate")
                 found += [self._line(one, name) for one in self._generated(given, name, times)]
                 often = max(1, min(24, int(_LONGEST_PASS / max(0.01, measured[0].seconds))))
                 short = self._generated(given, "rows", times * often)
                 found += [self._line(one, "rows") for one in short if one.use == "decode"]
-        return found
+        return found or [empty(*self._about[:2], "not measured")]
+
+    def _work(self, index: int, given: dict[str, Any]) -> Callable[..., list[Measured]]:
+        name, times = self._sized.growth[index]
+        grow = dict(growths(given)).get(name)
+        larger = given if grow is None else grow(given, times)
+        if index < len(self._old):
+            sizes = int(self._old[index].first), int(self._old[index].second)
+            return partial(estimate_forward, given=larger, sizes=sizes)
+        return partial(measure_forward, given=larger, small=given)
 
     def _line(self, one: Measured, name: str) -> Line:
         most = max(one.first, one.second)
@@ -181,42 +206,28 @@ class _Trial:
         note = "; ".join(filter(None, notes))
         return Line(*self._about, one.use, one.inputs, *sizes, ratio, note)
 
-    def _forward(self, index: int, given: dict[str, Any]) -> tuple[str, int, list[Measured]]:
+    def _growth(self, given: dict[str, Any]) -> tuple[str, int]:
         """The first way of growth that leads to a pass of the wanted size, or to the largest."""
-        ways = dict(growths(given))
-        if index in self._sized.growth:
-            name, times = self._sized.growth[index]
-            larger = ways[name](given, times) if name in ways else given
-            work: Callable[..., list[Measured]]
-            if index < len(self._old):
-                sizes = int(self._old[index].first), int(self._old[index].second)
-                work = partial(estimate_forward, given=larger, sizes=sizes)
-            else:
-                work = partial(measure_forward, given=larger, small=given)
-            return name, times, self._forked(work)
-        best: tuple[str, int, list[Measured]] = ("not made larger", 1, [])
-        for name, grow in ways.items():
+        best, most = (_AS_IT_IS, 1), 0
+        for name, grow in growths(given):
             if not _runs(self._model, grow(given, 2)):
                 continue
-            times, measured = self._grown(given, grow)
-            if measured and (not best[2] or measured[0].first > best[2][0].first):
-                best = (name, times, measured)
-            if measured and measured[0].first >= LEAST:
+            times, size = self._grown(given, grow)
+            if size > most:
+                best, most = (name, times), size
+            if size >= LEAST:
                 break
-        if not best[2]:
-            best = (*best[:2], self._forked(partial(measure_forward, given=given, small=given)))
-        self._sized.growth[index] = best[:2]
         return best
 
-    def _grown(self, given: dict[str, Any], grow: Grow) -> tuple[int, list[Measured]]:
-        times, kept = 8, (0, list[Measured]())
+    def _grown(self, given: dict[str, Any], grow: Grow) -> tuple[int, int]:
+        times, kept = 8, (1, 0)
         while times <= _MOST_ROWS:
-            larger = grow(given, times)
-            measured = self._forked(partial(measure_forward, given=larger, small=given))
+            work = partial(size_forward, given=grow(given, times), small=given)
+            measured = self._forked(work)
             if not measured:
                 break
-            kept = (times, measured)
             first, seconds = measured[0].first, measured[0].seconds
+            kept = (times, first)
             if first >= LEAST or seconds > _LONGEST_PASS / 2:
                 break
             factor = 16 if first < 3_000_000 else max(2, _WANTED // first)

@@ -16,9 +16,6 @@ from pipeload._pass_needs import PassNeeds
 from tests.coverage_check import _run, _seed, _told
 from tests.memory_inputs import shapes_of
 
-_LONGEST_PASS = 12.0
-"""Seconds after which a pass is not run again."""
-_NOISE = 5_000_000
 _NEW_TOKENS = 3
 
 
@@ -56,14 +53,14 @@ def _estimate(meta: Any, needs: PassNeeds | None, args: Any, given: Any) -> tupl
 
 
 def measure_forward(
-    model: Any, meta: Any, given: dict[str, Any], small: dict[str, Any]
+    model: Any, meta: Any, given: dict[str, Any], small: dict[str, Any], passes: int = 2
 ) -> list[Measured]:
-    """Two equal passes, without a gradient."""
+    """Equal passes, without a gradient."""
     return_freed_memory()
     _run(model, small)
     found: list[int] = []
-    seconds = 0.0
-    for _ in range(2):
+    seconds: list[float] = []
+    for _ in range(passes):
         mine = copy.deepcopy(given)
         _seed()
         peak = _Peak()
@@ -71,13 +68,18 @@ def measure_forward(
         with torch.no_grad():
             output = model(**mine)
         found.append(peak.bytes())
-        seconds = seconds or time.monotonic() - started
+        seconds.append(time.monotonic() - started)
         del output, mine
-        if found[0] < _NOISE or seconds > _LONGEST_PASS:
-            found.append(found[0])
-            break
-    del model
-    return estimate_forward(None, meta, given, (found[0], found[1]), seconds)
+    if passes == 1:
+        return [Measured("forward", "", None, found[0], 0, seconds[0])]
+    return estimate_forward(model, meta, given, (found[0], found[1]), seconds[0])
+
+
+def size_forward(
+    model: Any, meta: Any, given: dict[str, Any], small: dict[str, Any]
+) -> list[Measured]:
+    """One pass, which is not estimated."""
+    return measure_forward(model, meta, given, small, passes=1)
 
 
 def estimate_forward(

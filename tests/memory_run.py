@@ -31,7 +31,7 @@ import torch
 from pipeload._memory import keep_few_kernels
 from tests.coverage_classes import model_types
 from tests.coverage_run import in_child
-from tests.memory_measure import LEAST, Line, lines_of
+from tests.memory_measure import LEAST, Line, empty, lines_of
 
 SECONDS = 240
 _UNDER, _WELL = 0.97, 1.3
@@ -73,7 +73,7 @@ def main() -> int:
         )
         lines, stages, ended = in_child(work, given.seconds)
         why = f"not measured: {stages[-1]}: {ended}"
-        lines = lines or [Line(model_type, *[""] * 8, why)]
+        lines = lines or [empty(model_type, "", why)]
         with given.table.open("a") as table:
             table.write("".join("\t".join(line) + "\n" for line in lines))
         told = " ".join(f"{line.use} {line.ratio}" for line in lines) + lines[0].note[-100:]
