@@ -1,4 +1,4 @@
-"""Every snippet and every command of the README, in every way in which pipeload can be there.
+"""Every snippet and every command of the README and docs/, in every way to have pipeload there.
 
     python -m tests.readme_ways smollm2
 

@@ -302,15 +302,16 @@ def test_plain_loading_beside_it(tiny: TinyCheckpoint, tmp_path: Path) -> None:
     assert not isinstance(error.value, pipeload.PipeloadError)
 
 
-def test_the_readmes_table() -> None:
+def test_the_table_of_formats() -> None:
     """Each format stands there once, with what the product's table says of it."""
-    readme = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
+    page = Path(__file__).parent.parent / "docs" / "quantised-models.md"
+    text = page.read_text(encoding="utf-8")
     for row in rows():
-        assert readme.count(f"{row}\n") == 1, row
+        assert text.count(f"{row}\n") == 1, row
 
 
 def rows() -> list[str]:
-    """The table in README.md, a line for each format."""
+    """The table in docs/quantised-models.md, a line for each format."""
     lines = []
     for name, found in FORMATS.items():
         if isinstance(found, Streamed):

@@ -34,7 +34,7 @@ from tests.streaming import FLOOR_BYTES, logits, steady_floor
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-README = Path(__file__).resolve().parent.parent / "README.md"
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "api.md"
 ROOMY = 2 * FLOOR_BYTES
 DISK = {
     "model.embed_tokens": "cpu",
@@ -565,9 +565,9 @@ def test_disable_mmap_maps_nothing(folder: Path, tmp_path: Path) -> None:
     assert f"{tmp_path}/True/" not in mapped
 
 
-def test_the_readme_says_what_each_means() -> None:
+def test_the_page_says_what_each_means() -> None:
     """Its table has the arguments that are tried here, and no others."""
-    text = README.read_text(encoding="utf-8")
+    text = PAGE.read_text(encoding="utf-8")
     section = text.partition("\n## Loading arguments\n")[2].partition("\n## ")[0]
     cells = [line.split("|")[1] for line in section.splitlines() if line.startswith("|")][2:]
     listed = [name for cell in cells for name in re.findall(r"`(\w+)`", cell) or [cell.strip()]]

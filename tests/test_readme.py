@@ -1,4 +1,4 @@
-"""What the README shows can be pasted: every snippet and every command runs.
+"""What the README and docs/ show can be pasted: every snippet and every command runs.
 
 `python -m tests.readme_ways` runs each in all the ways in which pipeload can be there already.
 """
@@ -14,14 +14,18 @@ from pathlib import Path
 import pytest
 
 README = Path(__file__).resolve().parent.parent / "README.md"
+PAGES = [README, *sorted((README.parent / "docs").glob("*.md"))]
 _FENCED = re.compile(r"^```(\w+)\n(.*?)^```$\n*", re.MULTILINE | re.DOTALL)
 
 
 def blocks() -> list[tuple[str, str, str]]:
     """Kind and text of each fenced block, and the text of a `text` block right after it."""
-    text = README.read_text(encoding="utf-8")
-    found = list(_FENCED.finditer(text))
-    followers = [*found[1:], None]
+    return [block for page in PAGES for block in _blocks(page)]
+
+
+def _blocks(page: Path) -> list[tuple[str, str, str]]:
+    found = list(_FENCED.finditer(page.read_text(encoding="utf-8")))
+    followers = [*found[1:], None][: len(found)]
     return [
         (
             match[1],
@@ -84,7 +88,7 @@ def run(arguments: list[str], place: Path, **more: str) -> str:
     return done.stdout
 
 
-def test_the_readme_has_snippets_and_commands() -> None:
+def test_there_are_snippets_and_commands() -> None:
     """The tests below would pass if nothing were found."""
     assert len(SNIPPETS) >= 2
     assert len(commands()) >= 5
