@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 import random
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -33,6 +33,7 @@ _WIDE_STEP = 256
 # prompts. Others are tried when they come.
 _LIKELY = (1, 4, 8, 17, 130, 15, 48, 3)
 _MOST_MULTIPLICATIONS = 5_000_000_000  # a tenth of a second or two
+_REMEMBERED = 4096  # answers
 _CLUSTER = 4  # rows with values lie in pages that they share
 
 
@@ -82,13 +83,20 @@ class Given(NamedTuple):
             given.stride(),
             given.data_ptr() % ALIGN,
             torch.get_num_threads(),
-            torch.get_float32_matmul_precision(),
+            _precision(),
         )
 
     @classmethod
     def rows(cls, count: int, inputs: int) -> Given:
         """`count` rows of their own, with the settings of now."""
         return cls.of(torch.empty(count, inputs, device="meta"))
+
+
+def _precision() -> str:
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:  # set in the newer way, one for each library
+        return str(torch.backends.mkldnn.matmul.fp32_precision)  # type: ignore[attr-defined]
 
 
 def row_ranges(total: int, rows: int, step: int = ROW_STEP) -> tuple[RowRange, ...]:
@@ -162,7 +170,7 @@ def _counts(cut: Cut) -> list[int]:
     return counts
 
 
-@cache
+@lru_cache(_REMEMBERED)
 def ranges_are_exact(cut: Cut, given: Given) -> bool:
     """Whether `F.linear` by the ranges of `cut` equals the whole one on this host, bit for bit.
 
