@@ -73,7 +73,7 @@ def main() -> int:
         )
         lines, stages, ended = in_child(work, given.seconds)
         why = f"not measured: {stages[-1]}: {ended}"
-        lines = lines or [Line(model_type, *[""] * 8, why)]
+        lines = lines or [Line._make([model_type, *[""] * 8, why])]
         with given.table.open("a") as table:
             table.write("".join("\t".join(line) + "\n" for line in lines))
         told = " ".join(f"{line.use} {line.ratio}" for line in lines) + lines[0].note[-100:]

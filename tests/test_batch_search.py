@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from accelerate.utils import find_executable_batch_size
+from accelerate.utils import find_executable_batch_size  # type: ignore[import-untyped]
 
 import pipeload
 from pipeload._refusals import PassMemoryLimitError

@@ -15,6 +15,7 @@ import torch
 from pipeload import _pass_trace
 from pipeload._pass_needs import PassNeeds, PassShape
 from pipeload._pass_trace import PassTrace
+from pipeload_hooks import try_out
 from tests.core.test_pass_needs import ids, printed_by
 from tests.models import random_model, tiny_config
 
@@ -29,7 +30,8 @@ return_freed_memory()
 def ids(*shape):
     return torch.randint(3, 99, shape)
 def padded(*shape):
-    return {"input_ids": ids(*shape), "attention_mask": torch.ones(shape).tril(shape[1] // 2).long()}
+    mask = torch.ones(shape).tril(shape[1] // 2).long()
+    return {"input_ids": ids(*shape), "attention_mask": mask}
 def picture(batch, side, other=None):
     return {"pixel_values": torch.randn(batch, 3, side, other or side)}
 small = dict(hidden_size=384, num_hidden_layers=4, num_attention_heads=6, intermediate_size=1536)
@@ -100,7 +102,7 @@ def on_meta(cls: Any, config: Any) -> Any:
 def bert(**more: Any) -> Any:
     from transformers import BertConfig, BertModel
 
-    sizes = {"hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 128}
+    sizes: dict[str, Any] = {"hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 128}
     return on_meta(BertModel, BertConfig(num_hidden_layers=6, **(sizes | more)))
 
 
@@ -119,7 +121,7 @@ def test_a_size_is_tried_once() -> None:
         {"input_ids": ids(32), "output_hidden_states": True},
     ]
     tried = []
-    with mock.patch.object(_pass_trace, "try_out", wraps=_pass_trace.try_out) as run:
+    with mock.patch.object(_pass_trace, "try_out", wraps=try_out) as run:
         for call in [*calls, *calls]:
             needs.for_pass((), call)
             tried.append(run.call_count)
@@ -156,7 +158,7 @@ def test_the_next_token_is_not_tried() -> None:
     """A cache with something in it is described by what is in it."""
     from transformers import LlamaModel
 
-    config = tiny_config("llama")
+    config: Any = tiny_config("llama")
     model: Any = LlamaModel(config).eval()
     needs = PassNeeds(model, config)
     with torch.inference_mode():
@@ -164,6 +166,29 @@ def test_the_next_token_is_not_tried() -> None:
     with mock.patch.object(_pass_trace, "try_out") as run:
         assert needs.for_pass((), {"input_ids": ids(1), "past_key_values": cache}) > 0
     assert not run.called
+
+
+@pytest.mark.filterwarnings("ignore:.past_key_values. is deprecated")
+def test_caches_of_fixed_sizes() -> None:
+    """Each size is another call, one whose memory is there already is, too; none is copied."""
+    from transformers import LlamaModel, StaticCache
+
+    config: Any = tiny_config("llama")
+    model: Any = LlamaModel(config).eval()
+    needs = PassNeeds(model, config)
+    taken = []
+    for length in (100, 5000):
+        cache: Any = StaticCache(config=config, max_cache_len=length)
+        call = {"input_ids": ids(8), "past_key_values": cache}
+        taken.append(needs.for_pass((), call))
+    with torch.no_grad():
+        model(**call)
+    cache.reset()
+    held = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+    assert taken[1] - taken[0] > 0.9 * held
+    assert taken[1] - needs.for_pass((), call) > 0.9 * held
+    copied = _pass_trace._without_values(cache)
+    assert all(layer.keys.is_meta and layer.values.is_meta for layer in copied.layers)
 
 
 def test_logits_that_nobody_makes_are_not_counted() -> None:
@@ -179,7 +204,13 @@ def test_an_encoder_that_is_called_by_itself() -> None:
     """`generate` does that; the same words are not its decoder's."""
     from transformers import T5Config, T5ForConditionalGeneration
 
-    sizes = {"d_model": 64, "d_ff": 128, "num_layers": 3, "num_heads": 4, "vocab_size": 50_000}
+    sizes: dict[str, Any] = {
+        "d_model": 64,
+        "d_ff": 128,
+        "num_layers": 3,
+        "num_heads": 4,
+        "vocab_size": 50_000,
+    }
     model = on_meta(T5ForConditionalGeneration, T5Config(**sizes))
     needs, call = PassNeeds(model, model.config), {"input_ids": ids(256)}
     encoder = needs.for_pass((), call, model.get_encoder())
@@ -192,8 +223,17 @@ def test_hints_stand_for_what_a_model_reads() -> None:
     """Pictures and sounds of the usual size; as many as the batch."""
     from transformers import ViTConfig, ViTModel, WhisperConfig, WhisperForConditionalGeneration
 
-    sizes = {"encoder_layers": 3, "decoder_layers": 3, "d_model": 64, "vocab_size": 60}
-    heads = {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "pad_token_id": 0}
+    sizes: dict[str, Any] = {
+        "encoder_layers": 3,
+        "decoder_layers": 3,
+        "d_model": 64,
+        "vocab_size": 60,
+    }
+    heads: dict[str, Any] = {
+        "encoder_attention_heads": 4,
+        "decoder_attention_heads": 4,
+        "pad_token_id": 0,
+    }
     whisper = on_meta(WhisperForConditionalGeneration, WhisperConfig(**sizes, **heads))
     vit = on_meta(ViTModel, ViTConfig(hidden_size=48, num_attention_heads=4, image_size=64))
     for model, call, part in (
@@ -215,7 +255,7 @@ def test_what_cannot_be_tried_is_estimated_all_the_same() -> None:
 
     assert needs.for_pass((object(), ids(3)), {"input_ids": {1: fail}}) > 0
     before = needs.for_pass((), {"input_ids": ids(200)})
-    trace = needs._trace
+    trace: Any = needs._trace
     assert trace is not None
     trace._whole.pooler.forward = fail
     trace._known.clear()

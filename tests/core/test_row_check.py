@@ -174,7 +174,8 @@ def test_the_number_of_threads_is_part_of_the_question() -> None:
 
 def test_precision_is_part_of_the_question() -> None:
     """Also where it was set in the newer way, of which the older one does not want to know."""
-    settings, usual = torch.backends.mkldnn.matmul, Given.rows(1, 64)
+    settings: Any = torch.backends.mkldnn
+    settings, usual = settings.matmul, Given.rows(1, 64)
     before = settings.fp32_precision
     settings.fp32_precision = "bf16"
     try:
