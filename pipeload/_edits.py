@@ -60,7 +60,9 @@ class Edits:
             if now[index] != self._known[index]:
                 name, _ = self._parameters[id(parameter)]
                 if not self._is_stored(parameter):
-                    self._leave(name, parameter, units, last=last)
+                    if last and self._is_lost(name, parameter):
+                        continue  # known no more than before: it may yet stream on
+                    self._leave(name, parameter, units)
                 self._known[index] = now[index]
         return True
 
@@ -92,21 +94,23 @@ class Edits:
         with torch._C.DisableTorchFunction():  # noqa: SLF001 - evicted ones would be asked one by one
             return [*map(_version, self._watched)]
 
-    def _leave(
-        self, name: str, parameter: nn.Parameter, units: Sequence[Unit], *, last: bool
-    ) -> None:
-        seats = [seat for seat in self._seats if name in seat.parameters]
-        if is_placeholder(parameter) or any(seat.packed(name) for seat in seats):
-            if last:
-                return
+    def _is_lost(self, name: str, parameter: nn.Parameter) -> bool:
+        """Whether it is not there, or cannot be left to anybody."""
+        return is_placeholder(parameter) or any(
+            seat.packed(name) for seat in self._seats if name in seat.parameters
+        )
+
+    def _leave(self, name: str, parameter: nn.Parameter, units: Sequence[Unit]) -> None:
+        if self._is_lost(name, parameter):
             raise UnsupportedOperationError(
                 f"the weight {name!r} was given other values while it streamed, and they are not "
                 "kept. Call handle.remove() to get the plain model back (pipeload.handle(model)"
                 ".remove()), change it there, and stream it again with pipeload.wrap(model, "
                 "memory_limit, spill_dir=FOLDER)."
             )
-        for seat in seats:
-            seat.leave(name, units)
+        for seat in self._seats:
+            if name in seat.parameters:
+                seat.leave(name, units)
         for table in self._tables:
             if name in table.parameters:
                 table.leave(name)

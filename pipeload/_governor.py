@@ -269,7 +269,8 @@ class Governor:
                     limit=limit,
                     smallest_limit=wanted,
                 )
-            self._recent[-1] = min(self._recent[-1], room)
+            if self._recent:
+                self._recent[-1] = min(self._recent[-1], room)
             if room < self._budget:
                 self._aim(room)
 

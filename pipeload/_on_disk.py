@@ -114,6 +114,8 @@ def changes_nothing(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> bool:
     """Whether a weight would be given what it has, or be cast to what it is."""
+    if not args:  # all by name
+        return False
     first, *others = args
     if func in _GIVING and others:
         return shows(others[0], first)

@@ -16,13 +16,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
+from pipeload._caches import is_cache, self_and_cross
 from pipeload._probe import like_lists, with_float_products
 from pipeload._twins import bare_memo, short_copy
 from pipeload_hooks import MOST_COMPUTED, Repeated, Trial, try_out
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable
+    from collections.abc import Callable, Hashable, Iterable
 
     from pipeload._twins import TwinList
 
@@ -35,6 +37,8 @@ _FEW = 64
 
 _WORDS = "input_ids"
 _HOOKED = "_output_capturing_hooks_installed"
+_ROOM = ("max_cache_len", "is_initialized")
+"""Of a layer of a cache: how many positions it has memory for, and whether that is there."""
 
 _log = logging.getLogger("pipeload")
 
@@ -206,7 +210,27 @@ def _without_values(value: Any) -> Any:
         for name, inner in value.items():
             copied[name] = _without_values(inner)
         return copied
-    return copy.deepcopy(value) if hasattr(value, "get_seq_length") else value
+    return _bare_cache(value) if is_cache(value) else value
+
+
+def _bare_cache(cache: Any) -> Any:
+    with _BareCopies():  # one of a fixed size has all its memory from the start
+        return copy.deepcopy(cache)
+
+
+class _BareCopies(TorchFunctionMode):
+    """What is copied has no values."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func is Tensor.__deepcopy__:
+            return _without_values(args[0])
+        return func(*args, **(kwargs or {}))
 
 
 def _key(value: Any, *, words: bool = False) -> Hashable:
@@ -226,4 +250,8 @@ def _key(value: Any, *, words: bool = False) -> Hashable:
         return tuple((n, _key(v, words=str(n).endswith(_WORDS))) for n, v in value.items())
     if value is None or isinstance(value, (bool, int, float, str, torch.dtype)):
         return value
-    return str(type(value))
+    caches = [getattr(part, "layers", ()) for part in self_and_cross(value)]
+    layers = [
+        tuple(getattr(layer, name, None) for name in _ROOM) for part in caches for layer in part
+    ]
+    return str(type(value)), tuple(layers)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 import random
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -36,6 +36,7 @@ _LIKELY = (1, 8, 17, 130)
 _LIKELY_IN_HALF = (1, 17)
 _MOST_MULTIPLICATIONS = 1_500_000_000  # some hundredths of a second
 _SINGLE = 4  # bytes of an element
+_REMEMBERED = 4096  # answers
 _CLUSTER = 4  # rows with values lie in pages that they share
 
 
@@ -85,13 +86,20 @@ class Given(NamedTuple):
             given.stride(),
             given.data_ptr() % ALIGN,
             torch.get_num_threads(),
-            torch.get_float32_matmul_precision(),
+            _precision(),
         )
 
     @classmethod
     def rows(cls, count: int, inputs: int) -> Given:
         """`count` rows of their own, with the settings of now."""
         return cls.of(torch.empty(count, inputs, device="meta"))
+
+
+def _precision() -> str:
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:  # set in the newer way, one for each library
+        return str(torch.backends.mkldnn.matmul.fp32_precision)  # type: ignore[attr-defined]
 
 
 def row_ranges(total: int, rows: int, step: int = ROW_STEP) -> tuple[RowRange, ...]:
@@ -168,7 +176,7 @@ def _counts(cut: Cut) -> list[int]:
     return counts
 
 
-@cache
+@lru_cache(_REMEMBERED)
 def ranges_are_exact(cut: Cut, given: Given) -> bool:
     """Whether `F.linear` by the ranges of `cut` equals the whole one on this host, bit for bit.
 

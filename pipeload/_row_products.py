@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from pipeload._layout import Weight
 
+_REMEMBERED = 32
 Multiply = Callable[[int, torch.Tensor], torch.Tensor]
 """Of the first row of a range and its values: its part of the product."""
 
@@ -69,6 +70,8 @@ class RowProducts:
             requires_grad=weight is None or weight.requires_grad,
         )
         if ranges_are_exact(cut, described):
+            if len(self._exact) >= _REMEMBERED:
+                self._exact.clear()  # each prompt may have a length of its own
             self._exact.add(key)
             return None
         if not WholeShape.is_free():

@@ -392,7 +392,7 @@ class Streamer:
             return False
         # So a pass recovers first, which is refused here: before anything is computed, since the
         # first product would wait for ever for threads of torch's, which are not there either.
-        self._open = True
+        self._gate, self._lent, self._open = PassGate(), False, True
         return self.governor.forget()
 
     def abandon(self) -> None:

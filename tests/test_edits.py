@@ -7,6 +7,7 @@ import functools
 import io
 import re
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import accelerate  # type: ignore[import-untyped]
 import pytest
@@ -14,6 +15,7 @@ import torch
 from accelerate.utils import align_module_device  # type: ignore[import-untyped]
 from safetensors.torch import save_model
 from torch import nn
+from torch.nn import functional
 from torch.nn.utils import parametrizations, prune
 from transformers import LlamaForCausalLM
 
@@ -208,8 +210,27 @@ def test_changed_inside_a_pass(tiny: TinyCheckpoint) -> None:
     for _ in range(2):
         with pytest.raises(UnsupportedOperationError, match=r"layers\.1\.mlp\.up_proj.*not kept"):
             logits(model)
+        # As where remove() finds the files to be others.
+        changed = mock.patch.object(
+            streamer_of(model).files, "check_unchanged", side_effect=KeyError
+        )
+        with changed, pytest.raises(KeyError):
+            model.pipeload.remove()
     model.pipeload.remove()
     assert torch.equal(logits(model), logits(load_plain(tiny("llama"))))
+
+
+def test_a_saved_parameter_is_a_plain_one(tiny: TinyCheckpoint) -> None:
+    """It is read where pipeload is not."""
+    model = load_streamed(tiny("llama"), spare=ENOUGH)
+    logits(model)
+    weight, file = model.model.layers[2].mlp.up_proj.weight, io.BytesIO()
+    torch.save(weight, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=True)
+    assert type(loaded) is nn.Parameter
+    assert torch.equal(loaded, weight)
+    assert vars(loaded).keys() == vars(load_plain(tiny("llama")).lm_head.weight).keys()
 
 
 def test_copied_onto_itself(tiny: TinyCheckpoint) -> None:
@@ -261,6 +282,16 @@ CALLS: dict[str, tuple[str, Callable[[Any, Path], object]]] = {
     ),
     "assigned": (r"assigning \.data", lambda model, _: give(model.lm_head)),
     "item": (r"__getitem__\(\)", lambda model, _: model.lm_head.weight[0]),
+    "by name": (
+        r"linear\(\)",
+        lambda model, _: functional.linear(input=torch.ones(64), weight=model.lm_head.weight),
+    ),
+    "shown, by name": (
+        r"linear\(\)",
+        lambda model, _: functional.linear(
+            input=torch.ones(64), weight=model.state_dict()["lm_head.weight"]
+        ),
+    ),
     "gradient": (r"\.T", lambda model, _: model.lm_head.weight.T),
 }
 

@@ -94,6 +94,30 @@ def test_ranges_that_are_not_exact(
     assert_nothing_held(model)
 
 
+def test_what_is_known_does_not_grow(tiny: TinyCheckpoint) -> None:
+    """A server's prompts have many lengths."""
+    model = load_streamed(tiny("llama"), modules=True)
+    seat = split_sites(model)[0]
+    module = seat.module()
+    for length in range(1, 100):
+        given = torch.ones(length, module.in_features)
+        assert seat.products.by_whole(module, given, given.dtype) is None
+    assert len(seat.products._exact) <= 32
+
+
+def test_a_limit_changed_before_a_replaced_forward(tiny: TinyCheckpoint) -> None:
+    """In one pass: room for the whole weight is made within the new limit."""
+    model = load_streamed(tiny("llama"), spare=500_000, modules=True)
+    wanted = logits(model)
+    assert split_sites(model)
+    model.lm_head.forward = types.MethodType(nn.Linear.forward, model.lm_head)
+    governor = streamer_of(model).governor
+    model.model.norm.register_forward_hook(
+        lambda *_: governor.take_limit(governor.plan.memory_limit + 1)
+    )
+    assert torch.equal(logits(model), wanted)
+
+
 def test_whole_where_it_fits(tiny: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights of which ranges are not exact are whole as long as the limit holds them."""
     monkeypatch.setattr(_row_check, "ranges_are_exact", lambda *_: False)

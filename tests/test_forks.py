@@ -15,7 +15,7 @@ import pipeload
 from pipeload._accountant import ACCOUNTANT
 from pipeload._memory import rss_bytes
 from tests.models import load_plain
-from tests.streaming import WAIT_SECONDS, load_streamed, logits
+from tests.streaming import IDS, WAIT_SECONDS, load_streamed, logits
 from tests.test_lifetime import in_fork
 from tests.test_scripts import environment
 
@@ -41,13 +41,16 @@ def two_threads() -> Any:
 
 
 @pytest.mark.usefixtures("two_threads")
-@pytest.mark.parametrize("used", [False, True], ids=["fresh", "used"])
-def test_a_child_is_told_before_it_computes(folder: Path, used: bool) -> None:
+@pytest.mark.parametrize("used", ["fresh", "used", "used past its hooks"])
+def test_a_child_is_told_before_it_computes(folder: Path, used: str) -> None:
     """With torch's threads lost, the first product of its pass would never end."""
     model = load_streamed(folder)
     torch.ones(1 << 20).cos()  # they are there now
-    if used:
+    if used == "used":
         logits(model)
+    elif used != "fresh":
+        with torch.no_grad():
+            model.forward(IDS)  # nobody says that it is over
     child = os.fork()
     if child == 0:
         signal.alarm(int(WAIT_SECONDS))

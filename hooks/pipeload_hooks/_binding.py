@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import nn
 
-from pipeload_hooks._evicted import OnUse, evicted_kind, note_changes, plain_kind
+from pipeload_hooks._evicted import OnUse, evicted_kind, note_changes, plain_kind, tell_uses
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -120,7 +120,7 @@ class Binding:
         """Report uses of what is evicted from now on, and count changes of what is not."""
         for name, parameter in self.parameters.items():
             if self._on_use is not None:
-                setattr(parameter, "on_use", self._on_use(name))  # noqa: B010 - of a class to come
+                tell_uses(parameter, self._on_use(name))
             if is_placeholder(parameter):
                 parameter.__class__ = self._evicted_kind(name)
             else:
@@ -135,7 +135,7 @@ class Binding:
         """Leave a parameter as it is from now on, a plain one."""
         parameter = self.parameters.pop(name)
         parameter.__class__ = self._kinds[name]
-        vars(parameter).pop("on_use", None)
+        tell_uses(parameter, None)
 
     def _evicted_kind(self, name: str) -> type:
         kind = self._kinds[name]

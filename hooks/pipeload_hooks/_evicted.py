@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator
+    from collections.abc import Collection, Iterable, Iterator, MutableMapping
 
 OnUse = Callable[[Callable[..., Any], nn.Parameter, tuple[Any, ...], Mapping[str, Any]], Any]
 """Called with a torch function, an evicted parameter that it was given, and all that it was given;
@@ -72,6 +73,18 @@ BESIDE = HARMLESS | {
 """More of the kind, which are asked between passes rather than in one."""
 
 
+_on_use: MutableMapping[nn.Parameter, OnUse] = WeakIdKeyDictionary()
+"""Not attributes of the parameters: they would be pickled with them."""
+
+
+def tell_uses(parameter: nn.Parameter, on_use: OnUse | None) -> None:
+    """Have `on_use` called for that parameter while it is evicted; nothing any more if None."""
+    if on_use is None:
+        _on_use.pop(parameter, None)
+    else:
+        _on_use[parameter] = on_use
+
+
 class Kind:
     """A class that parameters are of for a while."""
 
@@ -81,8 +94,6 @@ class Kind:
 
 class Evicted(Kind):
     """Its values are elsewhere."""
-
-    on_use: OnUse
 
     @classmethod
     def __torch_function__(
@@ -98,7 +109,7 @@ class Evicted(Kind):
                 return func(*args, **kwargs)
         found = (p for p in parameters_in((*args, *kwargs.values())) if isinstance(p, Evicted))
         parameter: Any = next(found)
-        return parameter.on_use(func, parameter, args, kwargs)
+        return _on_use[parameter](func, parameter, args, kwargs)
 
     def __repr__(self) -> str:
         """Not the values."""

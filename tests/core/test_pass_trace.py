@@ -102,7 +102,7 @@ def on_meta(cls: Any, config: Any) -> Any:
 def bert(**more: Any) -> Any:
     from transformers import BertConfig, BertModel
 
-    sizes = {"hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 128}
+    sizes: dict[str, Any] = {"hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 128}
     return on_meta(BertModel, BertConfig(num_hidden_layers=6, **(sizes | more)))
 
 
@@ -166,6 +166,29 @@ def test_the_next_token_is_not_tried() -> None:
     with mock.patch.object(_pass_trace, "try_out") as run:
         assert needs.for_pass((), {"input_ids": ids(1), "past_key_values": cache}) > 0
     assert not run.called
+
+
+@pytest.mark.filterwarnings("ignore:.past_key_values. is deprecated")
+def test_caches_of_fixed_sizes() -> None:
+    """Each size is another call, one whose memory is there already is, too; none is copied."""
+    from transformers import LlamaModel, StaticCache
+
+    config: Any = tiny_config("llama")
+    model: Any = LlamaModel(config).eval()
+    needs = PassNeeds(model, config)
+    taken = []
+    for length in (100, 5000):
+        cache: Any = StaticCache(config=config, max_cache_len=length)
+        call = {"input_ids": ids(8), "past_key_values": cache}
+        taken.append(needs.for_pass((), call))
+    with torch.no_grad():
+        model(**call)
+    cache.reset()
+    held = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+    assert taken[1] - taken[0] > 0.9 * held
+    assert taken[1] - needs.for_pass((), call) > 0.9 * held
+    copied = _pass_trace._without_values(cache)
+    assert all(layer.keys.is_meta and layer.values.is_meta for layer in copied.layers)
 
 
 def test_logits_that_nobody_makes_are_not_counted() -> None:
@@ -232,7 +255,7 @@ def test_what_cannot_be_tried_is_estimated_all_the_same() -> None:
 
     assert needs.for_pass((object(), ids(3)), {"input_ids": {1: fail}}) > 0
     before = needs.for_pass((), {"input_ids": ids(200)})
-    trace = needs._trace
+    trace: Any = needs._trace
     assert trace is not None
     trace.model.pooler.forward = fail
     trace._known.clear()

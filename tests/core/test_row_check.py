@@ -172,6 +172,19 @@ def test_the_number_of_threads_is_part_of_the_question() -> None:
         ranges_are_exact(cut, given._replace(threads=given.threads + 1))
 
 
+def test_precision_is_part_of_the_question() -> None:
+    """Also where it was set in the newer way, of which the older one does not want to know."""
+    settings: Any = torch.backends.mkldnn
+    settings, usual = settings.matmul, Given.rows(1, 64)
+    before = settings.fp32_precision
+    settings.fp32_precision = "bf16"
+    try:
+        assert Given.rows(1, 64) != usual
+    finally:
+        settings.fp32_precision = before
+    assert Given.rows(1, 64) == usual
+
+
 def test_what_cannot_be_tried() -> None:
     """No columns, no rows of input: the answer is no."""
     assert not ranges_are_exact(cut_of(0, 512, 256), Given.rows(1, 0))
