@@ -46,9 +46,11 @@ class Answer(transformers.TextStreamer):
 
     @property
     def text(self) -> str:
+        """What was shown so far."""
         return "".join(self._parts)
 
     def put(self, value: torch.Tensor) -> None:
+        """Take the prompt, and then each token as it is made."""
         if self._prompt_seen:
             self.last_token_at = time.perf_counter()
             self.tokens += 1
@@ -60,6 +62,7 @@ class Answer(transformers.TextStreamer):
         super().put(value)  # type: ignore[no-untyped-call]
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        """Show text that no later token changes."""
         shown = self._cut.add(text, end=stream_end)
         self._parts.append(shown)
         if self._write:

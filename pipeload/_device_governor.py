@@ -19,7 +19,7 @@ from pipeload._governor import MIN_STEP_BYTES, PATIENCE, STEPS, Governor
 from pipeload._host_share import HostShare
 from pipeload._hosting import choose_hosted, with_hosted
 from pipeload._memory import parse_limit
-from pipeload._refusals import PassMemoryLimitError
+from pipeload._out_of_memory import PassMemoryLimitError
 from pipeload._sizes import format_size
 from pipeload.errors import MemoryLimitError
 

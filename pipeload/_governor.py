@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from pipeload._accountant import ACCOUNTANT, host_limit_alone
 from pipeload._memory import PeakSince, parse_limit
+from pipeload._out_of_memory import PassMemoryLimitError
 from pipeload._pressure import PressureGauge
-from pipeload._refusals import PassMemoryLimitError
 from pipeload._reserve import (
     KERNEL_BYTES,
     WARM_UP_BYTES,

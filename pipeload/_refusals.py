@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import nn
 
-from pipeload.errors import MemoryLimitError, UnsupportedModelError, UnsupportedOperationError
+from pipeload.errors import UnsupportedModelError, UnsupportedOperationError
 from pipeload_hooks import EvictedWeightWatch, inside_compiled_call
 
 if TYPE_CHECKING:
@@ -26,15 +26,6 @@ _ADAPTED = (
     "Call handle.remove() (pipeload.handle(model).remove()), then pipeload.wrap(model) while this "
     "adapter is active: what it uses is then in memory whenever it runs."
 )
-
-
-class PassMemoryLimitError(MemoryLimitError, torch.OutOfMemoryError):
-    """A pass that does not fit, as those who search for a batch size know it.
-
-    They catch torch's own error, or a RuntimeError that speaks of being out of memory. Not made
-    where the other errors are: they are there without torch.
-    """
-
 
 Call = tuple[int, tuple[bool, ...], frozenset[tuple[str, bool]]]
 """How a model is called: which module of it, and with which arguments, each one token or not."""
