@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from pipeload._device import Device
+    from pipeload._build import Options
     from pipeload._request import Request
     from pipeload._spill import Spill
 
@@ -60,13 +60,13 @@ def wrap(
     _refuse(inner)
     check_limits(request)
     advise_openmp()
-    pending = _open(inner, checkpoint, kwargs, request.options.device)
+    pending = _open(inner, checkpoint, kwargs, request.options)
     meta = [name for name, parameter in inner.named_parameters() if parameter.is_meta]
     if meta:
         _fill(inner, meta, pending, request)
         return
     live = match(inner, pending)
-    live, spill = check_values(live, pending, spill_dir)
+    live, spill = check_values(live, pending, spill_dir, request.options.read_timeout)
     try:
         _stream(live, pending, request, spill, model)
     except BaseException as error:
@@ -119,13 +119,13 @@ def _open(
     model: Any,
     checkpoint: str | os.PathLike[str] | None,
     kwargs: Mapping[str, Any],
-    device: Device | None,
+    wanted: Options,
 ) -> _transformers.PendingLoad | None:
     """The model's checkpoint, None for a model that was made without one."""
     source = checkpoint if checkpoint is not None else getattr(model, "name_or_path", "")
     if not str(source):
         return None
-    options = check_source(source, kwargs, device)
+    options = check_source(source, kwargs, wanted.device)
     options.pop("config", None)  # the model has it
     commit = getattr(model.config, "_commit_hash", None)  # 5.24 does not remember it any more
     if checkpoint is None and commit and not Path(source).is_dir():
@@ -136,7 +136,7 @@ def _open(
         if quantised is not None:
             config.quantization_config = quantised
     load = partial(type(model).from_pretrained, source, config=config, **options)
-    return _takeover.peek(load, device)
+    return _takeover.peek(load, wanted.device, wanted.read_timeout)
 
 
 def _stream(

@@ -79,7 +79,6 @@ FLOORS = (
         "_placement",
         "_plan",
         "_unit",
-        "_whole",
     },
     {
         "_accountant",
@@ -95,6 +94,7 @@ FLOORS = (
         "_places",
         "_restore",
         "_rows",
+        "_stored",
         "_widths",
         "_adapters",
         "_copies",
