@@ -15,6 +15,7 @@ from pipeload._copies import allow_copies
 from pipeload._edits import Edits
 from pipeload._first_pass import FirstPass
 from pipeload._handle import Handle
+from pipeload._hf_marks import mark_initialised
 from pipeload._home import Home
 from pipeload._layout import Weight, lay_out
 from pipeload._notebook_bar import NotebookBar, in_notebook
@@ -164,8 +165,7 @@ class Assembly:
                     parameter = set_parameter(model, name, data, requires_grad=requires_grad)
                 else:
                     parameter.data = data  # adapters may hold on to the parameter
-            # The library initialises what lacks this mark.
-            parameter._is_hf_initialized = True  # noqa: SLF001
+            mark_initialised(parameter)
             filled[name] = (parameter, weight)
         return filled
 

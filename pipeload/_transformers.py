@@ -35,6 +35,7 @@ from transformers.utils import logging as library_logging
 from pipeload._arena import DTYPE_CODES, DTYPES
 from pipeload._checkpoint import stamps_of
 from pipeload._formats import FORMATS, Streamed
+from pipeload._hf_marks import is_initialised, mark_initialised
 from pipeload._int4_order import kernel_order
 from pipeload._layout import Conversion, Weight
 from pipeload._packed_linear import INT8_ALIGNMENT, Int4Linear, Int8Linear, PackedLinear
@@ -303,8 +304,8 @@ class PendingLoad:
             alone = not any(True for _ in module.children()) and not any(
                 True for _ in module.buffers()
             )
-            if alone and own and all(getattr(p, "_is_hf_initialized", False) for p in own):
-                module._is_hf_initialized = True  # type: ignore[assignment]
+            if alone and own and all(map(is_initialised, own)):
+                mark_initialised(module)
 
     def finish(self, info: Any) -> None:
         """Have the library initialise what `load_rest` has not loaded, as it does for its own."""
