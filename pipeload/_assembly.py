@@ -10,10 +10,12 @@ from pipeload import _forks, _guards, _transformers
 from pipeload._adapters import Adapters
 from pipeload._arena import DTYPES
 from pipeload._build import MAPPED, TABLE_KEEP_BYTES, Build
+from pipeload._checkpoint import stamps_of
 from pipeload._copies import allow_copies
 from pipeload._edits import Edits
 from pipeload._first_pass import FirstPass
 from pipeload._handle import Handle
+from pipeload._hf_marks import mark_initialised
 from pipeload._home import Home
 from pipeload._layout import Weight, lay_out
 from pipeload._notebook_bar import NotebookBar, in_notebook
@@ -99,7 +101,8 @@ class Assembly:
         self._pressure = pressure
         self._undo: list[Callable[[], None]] = []
         paths = source.files
-        files = FileSet(paths, build.stream_mode, build.read_timeout, _stamps(parts.weights))
+        stamps = stamps_of(entry for weight in parts.weights for entry in weight.sources)
+        files = FileSet(paths, build.stream_mode, build.read_timeout, stamps)
         convert = source.converter()
         wholes = [site.whole for site in parts.sites if site.whole is not None]
         mapped = list(paths) if plan.io_mode == MAPPED else None
@@ -162,8 +165,7 @@ class Assembly:
                     parameter = set_parameter(model, name, data, requires_grad=requires_grad)
                 else:
                     parameter.data = data  # adapters may hold on to the parameter
-            # The library initialises what lacks this mark.
-            parameter._is_hf_initialized = True  # noqa: SLF001
+            mark_initialised(parameter)
             filled[name] = (parameter, weight)
         return filled
 
@@ -222,7 +224,7 @@ class Assembly:
         undo.append(partial(_make_plain, parameters))
         for parameter in parameters:
             note_changes(parameter)
-        edits = Edits(self._seats, self._streamer.tables, weights.own)
+        edits = Edits(self._seats, self._streamer.tables, weights.own, self._streamer.files)
         undo.append(edits.disarm)
         self._streamer.attach(modules, adapters, edits)
         sites = [site.module for site in self._parts.sites]
@@ -253,12 +255,6 @@ class Assembly:
 def _make_plain(parameters: Sequence[nn.Parameter]) -> None:
     for parameter in parameters:
         parameter.__class__ = plain_kind(parameter)
-
-
-def _stamps(weights: list[Weight]) -> dict[Path, tuple[int, int]]:
-    """What the files were when their headers were read."""
-    entries = (entry for weight in weights for entry in weight.sources)
-    return {entry.file: entry.stamp for entry in entries if entry.stamp is not None}
 
 
 def _reader_of(

@@ -25,7 +25,6 @@ from pipeload._checkpoint_json import show
 from pipeload._layout import Weight
 from pipeload._nf4 import QuickProduct, install, quick_product
 from pipeload._repack import BITSANDBYTES, TILE_ROWS, repack
-from pipeload._whole import read_whole
 from pipeload.errors import CheckpointError, UnsupportedModelError
 from pipeload_hooks import Companion, placeholder
 
@@ -67,6 +66,7 @@ class PackedWeight:
         name: str,
         module: Any,
         parts: Mapping[str, TensorEntry],
+        read: Callable[[TensorEntry], torch.Tensor],
         where: torch.device | str = _CPU,
     ) -> None:
         """Check that they belong together.
@@ -75,12 +75,14 @@ class PackedWeight:
             name: of the parameter in the model.
             module: a Linear4bit or Linear8bitLt that has it.
             parts: stored tensors, by what the library calls them.
+            read: gets one.
             where: the device that computes with it.
 
         Raises:
             CheckpointError: one is missing, malformed or of another weight.
+            ReadError: one could not be read.
         """
-        self.name, self._module, self._parts = name, module, parts
+        self.name, self._module, self._parts, self._read = name, module, parts, read
         self._where = torch.device(where)
         self._rows: int = module.out_features
         self._columns: int = module.in_features
@@ -145,10 +147,14 @@ class PackedWeight:
         return items * item + (8 * factors if nested else 0) + kept
 
     def prepare(self) -> Prepared:
-        """Read the statistics, and build what the module computes with."""
+        """Read the statistics, and build what the module computes with.
+
+        Raises:
+            ReadError: they could not be read.
+        """
         entry = self._parts["weight"]
         empty = placeholder(entry.shape, DTYPES[entry.dtype], self._where)
-        others = {name: read_whole(e) for name, e in self._parts.items() if name != "weight"}
+        others = {name: self._read(e) for name, e in self._parts.items() if name != "weight"}
         if not self._bits4:
             return self._prepare_8bit(empty, others["SCB"].to(self._where))
         from bitsandbytes.nn.modules import Params4bit
@@ -232,7 +238,7 @@ class PackedWeight:
         self._require_bytes("weight", self._rows * self._columns)
         self._require_items("SCB", self._rows, "F32")
         stored = self._parts.get("weight_format")
-        if stored is not None and int(read_whole(stored).sum()) != _ROWS_FORMAT:
+        if stored is not None and int(self._read(stored).sum()) != _ROWS_FORMAT:
             raise self._malformed("its values are not stored row by row")
 
     def _read_state(self, entry: TensorEntry) -> dict[str, Any]:
@@ -241,7 +247,7 @@ class PackedWeight:
                 f"its quantisation state is {entry.nbytes} bytes of {entry.dtype}"
             )
         try:
-            state = json.loads(bytes(read_whole(entry).numpy()))
+            state = json.loads(bytes(self._read(entry).numpy()))
         except (ValueError, RecursionError) as error:
             raise self._malformed(f"its quantisation state cannot be read ({error})") from error
         if not isinstance(state, dict) or state.get("quant_type") not in {"nf4", "fp4"}:

@@ -25,7 +25,7 @@ from pipeload._checkpoint_json import (
 from pipeload.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
 __all__ = [
     "ITEM_BITS",
@@ -34,6 +34,7 @@ __all__ = [
     "check_folder",
     "open_checkpoint",
     "read_header",
+    "stamps_of",
 ]
 
 # Every dtype code of safetensors 0.8. Bits, because F4 and F6 items are smaller than a byte.
@@ -95,6 +96,11 @@ class Checkpoint:
     def total_bytes(self) -> int:
         """Bytes of all tensors together, headers not counted."""
         return sum(entry.nbytes for entry in self.entries.values())
+
+
+def stamps_of(entries: Iterable[TensorEntry]) -> dict[Path, tuple[int, int]]:
+    """What the files were when their headers were read, as `FileSet` asks."""
+    return {entry.file: entry.stamp for entry in entries if entry.stamp is not None}
 
 
 def open_checkpoint(

@@ -8,7 +8,7 @@ import torch
 
 from pipeload._arena import DTYPES
 from pipeload._mappings import mappings_of
-from pipeload._whole import read_whole
+from pipeload._stored import PIECE_BYTES, read_pieces, read_whole
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from pipeload._checkpoint import TensorEntry
     from pipeload._layout import Weight
     from pipeload._placement import Convert
+    from pipeload._reader import FileSet
 
-_CHUNK_BYTES = 16 << 20
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -31,14 +31,18 @@ def differing(
     weights: Mapping[str, Weight],
     live: Mapping[str, torch.Tensor],
     convert: Convert,
-    files: Sequence[Path],
+    files: FileSet,
+    mapped: Sequence[Path] = (),
 ) -> Iterator[str]:
     """Names of those `live` tensors that are not what `weights` reads from `files`, one by one.
 
-    A tensor that is still a mapping of its file is not read: see
+    A tensor that still maps one of `mapped` is not read: see
     [Note: what tells that a mapped weight is unchanged].
+
+    Raises:
+        ReadError: a tensor could not be read, so nothing is known of it.
     """
-    mappings = mappings_of(files)
+    mappings = mappings_of(mapped)
     groups: dict[str, list[Weight]] = {}
     for name, weight in weights.items():
         tensor, source = live[name], weight.sources[0]
@@ -48,22 +52,22 @@ def differing(
             yield name
         elif weight.raw and tensor.is_contiguous():
             address = tensor.data_ptr()
-            mapped = any(m.holds(address, source.file, source.start) for m in mappings)
-            if not mapped and not _equal(source, tensor):
+            shown = any(m.holds(address, source.file, source.start) for m in mappings)
+            if not shown and not _equal(source, tensor, files):
                 yield name
-        elif not _equal(source, tensor):
+        elif not _equal(source, tensor, files):
             yield name
     for group in groups.values():
-        yield from _differing_of_group(group, live, convert)
+        yield from _differing_of_group(group, live, convert, files)
 
 
 def _differing_of_group(
-    group: Sequence[Weight], live: Mapping[str, torch.Tensor], convert: Convert
+    group: Sequence[Weight], live: Mapping[str, torch.Tensor], convert: Convert, files: FileSet
 ) -> Iterator[str]:
     from pipeload._layout import lay_out
 
     (conversion,) = lay_out(group).conversions
-    stored = {entry.name: read_whole(entry) for entry, _ in conversion.sources}
+    stored = {entry.name: read_whole(entry, files) for entry, _ in conversion.sources}
     made = {w.name: torch.empty(w.shape, dtype=DTYPES[w.dtype]) for w in group}
     convert(conversion, stored, made)
     for weight in group:
@@ -71,24 +75,15 @@ def _differing_of_group(
             yield weight.name
 
 
-def _equal(source: TensorEntry, tensor: torch.Tensor) -> bool:
+def _equal(source: TensorEntry, tensor: torch.Tensor, files: FileSet) -> bool:
     """Compare piece by piece: neither the file nor the tensor is held twice."""
     dtype = DTYPES[source.dtype]
-    flat = tensor.detach().reshape(-1)
-    step = _CHUNK_BYTES // dtype.itemsize
-    buffer = bytearray(min(_CHUNK_BYTES, source.nbytes))
-    with source.file.open("rb", buffering=0) as file:
-        file.seek(source.start)
-        for first in range(0, flat.numel(), step):
-            part = flat[first : first + step]
-            wanted = part.numel() * dtype.itemsize
-            view, got = memoryview(buffer)[:wanted], 0
-            while got < wanted and (count := file.readinto(view[got:])):
-                got += count
-            stored = torch.frombuffer(buffer, dtype=dtype, count=part.numel())
-            if got < wanted or not _same_bits(stored.to(part.dtype), part):
-                return False
-    return True
+    parts = tensor.detach().reshape(-1).split(PIECE_BYTES // dtype.itemsize)
+    pieces = read_pieces(source, files)
+    return all(
+        _same_bits(torch.frombuffer(piece, dtype=dtype).to(part.dtype), part)
+        for part, piece in zip(parts, pieces, strict=False)
+    )
 
 
 def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:

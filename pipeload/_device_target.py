@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
+from pipeload import _hf_marks
 from pipeload._device_buffers import DeviceSlot, SlotSize
 from pipeload._device_governor import DeviceGovernor
 from pipeload._device_place import DevicePlace
@@ -73,9 +74,7 @@ class DeviceTarget:
             for name, buffer in list(module.named_buffers(recurse=False)):
                 if buffer.device != self.where:
                     module._buffers[name] = buffer.to(self.where)  # noqa: SLF001 - its own
-        if "hf_device_map" not in vars(model):
-            vars(model)["hf_device_map"] = {"": self.where}
-            undo.append(partial(vars(model).pop, "hf_device_map", None))
+        _hf_marks.place(model, self.where, undo)
 
 
 class _DevicePlaces:

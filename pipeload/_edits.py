@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from pipeload._layout import Weight
+    from pipeload._reader import FileSet
     from pipeload._seats import Seat
     from pipeload._tables import TableSeat
     from pipeload._unit import Unit
@@ -32,11 +33,15 @@ class Edits:
     """Knows, of all weights that are evicted now and then, how often each was changed."""
 
     def __init__(
-        self, seats: Sequence[Seat], tables: Sequence[TableSeat], weights: Mapping[int, Weight]
+        self,
+        seats: Sequence[Seat],
+        tables: Sequence[TableSeat],
+        weights: Mapping[int, Weight],
+        files: FileSet,
     ) -> None:
-        """`weights` are those of the checkpoint, by the `id` of their parameter."""
+        """`weights` are those of the checkpoint's `files`, by the `id` of their parameter."""
         owners: list[Seat | TableSeat] = [*seats, *tables]
-        self._seats, self._tables, self._weights = seats, tables, weights
+        self._seats, self._tables, self._weights, self._files = seats, tables, weights, files
         self._parameters = {
             id(p): (name, p) for owner in owners for name, p in owner.parameters.items()
         }
@@ -52,6 +57,7 @@ class Edits:
 
         Raises:
             UnsupportedOperationError: what was written to a weight is gone, or cannot be left.
+            ReadError: what a weight was before could not be read.
         """
         now = self._versions()
         if now == self._known:
@@ -88,7 +94,8 @@ class Edits:
         shown = {weight.name: parameter.detach()}
         if parameter.shape != weight.shape or parameter.dtype != DTYPES[weight.dtype]:
             return False
-        return next(differing({weight.name: weight}, shown, no_conversion, ()), None) is None
+        found = differing({weight.name: weight}, shown, no_conversion, self._files)
+        return next(found, None) is None
 
     def _versions(self) -> list[int]:
         with torch._C.DisableTorchFunction():  # noqa: SLF001 - evicted ones would be asked one by one

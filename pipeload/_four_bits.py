@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from pipeload._checkpoint import TensorEntry
+    from pipeload._quantised_tensor import Reading
 
 KINDS = ("nf4", "fp4")
 BLOCK = 64
@@ -36,8 +37,6 @@ class Recipe(NamedTuple):
     """Whether the statistics are quantised, too."""
     dtype: torch.dtype
     """That the weight is quantised from, and multiplied as."""
-    items: int
-    """At once."""
 
 
 def require() -> None:
@@ -55,7 +54,7 @@ def require() -> None:
         ) from error
 
 
-def quantised(entry: TensorEntry, recipe: Recipe) -> Step:
+def quantised(entry: TensorEntry, recipe: Recipe, reading: Reading) -> Step:
     """A weight of [rows, columns] as 4-bit values, and what goes with it."""
     items = math.prod(entry.shape)
     blocks = items // BLOCK
@@ -67,14 +66,14 @@ def quantised(entry: TensorEntry, recipe: Recipe) -> Step:
         shape = shapes.get(name, tuple(made.shape))
         nbytes = math.prod(shape) * made.element_size()
         tensors.append(Tensor(f"{entry.name}.{name}", DTYPE_CODES[made.dtype], shape, nbytes))
-    return Step(tuple(tensors), partial(_pieces, entry, recipe))
+    return Step(tuple(tensors), partial(_pieces, entry, recipe, reading))
 
 
-def _pieces(entry: TensorEntry, recipe: Recipe) -> Iterator[memoryview]:
+def _pieces(entry: TensorEntry, recipe: Recipe, reading: Reading) -> Iterator[memoryview]:
     from bitsandbytes.functional import quantize_4bit
 
     found: list[torch.Tensor] = []
-    for weight in read_weight(entry, recipe.items):
+    for weight in read_weight(entry, reading):
         packed, state = quantize_4bit(weight.to(recipe.dtype), quant_type=recipe.kind)
         found.append(state.absmax)
         yield bytes_of(packed)

@@ -15,8 +15,10 @@ import torch
 from torch import nn
 
 from pipeload._arena import DTYPE_CODES
+from pipeload._checkpoint import stamps_of
 from pipeload._compare import differing, no_conversion
 from pipeload._layout import Weight
+from pipeload._reader import FileSet
 from pipeload._sites import ADAPTED
 from pipeload._spill import Spill
 from pipeload.errors import CheckpointError
@@ -100,10 +102,18 @@ def check_values(
     live: Live,
     pending: PendingLoad | None,
     spill_dir: str | os.PathLike[str] | None,
+    read_timeout: float | None,
 ) -> tuple[Live, Spill | None]:
-    """Weights that are not the checkpoint's: refused, or written where they can be read."""
+    """Weights that are not the checkpoint's: refused, or written where they can be read.
+
+    Raises:
+        CheckpointError: one is not, and there is no `spill_dir`.
+        ReadError: what the checkpoint holds could not be read.
+    """
     parameters = dict(live.model.named_parameters())
-    found = differing(live.weights, parameters, live.convert, live.files)
+    stamps = stamps_of(entry for weight in live.weights.values() for entry in weight.sources)
+    files = FileSet(live.files, "buffered", read_timeout, stamps)
+    found = differing(live.weights, parameters, live.convert, files, live.files)
     if spill_dir is None:
         first = next(itertools.chain(live.others, found), None)
         _refuse_first(live, pending, first)

@@ -78,7 +78,7 @@ class Loading:
             built.append(assembly)
             return report
 
-        with _takeover.take_over_loading(stream, device):
+        with _takeover.take_over_loading(stream, device, self.request.options.read_timeout):
             result = load(pretrained_model_name_or_path, *args, **passed_on)
         for assembly in built:
             assembly.finish(result[0] if isinstance(result, tuple) else result)

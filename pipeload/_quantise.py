@@ -13,16 +13,19 @@ import torch
 import transformers
 
 from pipeload import _model_card
-from pipeload._checkpoint import lacking
+from pipeload._checkpoint import lacking, stamps_of
 from pipeload._four_bits import KINDS
 from pipeload._int4_order import BLOCK_ROWS
 from pipeload._loading import check_source
 from pipeload._memory import parse_limit, rss_bytes
 from pipeload._quantise_forms import Form, FourBitForm, IntegerForm
-from pipeload._quantised_tensor import PIECE_BYTES, copied
+from pipeload._quantised_tensor import Reading, copied
+from pipeload._reader import FileSet
 from pipeload._rounding import GROUPS, ZERO_POINTS
 from pipeload._shards import Output, Step, divide, shard_name
 from pipeload._sizes import format_size, parse_size
+from pipeload._stalls import resolve_timeout
+from pipeload._stored import PIECE_BYTES
 from pipeload._takeover import peek
 from pipeload.errors import (
     CheckpointError,
@@ -140,10 +143,13 @@ def make(
     pending = _open(pretrained, kwargs)
     chosen, kept = _choose(pending, form)
     config = form.config(pending.model, kept)
-    items = _items(memory_limit, chosen)
     entries = sorted(pending.checkpoint.entries.values(), key=lambda e: (str(e.file), e.start))
+    files = FileSet(pending.files, "buffered", resolve_timeout("auto"), stamps_of(entries))
+    reading = Reading(files, _items(memory_limit, chosen))
     steps = [
-        form.step(entry, chosen[entry.name], items) if entry.name in chosen else copied(entry)
+        form.step(entry, chosen[entry.name], reading)
+        if entry.name in chosen
+        else copied(entry, files)
         for entry in entries
     ]
     floats = _model_card.Floats(

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from pipeload._checkpoint import TensorEntry
+    from pipeload._quantised_tensor import Reading
     from pipeload._shards import Step
 
 
@@ -52,8 +53,8 @@ class Form(Protocol):
     def fits(self, module: nn.Linear) -> bool:
         """Whether a weight of its shape can be quantised."""
 
-    def step(self, entry: TensorEntry, module: nn.Linear, items: int) -> Step:
-        """A weight's tensors, made of so many items at once."""
+    def step(self, entry: TensorEntry, module: nn.Linear, reading: Reading) -> Step:
+        """A weight's tensors, as they come from the source."""
 
     def parts(self, module: nn.Linear) -> int:
         """In how many its weight is stored."""
@@ -92,14 +93,14 @@ class IntegerForm:
         """Whether the kernel takes it."""
         return self._config.fits(module)
 
-    def step(self, entry: TensorEntry, module: nn.Linear, items: int) -> Step:
+    def step(self, entry: TensorEntry, module: nn.Linear, reading: Reading) -> Step:
         """In the dtype that is stored."""
         c = self._config
         rounding: Rounding = to_int8
         if c.bits == 4:
             rounding = partial(to_int4, group=c.group_size or 0, zero_points=c.method)
-        recipe = Recipe(rounding, c.bits, c.group_size or 0, c.order or "", items)
-        return quantised(entry, recipe, c.parts(*entry.shape))
+        recipe = Recipe(rounding, c.bits, c.group_size or 0, c.order or "")
+        return quantised(entry, recipe, c.parts(*entry.shape), reading)
 
     def parts(self, module: nn.Linear) -> int:
         """More than one for large weights."""
@@ -133,10 +134,10 @@ class FourBitForm:
         rows, columns = module.weight.shape
         return min(rows, columns) > 0 and rows % TILE_ROWS == 0 and columns % _four_bits.BLOCK == 0
 
-    def step(self, entry: TensorEntry, module: nn.Linear, items: int) -> Step:
+    def step(self, entry: TensorEntry, module: nn.Linear, reading: Reading) -> Step:
         """In the dtype that the library would load the weight in."""
-        recipe = _four_bits.Recipe(self.name, self._double, module.weight.dtype, items)
-        return _four_bits.quantised(entry, recipe)
+        recipe = _four_bits.Recipe(self.name, self._double, module.weight.dtype)
+        return _four_bits.quantised(entry, recipe, reading)
 
     def parts(self, module: nn.Linear) -> int:
         """One."""

@@ -12,17 +12,24 @@ from pipeload._arena import DTYPES
 from pipeload._int4_order import BLOCK_ROWS, pack
 from pipeload._packed_linear import Int4Linear, Int8Linear
 from pipeload._shards import Step, Tensor
-from pipeload.errors import CheckpointError, ReadError
+from pipeload._stored import read_pieces
+from pipeload.errors import CheckpointError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from pipeload._checkpoint import TensorEntry
+    from pipeload._reader import FileSet
     from pipeload._rounding import Rounding
     from pipeload._row_check import RowRange
 
-PIECE_BYTES = 16 << 20
-"""The most that is copied at once."""
+
+class Reading(NamedTuple):
+    """From where weights are read, and how much of one."""
+
+    files: FileSet
+    items: int
+    """At once."""
 
 
 class Recipe(NamedTuple):
@@ -32,17 +39,17 @@ class Recipe(NamedTuple):
     bits: int
     group: int
     order: str
-    items: int
-    """At once."""
 
 
-def copied(entry: TensorEntry) -> Step:
+def copied(entry: TensorEntry, files: FileSet) -> Step:
     """A tensor as it is."""
     tensor = Tensor(entry.name, entry.dtype, entry.shape, entry.nbytes)
-    return Step((tensor,), partial(_read_pieces, entry, PIECE_BYTES))
+    return Step((tensor,), partial(read_pieces, entry, files))
 
 
-def quantised(entry: TensorEntry, recipe: Recipe, parts: Sequence[RowRange]) -> Step:
+def quantised(
+    entry: TensorEntry, recipe: Recipe, parts: Sequence[RowRange], reading: Reading
+) -> Step:
     """A weight of [rows, columns] as integers, and what goes with it; one after the other part."""
     stem = entry.name.removesuffix("weight")
     stems = [stem] if len(parts) == 1 else [f"{stem}parts.{i}." for i in range(len(parts))]
@@ -50,7 +57,7 @@ def quantised(entry: TensorEntry, recipe: Recipe, parts: Sequence[RowRange]) -> 
     tensors = [
         made for part, stem in zip(rows, stems, strict=True) for made in _made(part, stem, recipe)
     ]
-    return Step(tuple(tensors), partial(_quantised_pieces, rows, recipe))
+    return Step(tuple(tensors), partial(_quantised_pieces, rows, recipe, reading))
 
 
 def _rows(entry: TensorEntry, start: int, stop: int) -> TensorEntry:
@@ -73,29 +80,31 @@ def _made(entry: TensorEntry, stem: str, recipe: Recipe) -> tuple[Tensor, Tensor
     return weight, Tensor(f"{stem}{Int4Linear.statistics}", entry.dtype, shape, nbytes)
 
 
-def _quantised_pieces(parts: Sequence[TensorEntry], recipe: Recipe) -> Iterator[memoryview]:
+def _quantised_pieces(
+    parts: Sequence[TensorEntry], recipe: Recipe, reading: Reading
+) -> Iterator[memoryview]:
     for part in parts:
         extras: list[torch.Tensor] = []
-        for weight in read_weight(part, recipe.items):
+        for weight in read_weight(part, reading):
             values, extra = recipe.rounding(weight)
             extras.append(extra)
             yield bytes_of(values if recipe.bits == 8 else pack(values, recipe.order))
         yield bytes_of(torch.cat(extras, 0 if recipe.bits == 8 else 1))
 
 
-def read_weight(entry: TensorEntry, items: int) -> Iterator[torch.Tensor]:
+def read_weight(entry: TensorEntry, reading: Reading) -> Iterator[torch.Tensor]:
     """A weight's rows, about so many items at once, in memory that the next ones overwrite.
 
     Multiples of 64 rows, and then the rest.
 
     Raises:
         CheckpointError: a value is not finite.
-        ReadError: the file cannot be read.
+        ReadError: as `read_pieces`.
     """
     _, columns = entry.shape
-    step = max(BLOCK_ROWS, items // columns // BLOCK_ROWS * BLOCK_ROWS)
+    step = max(BLOCK_ROWS, reading.items // columns // BLOCK_ROWS * BLOCK_ROWS)
     dtype = DTYPES[entry.dtype]
-    for piece in _read_pieces(entry, step * columns * dtype.itemsize):
+    for piece in read_pieces(entry, reading.files, step * columns * dtype.itemsize):
         weight = torch.frombuffer(piece, dtype=dtype).view(-1, columns)
         if not bool(weight.isfinite().all()):
             raise CheckpointError(
@@ -110,24 +119,3 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     """What a tensor holds, in order."""
     view: memoryview = tensor.reshape(-1).view(torch.uint8).numpy().data
     return view
-
-
-def _read_pieces(entry: TensorEntry, nbytes: int) -> Iterator[memoryview]:
-    """A tensor's bytes, at most `nbytes` at a time, in memory that the next piece overwrites."""
-    buffer = memoryview(bytearray(min(nbytes, entry.nbytes)))
-    for start in range(0, entry.nbytes, max(1, nbytes)):
-        piece = buffer[: min(nbytes, entry.nbytes - start)]
-        try:
-            with entry.file.open("rb") as file:
-                file.seek(entry.start + start)
-                got = file.readinto(piece)
-        except OSError as error:
-            raise ReadError(
-                f"tensor {entry.name!r} of {str(entry.file)!r} could not be read: {error}. Check "
-                "the disk, then run the same command again."
-            ) from error
-        if got != len(piece):
-            raise ReadError(
-                f"{str(entry.file)!r} ends within tensor {entry.name!r}. Download the file again."
-            )
-        yield piece

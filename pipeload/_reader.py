@@ -106,13 +106,12 @@ class FileSet:
             except OSError as error:
                 raise ReadError(
                     f"reading {str(path)!r} at byte {first + got} failed: {error}. Check the disk, "
-                    "then call the model again."
+                    "then do the same again."
                 ) from error
             if count == 0:
                 raise ReadError(
                     f"{str(path)!r} ended at byte {first + got}, {wanted - got} bytes early: it "
-                    "was cut short after it was opened. Restore the file and load the model "
-                    "again."
+                    "was cut short after it was opened. Restore the file, then begin again."
                 )
             got += count
         if self._forget is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -14,7 +13,7 @@ from pipeload._memory import parse_limit
 from pipeload._open_device import open_device
 from pipeload._reader import IO_MODES
 from pipeload._reserve import PassHint
-from pipeload._stalls import DEFAULT_SECONDS, VARIABLE
+from pipeload._stalls import resolve_timeout
 from pipeload.errors import OptionError
 
 if TYPE_CHECKING:
@@ -84,7 +83,7 @@ def make_request(
     found = None if outer is None else outer.device
     if device is not None:
         found = open_device(device)
-    timeout = _resolve_timeout(read_timeout)
+    timeout = resolve_timeout(read_timeout)
     if found is None:
         if host_memory_limit is not None:
             raise host_limit_alone(host_memory_limit)
@@ -133,30 +132,6 @@ def _resolve_limit(memory_limit: int | str, outer: Options | None) -> tuple[int,
         return parse_limit(named), False
     except OptionError as error:
         raise OptionError(f"the environment variable {LIMIT_VARIABLE}: {error}") from None
-
-
-def _resolve_timeout(read_timeout: float | str | None) -> float | None:
-    """Seconds, None for no limit; what "auto" means stands in the environment."""
-    if read_timeout is None:
-        return None
-    if read_timeout != "auto":
-        return _check_timeout(read_timeout, f"read_timeout={read_timeout!r}")
-    named = os.environ.get(VARIABLE, "").strip()
-    if not named:
-        return DEFAULT_SECONDS
-    return _check_timeout(named, f"the environment variable {VARIABLE}={named!r}")
-
-
-def _check_timeout(value: float | str, what: str) -> float | None:
-    try:
-        seconds = -1.0 if isinstance(value, bool) else float(value)
-    except (TypeError, ValueError):
-        seconds = -1.0
-    if not 0 <= seconds < math.inf:
-        raise OptionError(
-            f"{what} must be seconds, 0 or more. Set 120, say; 0 (or None) waits for ever."
-        )
-    return seconds or None
 
 
 def _is_whole(value: object) -> bool:

@@ -8,12 +8,14 @@ and what it was for goes on as if it had only been slow.
 
 from __future__ import annotations
 
+import math
+import os
 import threading
 import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
-from pipeload.errors import ReadError
+from pipeload.errors import OptionError, ReadError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -62,7 +64,35 @@ class Stalls:
             raise ReadError(
                 f"reading {str(path)!r} at byte {place} has not returned for {now - began:.1f} "
                 "seconds: the disk, or the network behind it, does not answer. Check the disk and "
-                "its mount, then run the model again: once the disk answers, it goes on. If the "
-                f"disk is only slow, pass a larger read_timeout= than {self.seconds:g} (None: wait "
-                f"for ever), or set {VARIABLE}."
+                "its mount, then do the same again: once the disk answers, it goes on. If it is "
+                f"only slow, set read_timeout= (where that is no option, {VARIABLE}) to more than "
+                f"{self.seconds:g} seconds; 0 waits for ever."
             )
+
+
+def resolve_timeout(read_timeout: float | str | None) -> float | None:
+    """Seconds, None for no limit; what "auto" means stands in the environment.
+
+    Raises:
+        OptionError: it is neither.
+    """
+    if read_timeout is None:
+        return None
+    if read_timeout != "auto":
+        return _check_timeout(read_timeout, f"read_timeout={read_timeout!r}")
+    named = os.environ.get(VARIABLE, "").strip()
+    if not named:
+        return DEFAULT_SECONDS
+    return _check_timeout(named, f"the environment variable {VARIABLE}={named!r}")
+
+
+def _check_timeout(value: float | str, what: str) -> float | None:
+    try:
+        seconds = -1.0 if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError):
+        seconds = -1.0
+    if not 0 <= seconds < math.inf:
+        raise OptionError(
+            f"{what} must be seconds, 0 or more. Set 120, say; 0 (or None) waits for ever."
+        )
+    return seconds or None

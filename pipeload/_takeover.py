@@ -33,6 +33,7 @@ from pipeload._formats import (
 )
 from pipeload._loading_args import check_devices, no_checkpoint
 from pipeload._patch import Patch
+from pipeload._stalls import resolve_timeout
 from pipeload._transformers import PendingLoad, quantised_by
 from pipeload.errors import CheckpointError, PipeloadError, UnsupportedModelError
 
@@ -55,15 +56,19 @@ load at once can leave such a replacement behind (`tie_weights` that does nothin
 
 @contextlib.contextmanager
 def take_over_loading(
-    stream: Callable[[PendingLoad], Any], device: Device | None = None
+    stream: Callable[[PendingLoad], Any],
+    device: Device | None = None,
+    read_timeout: float | str | None = "auto",
 ) -> Iterator[None]:
     """Inside, this thread's next `from_pretrained` gives its meta model to `stream`.
 
     It is to compute on `device`, the CPU if None. `stream` must fill or replace every parameter and
     return the library's loading report.
     """
+    seconds = resolve_timeout(read_timeout)
     with _LOAD, _QUANTIZER:
         _thread.pending, _thread.where = stream, None if device is None else device.where
+        _thread.read_timeout = seconds
         try:
             yield
         finally:
@@ -76,7 +81,11 @@ class _Found(Exception):  # noqa: N818 - carries a result out of the library's l
         self.pending = pending
 
 
-def peek(load: Callable[[], object], device: Device | None = None) -> PendingLoad | None:
+def peek(
+    load: Callable[[], object],
+    device: Device | None = None,
+    read_timeout: float | str | None = "auto",
+) -> PendingLoad | None:
     """What `load`'s `from_pretrained` was about to fill with weights; None if it loads none.
 
     Whoever may answer for it is not asked. No weights are read.
@@ -86,7 +95,7 @@ def peek(load: Callable[[], object], device: Device | None = None) -> PendingLoa
         raise _Found(pending)
 
     try:
-        with intercept_loading(plainly), take_over_loading(stop, device):
+        with intercept_loading(plainly), take_over_loading(stop, device, read_timeout):
             load()
     except _Found as found:
         return found.pending
@@ -171,7 +180,7 @@ def _load(
     _refuse_pickled(checkpoint_files)
     index = (load_config.sharded_metadata or {}).get("weight_map")
     checkpoint = open_checkpoint([Path(file) for file in checkpoint_files], index)
-    return stream(PendingLoad(model, checkpoint, load_config)), None
+    return stream(PendingLoad(model, checkpoint, load_config, _thread.read_timeout)), None
 
 
 def _get_quantizer(

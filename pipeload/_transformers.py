@@ -12,6 +12,7 @@ import re
 import weakref
 from copy import deepcopy
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,13 +33,17 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 from transformers.utils import logging as library_logging
 
 from pipeload._arena import DTYPE_CODES, DTYPES
+from pipeload._checkpoint import stamps_of
 from pipeload._formats import FORMATS, Streamed
+from pipeload._hf_marks import is_initialised, mark_initialised
 from pipeload._int4_order import kernel_order
 from pipeload._layout import Conversion, Weight
 from pipeload._packed_linear import INT8_ALIGNMENT, Int4Linear, Int8Linear, PackedLinear
 from pipeload._patch import Patch
+from pipeload._reader import FileSet
 from pipeload._recipes import Recipe
 from pipeload._repack import AS_IT_IS, Repack
+from pipeload._stored import read_whole
 from pipeload._wide_product import temporary_bytes
 from pipeload.errors import CheckpointError
 
@@ -54,10 +59,17 @@ if TYPE_CHECKING:
 class PendingLoad:
     """A model on the meta device, and what its checkpoint holds for it."""
 
-    def __init__(self, model: PreTrainedModel, checkpoint: Checkpoint, config: Any) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        checkpoint: Checkpoint,
+        config: Any,
+        read_timeout: float | None,
+    ) -> None:
         self.model = model
         self.checkpoint = checkpoint
         self._config = config
+        self._read_timeout = read_timeout
         self._mapping = deepcopy(config.weight_mapping or [])  # some renamings keep state
         self._recipes = self._match_keys()
         self.packed = self._find_packed()
@@ -75,7 +87,7 @@ class PendingLoad:
 
     def into(self, model: PreTrainedModel) -> PendingLoad:
         """The same for another model of the same shape."""
-        return PendingLoad(model, self.checkpoint, self._config)
+        return PendingLoad(model, self.checkpoint, self._config, self._read_timeout)
 
     def weights(self) -> dict[str, Weight]:
         """Every parameter that is read, cast or converted from the file alone, by name.
@@ -189,6 +201,9 @@ class PendingLoad:
         from pipeload._bitsandbytes import PackedWeight, is_packed
 
         where = (self._config.device_map or {}).get("", "cpu")
+        entries = self.checkpoint.entries.values()
+        files = FileSet(self.files, "buffered", self._read_timeout, stamps_of(entries))
+        read = partial(read_whole, files=files)
         found: dict[str, PackedWeight] = {}
         for path, module in self.model.named_modules():
             if is_packed(module):
@@ -197,7 +212,7 @@ class PendingLoad:
                 parts = {pattern: entry for entry, pattern in recipe.sources}
                 if recipe.dtype is not None:  # it came alone
                     parts = {"weight": recipe.sources[0][0]}
-                found[name] = PackedWeight(name, module, parts, where)
+                found[name] = PackedWeight(name, module, parts, read, where)
         return found
 
     def weight_count(self) -> int:
@@ -289,8 +304,8 @@ class PendingLoad:
             alone = not any(True for _ in module.children()) and not any(
                 True for _ in module.buffers()
             )
-            if alone and own and all(getattr(p, "_is_hf_initialized", False) for p in own):
-                module._is_hf_initialized = True  # type: ignore[assignment]
+            if alone and own and all(map(is_initialised, own)):
+                mark_initialised(module)
 
     def finish(self, info: Any) -> None:
         """Have the library initialise what `load_rest` has not loaded, as it does for its own."""

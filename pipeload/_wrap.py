@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeload import _takeover, _transformers
+from pipeload import _hf_marks, _takeover, _transformers
 from pipeload._advice import advise_openmp
 from pipeload._assembly import Assembly
 from pipeload._device_target import make_target
@@ -38,14 +38,13 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from pipeload._device import Device
+    from pipeload._build import Options
     from pipeload._request import Request
     from pipeload._spill import Spill
 
 _log = logging.getLogger("pipeload")
 _TENSORS = ("_parameters", "_buffers")
 """Where a module has its own."""
-_MARK = "_is_hf_initialized"
 
 
 def wrap(
@@ -60,13 +59,13 @@ def wrap(
     _refuse(inner)
     check_limits(request)
     advise_openmp()
-    pending = _open(inner, checkpoint, kwargs, request.options.device)
+    pending = _open(inner, checkpoint, kwargs, request.options)
     meta = [name for name, parameter in inner.named_parameters() if parameter.is_meta]
     if meta:
         _fill(inner, meta, pending, request)
         return
     live = match(inner, pending)
-    live, spill = check_values(live, pending, spill_dir)
+    live, spill = check_values(live, pending, spill_dir, request.options.read_timeout)
     try:
         _stream(live, pending, request, spill, model)
     except BaseException as error:
@@ -96,7 +95,7 @@ def _refuse(model: nn.Module) -> None:
                 f"this {name} is streamed already. Change its limit with "
                 "pipeload.handle(model).set_memory_limit()."
             )
-        if hasattr(module, "_hf_hook"):
+        if _hf_marks.is_dispatched(module):
             raise OptionError(
                 f"this {name} was spread over devices by accelerate, which moves its weights "
                 "itself. Load it without device_map= or offload_folder=, then wrap it."
@@ -119,15 +118,15 @@ def _open(
     model: Any,
     checkpoint: str | os.PathLike[str] | None,
     kwargs: Mapping[str, Any],
-    device: Device | None,
+    wanted: Options,
 ) -> _transformers.PendingLoad | None:
     """The model's checkpoint, None for a model that was made without one."""
     source = checkpoint if checkpoint is not None else getattr(model, "name_or_path", "")
     if not str(source):
         return None
-    options = check_source(source, kwargs, device)
+    options = check_source(source, kwargs, wanted.device)
     options.pop("config", None)  # the model has it
-    commit = getattr(model.config, "_commit_hash", None)  # 5.24 does not remember it any more
+    commit = _hf_marks.commit_of(model.config)
     if checkpoint is None and commit and not Path(source).is_dir():
         options.setdefault("revision", commit)
     config = copy.deepcopy(model.config)
@@ -136,7 +135,7 @@ def _open(
         if quantised is not None:
             config.quantization_config = quantised
     load = partial(type(model).from_pretrained, source, config=config, **options)
-    return _takeover.peek(load, device)
+    return _takeover.peek(load, wanted.device, wanted.read_timeout)
 
 
 def _stream(
@@ -248,7 +247,8 @@ def _fill(
 
 def _tensors_of(model: nn.Module) -> Callable[[], None]:
     """Remember parameters, buffers, and what is marked as initialised; the result puts it back."""
-    names = (*_TENSORS, _MARK)
+    mark = _hf_marks.INITIALISED
+    names = (*_TENSORS, mark)
     before = [
         (vars(module), {name: copy.copy(vars(module).get(name)) for name in names})
         for module in model.modules()
@@ -258,7 +258,7 @@ def _tensors_of(model: nn.Module) -> Callable[[], None]:
         for own, remembered in before:
             for kind in _TENSORS:
                 own[kind].update(remembered[kind])
-            if not remembered[_MARK]:  # else the library would not initialise it again
-                own.pop(_MARK, None)
+            if not remembered[mark]:  # else the library would not initialise it again
+                own.pop(mark, None)
 
     return put_back

@@ -47,6 +47,7 @@ ELSEWHERE = {
     "the environment variable <variable>: <error>": "the same value given as the option",
     "the environment variable PIPELOAD_MEMORY_LIMIT: <error>": "the same value given as "
     "`memory_limit=`",
+    "tensor '<name>': <error>": "the same said of a file, in this list",
 }
 
 _NO_CURE = ""

@@ -43,7 +43,6 @@ from pipeload.errors import (
     MemoryLimitError,
     OptionError,
     PipeloadError,
-    ReadError,
     UnsupportedModelError,
     UnsupportedOperationError,
 )
@@ -55,7 +54,7 @@ from tests.test_cli import loud_libraries as loud_libraries  # noqa: PLC0414 - a
 from tests.test_eval import save_tokenizer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
     from pathlib import Path
 
     from tests.conftest import TinyCheckpoint
@@ -298,32 +297,6 @@ def test_a_prompt_without_tokens(floats: Path, tmp_path: Path) -> None:
 
 
 # -- quantising ------------------------------------------------------------------------------------
-
-
-def cut(file: Path) -> None:
-    os.truncate(file, 100_000)
-
-
-@pytest.mark.parametrize(
-    ("spoil", "message"),
-    [(cut, "ends within tensor"), (os.unlink, "could not be read")],
-    ids=["cut", "gone"],
-)
-def test_a_source_that_changes_meanwhile(
-    spoil: Callable[[Path], None], message: str, floats: Path, tmp_path: Path
-) -> None:
-    """What was read so far is no checkpoint."""
-    folder = shutil.copytree(floats, tmp_path / "source")
-
-    def progress(done: int, _total: int) -> None:
-        if done and not spoilt:
-            spoilt.append(done)
-            spoil(folder / "model.safetensors")
-
-    spoilt: list[int] = []
-    with pytest.raises(ReadError, match=message):
-        pipeload.quantize(folder, tmp_path / "target", progress=progress)
-    assert not (tmp_path / "target").exists()
 
 
 def test_a_target_that_appears_meanwhile(floats: Path, tmp_path: Path) -> None:

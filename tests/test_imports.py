@@ -31,6 +31,7 @@ FLOORS = (
         "_passlog",
         "_patch",
         "_rounding",
+        "_hf_marks",
         "_home",
         "_floor",
         "_slots",
@@ -80,7 +81,6 @@ FLOORS = (
         "_placement",
         "_plan",
         "_unit",
-        "_whole",
     },
     {
         "_accountant",
@@ -96,6 +96,7 @@ FLOORS = (
         "_places",
         "_restore",
         "_rows",
+        "_stored",
         "_widths",
         "_adapters",
         "_copies",
@@ -304,6 +305,15 @@ def test_who_imports_what() -> None:
     assert users_of("pipeload_hooks") == FILES_ON_THE_HOOKS
     assert users_of("torch") & WITHOUT_TORCH == set()
     assert users_of("psutil") == {"_memory"}
+
+
+@pytest.mark.parametrize(
+    "mark", ["_is_hf_initialized", "_commit_hash", "_hf_hook", "hf_device_map"]
+)
+def test_marks_of_the_library_are_in_one_file(mark: str) -> None:
+    """What it notes on models is private, and may be called something else one day."""
+    found = [file.name for file in FILES if mark in file.read_text(encoding="utf-8")]
+    assert found == ["_hf_marks.py"]
 
 
 def fresh(code: str) -> str:

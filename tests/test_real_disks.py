@@ -11,14 +11,16 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
-from pipeload import ReadError, _mounts
+import pipeload
+from pipeload import ReadError, _mounts, _placement, _stored
 from pipeload._checkpoint import read_header
 from pipeload._reader import FileSet
+from tests.models import load_plain
 from tests.streaming import (
     Reference,
     assert_nothing_held,
@@ -205,6 +207,30 @@ def test_a_network_mount(fuse: Fuse, expected: Reference, monkeypatch: pytest.Mo
         check(model, expected)
         # The row reader of a pass that ended comes and goes.
         assert {t for t in our_threads() if t in before} == before
+    model.pipeload.remove()
+
+
+@linux
+@pytest.mark.filterwarnings("ignore:the checkpoint is on a network")
+def test_wrapping_on_a_network_mount(fuse: Fuse, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights are compared with their file, and the disk goes away in the middle of that."""
+    model = load_plain(fuse.point, dtype=torch.float64)  # cast, so no mapping says what it is
+    expected, read = logits(model), _placement.read_into
+    words = {"hang": "has not returned for", "fail": "failed.*Errno 5"}
+    for state, problem in words.items():
+
+        def broken(*args: Any, state: str = state) -> tuple[int, int]:
+            fuse.become(state)
+            return read(*args)
+
+        monkeypatch.setattr(_stored, "read_into", broken)
+        with pytest.raises(ReadError, match=rf"tensor '.*': reading '.*' at byte \d+ {problem}"):
+            pipeload.wrap(model, "100GB", read_timeout=0.4)
+        monkeypatch.setattr(_stored, "read_into", read)
+        fuse.become("well")
+        assert torch.equal(logits(model), expected)
+    pipeload.wrap(model, "100GB", read_timeout=0.4)
+    assert torch.equal(logits(model), expected)
     model.pipeload.remove()
 
 

@@ -344,7 +344,7 @@ def test_mapped_weights_are_not_read(folder: Path, monkeypatch: pytest.MonkeyPat
     model = plain(folder)
     compared: list[str] = []
 
-    def note(source: Any, _tensor: object) -> bool:
+    def note(source: Any, *_: object) -> bool:
         compared.append(source.name)
         return True
 

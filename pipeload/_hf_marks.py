@@ -1,0 +1,48 @@
+"""Private parts of transformers and accelerate: what they note on models, modules and parameters.
+
+Seen in transformers 5.24.0 and accelerate 1.15.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+    from torch import nn
+
+INITIALISED: Final = "_is_hf_initialized"
+"""Set on a parameter or module: the library initialises whatever lacks it."""
+_DEVICE_MAP: Final = "hf_device_map"
+"""Set on a model: where its modules are, as pipelines and PEFT ask."""
+
+
+def mark_initialised(what: nn.Parameter | nn.Module) -> None:
+    """Have the library leave the values alone that are there."""
+    vars(what)[INITIALISED] = True
+
+
+def is_initialised(parameter: nn.Parameter) -> bool:
+    """Whether the library would leave it alone."""
+    return bool(vars(parameter).get(INITIALISED, False))
+
+
+def is_dispatched(module: nn.Module) -> bool:
+    """Whether accelerate moves this module's weights while it runs."""
+    return hasattr(module, "_hf_hook")
+
+
+def commit_of(config: Any) -> str | None:
+    """The revision that a model is from. 5.24 itself does not remember it any more."""
+    return getattr(config, "_commit_hash", None)
+
+
+def place(model: nn.Module, where: torch.device, undo: list[Callable[[], None]]) -> None:
+    """Have the model say that all of it is there, unless it says something already."""
+    own = vars(model)
+    if _DEVICE_MAP not in own:
+        own[_DEVICE_MAP] = {"": where}
+        undo.append(partial(own.pop, _DEVICE_MAP, None))
