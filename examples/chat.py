@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from transformers import AutoTokenizer, TextStreamer
 
 import pipeload
-from pipeload._demo_model import default_model_folder, make_smollm2
+from pipeload.demo.model import default_model_folder, make_smollm2
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -16,7 +16,7 @@ from typing import Any
 from transformers import AutoTokenizer
 
 import pipeload
-from pipeload._demo_model import default_model_folder, make_smollm2
+from pipeload.demo.model import default_model_folder, make_smollm2
 
 QUESTION = "What is the capital of France, and what is it known for?"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from pipeload import _everywhere, _on_import
+from pipeload.entry import everywhere
 from pipeload.errors import (
     CheckpointChangedError,
     CheckpointError,
@@ -16,15 +16,16 @@ from pipeload.errors import (
     UnsupportedModelError,
     UnsupportedOperationError,
 )
+from pipeload.system import on_import
 
 if TYPE_CHECKING:
     from typing import Any
 
-    from pipeload._api import from_pretrained, handle, plan, smallest_limit, streaming, wrap
-    from pipeload._handle import Handle
-    from pipeload._plan import Plan
-    from pipeload._quantise import quantize
-    from pipeload._stats import Stats
+    from pipeload.budget.plan import Plan
+    from pipeload.engine.handle import Handle
+    from pipeload.engine.stats import Stats
+    from pipeload.entry.api import from_pretrained, handle, plan, smallest_limit, streaming, wrap
+    from pipeload.quantiser.quantise import quantize
 
 __version__ = "0.1.0"
 __all__ = [
@@ -50,21 +51,21 @@ __all__ = [
 
 # Loaded when first asked for: importing pipeload imports neither torch nor transformers.
 _HOMES = {
-    "Handle": "pipeload._handle",
-    "Plan": "pipeload._plan",
-    "Stats": "pipeload._stats",
-    "from_pretrained": "pipeload._api",
-    "handle": "pipeload._api",
-    "plan": "pipeload._api",
-    "quantize": "pipeload._quantise",
-    "smallest_limit": "pipeload._api",
-    "streaming": "pipeload._api",
-    "wrap": "pipeload._api",
+    "Handle": "pipeload.engine.handle",
+    "Plan": "pipeload.budget.plan",
+    "Stats": "pipeload.engine.stats",
+    "from_pretrained": "pipeload.entry.api",
+    "handle": "pipeload.entry.api",
+    "plan": "pipeload.entry.api",
+    "quantize": "pipeload.quantiser.quantise",
+    "smallest_limit": "pipeload.entry.api",
+    "streaming": "pipeload.entry.api",
+    "wrap": "pipeload.entry.api",
 }
 
 
 def _register_quantizer() -> None:
-    import pipeload._quantizer  # noqa: F401 - registers
+    import pipeload.formats.integers.quantizer  # noqa: F401 - registers
 
 
 def __getattr__(name: str) -> object:
@@ -72,7 +73,7 @@ def __getattr__(name: str) -> object:
         raise AttributeError(f"module 'pipeload' has no attribute {name!r}")
     import importlib
 
-    if _HOMES[name] in {"pipeload._api", "pipeload._quantise"}:
+    if _HOMES[name] in {"pipeload.entry.api", "pipeload.quantiser.quantise"}:
         _import_torch()
     value = getattr(importlib.import_module(_HOMES[name]), name)
     globals()[name] = value
@@ -86,7 +87,7 @@ def _import_torch() -> None:
     """
     import torch  # noqa: F401
 
-    from pipeload._floor import lower_floor
+    from pipeload.system.library_pages import lower_floor
 
     lower_floor()
 
@@ -98,21 +99,21 @@ def __dir__() -> list[str]:
 def load_ipython_extension(shell: Any) -> None:
     """`%load_ext pipeload` in a notebook: adds `%pipeload 4GB`."""
     _import_torch()
-    from pipeload import _notebook
+    from pipeload.entry import notebook
 
-    _notebook.load(shell)
+    notebook.load(shell)
 
 
 def unload_ipython_extension(shell: Any) -> None:
     """`%unload_ext pipeload`."""
-    from pipeload import _notebook
+    from pipeload.entry import notebook
 
-    _notebook.unload(shell)
+    notebook.unload(shell)
 
 
 # Then plain `from_pretrained` loads what `quantize` has made.
-_on_import.when_imported("transformers.quantizers.auto", _register_quantizer)
+on_import.when_imported("transformers.quantizers.auto", _register_quantizer)
 
 # "auto" is what the variable says; it is read, and refused if it means nothing, when a model loads.
 if os.environ.get("PIPELOAD_MEMORY_LIMIT"):
-    _everywhere.stream_when_imported("auto")
+    everywhere.stream_when_imported("auto")

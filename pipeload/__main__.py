@@ -17,10 +17,10 @@ def command() -> None:
 
 def _import_cli() -> ModuleType:
     try:
-        from pipeload import cli
+        from pipeload.cli import commands
     except KeyboardInterrupt:
         sys.exit(130)
-    return cli
+    return commands
 
 
 # Of the command itself, not of a script that would follow.
@@ -31,12 +31,12 @@ def main() -> None:
     """Choose by what was typed first: one of the commands, or a script and options before it."""
     # As for the commands: OpenMP looks at this once, when torch is imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    cli = _import_cli()
+    commands = _import_cli()
     words = sys.argv[1:]
-    if not words or words[0] in {*cli.command_names(), *_OPTIONS}:
-        cli.main()
+    if not words or words[0] in {*commands.command_names(), *_OPTIONS}:
+        commands.main()
     else:
-        from pipeload._run_script import run
+        from pipeload.entry.script import run
 
         run(words)
 

@@ -51,7 +51,7 @@ def measure(options: argparse.Namespace) -> None:
     """Under the environment that is set."""
     import torch
 
-    from pipeload._memory import return_freed_memory
+    from pipeload.system.memory import return_freed_memory
     from tests.plain_loops import use_plain_loops
 
     torch.set_num_threads(options.threads)
@@ -112,10 +112,11 @@ def contenders(rows: int, columns: int, dtype: torch.dtype) -> dict[str, Step]:
     import torch
     from bitsandbytes.nn.modules import Linear4bit
 
-    from pipeload import _nf4, _nf4_kernel
-    from pipeload._int4_order import kernel_order, pack
-    from pipeload._packed_linear import Int4Linear, Int8Linear
-    from pipeload._rounding import to_int4, to_int8
+    from pipeload.formats.bitsandbytes import kernel
+    from pipeload.formats.bitsandbytes import product as bitsandbytes_product
+    from pipeload.formats.integers.linear import Int4Linear, Int8Linear
+    from pipeload.formats.integers.order import kernel_order, pack
+    from pipeload.formats.integers.rounding import to_int4, to_int8
 
     plain = torch.nn.Linear(columns, rows, bias=False, dtype=dtype)
     weight = plain.weight.detach()
@@ -129,16 +130,16 @@ def contenders(rows: int, columns: int, dtype: torch.dtype) -> dict[str, Step]:
     nf4 = make(columns, rows, bias=False, compute_dtype=dtype, quant_type="nf4")
     nf4.weight.data = weight.float()
     nf4 = nf4.to("cpu").eval()
-    ours = _nf4.quick_product(nf4, "nf4", 64)
-    _nf4._checked_fill.cache_clear()
-    compiled, _nf4_kernel.compiled = _nf4_kernel.compiled, lambda: None  # type: ignore[assignment]
-    tables = _nf4.quick_product(nf4, "nf4", 64)
-    _nf4_kernel.compiled = compiled
-    _nf4._checked_fill.cache_clear()
+    ours = bitsandbytes_product.quick_product(nf4, "nf4", 64)
+    bitsandbytes_product._checked_fill.cache_clear()
+    compiled, kernel.compiled = kernel.compiled, lambda: None  # type: ignore[assignment]
+    tables = bitsandbytes_product.quick_product(nf4, "nf4", 64)
+    kernel.compiled = compiled
+    bitsandbytes_product._checked_fill.cache_clear()
     if ours is None or tables is None:
         raise SystemExit("pipeload leaves this to bitsandbytes here.")
 
-    def by(product: _nf4.QuickProduct) -> Step:
+    def by(product: bitsandbytes_product.QuickProduct) -> Step:
         def step(given: torch.Tensor) -> torch.Tensor:
             made = product(nf4, given)
             assert made is not None

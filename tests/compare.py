@@ -34,7 +34,7 @@ import json, sys, time, torch, transformers
 from transformers import AutoModelForCausalLM
 from transformers.models.llama import modeling_llama
 from transformers.generation.streamers import BaseStreamer
-import transformers.generation, accelerate, pipeload, pipeload._api
+import transformers.generation, accelerate, pipeload, pipeload.entry.api
 transformers.utils.logging.disable_progress_bar()
 kind, folder, limit, tokens, extra = sys.argv[1:]
 limit, tokens = int(limit), int(tokens)

@@ -17,8 +17,8 @@ from unittest import mock
 import torch
 
 import pipeload
-from pipeload import _build, _residency, _sites
-from pipeload._accountant import ACCOUNTANT, Accountant
+from pipeload.budget import cut, make_plan, residency
+from pipeload.budget.accounts import ACCOUNTANT, Accountant
 from tests.coverage_classes import classes_of
 from tests.coverage_configs import RECIPES, config_for, is_small, tiny_config
 from tests.coverage_inputs import candidates
@@ -74,14 +74,14 @@ class WrongError(Exception):
 def tiny_planning() -> Iterator[None]:
     """Plans of tiny models look like those of large ones: all but vectors is worth streaming."""
     with (
-        mock.patch.object(_build, "rss_bytes", return_value=_FLOOR_BYTES),
-        mock.patch.object(_build, "lower_floor"),
+        mock.patch.object(make_plan, "rss_bytes", return_value=_FLOOR_BYTES),
+        mock.patch.object(make_plan, "lower_floor"),
         mock.patch.object(Accountant, "other_bytes", return_value=_FLOOR_BYTES),
-        mock.patch.object(_build, "SMALLEST_SLACK_BYTES", 0),
-        mock.patch.object(_build, "CHUNKS", (1 << 14,)),
-        mock.patch.object(_sites, "CHUNKS", (1 << 14,)),
-        mock.patch.object(_sites, "_TABLE_BYTES", 1 << 12),
-        mock.patch.object(_residency, "_TINY_BYTES", 256),
+        mock.patch.object(make_plan, "SMALLEST_SLACK_BYTES", 0),
+        mock.patch.object(make_plan, "CHUNKS", (1 << 14,)),
+        mock.patch.object(cut, "CHUNKS", (1 << 14,)),
+        mock.patch.object(cut, "_TABLE_BYTES", 1 << 12),
+        mock.patch.object(residency, "_TINY_BYTES", 256),
     ):
         yield
 

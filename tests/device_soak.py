@@ -25,8 +25,8 @@ if __name__ == "__main__":
 import torch
 
 import pipeload
-from pipeload._accountant import ACCOUNTANT
-from pipeload._hosting import choose_hosted
+from pipeload.budget.accounts import ACCOUNTANT
+from pipeload.devices.host_tier import choose_hosted
 from tests.fake_device import FakeDevice
 from tests.models import load_plain, save_random
 from tests.streaming import Reference, generated, logits
@@ -135,9 +135,9 @@ def main() -> int:
         folder = save_random("llama", Path(scratch) / "llama", "bf16", seed=7)
         soak = Soak(folder, options.seed)
         with (
-            mock.patch("pipeload._request.open_device", return_value=soak.device),
-            mock.patch("pipeload._device_plan.choose_hosted", soak.choose),
-            mock.patch("pipeload._device_governor.choose_hosted", soak.choose),
+            mock.patch("pipeload.entry.request.open_device", return_value=soak.device),
+            mock.patch("pipeload.devices.make_plan.choose_hosted", soak.choose),
+            mock.patch("pipeload.devices.governor.choose_hosted", soak.choose),
         ):
             end = time.monotonic() + options.seconds
             while time.monotonic() < end:

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 import pipeload
-from pipeload._accountant import Accountant
-from pipeload._pages import PAGE
+from pipeload.budget.accounts import Accountant
 from pipeload.errors import MemoryLimitError
+from pipeload.system.pages import PAGE
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -29,14 +29,14 @@ ROOMY = 4_000_000_000
 @pytest.fixture(autouse=True)
 def steady_floor(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every plan of the test assumes that this process holds `FLOOR_BYTES`."""
-    monkeypatch.setattr("pipeload._build.rss_bytes", lambda: FLOOR_BYTES)
-    monkeypatch.setattr("pipeload._restore.rss_bytes", lambda: FLOOR_BYTES)
-    monkeypatch.setattr("pipeload._build.lower_floor", lambda: 0)
+    monkeypatch.setattr("pipeload.budget.make_plan.rss_bytes", lambda: FLOOR_BYTES)
+    monkeypatch.setattr("pipeload.engine.restore.rss_bytes", lambda: FLOOR_BYTES)
+    monkeypatch.setattr("pipeload.budget.make_plan.lower_floor", lambda: 0)
     monkeypatch.setattr(Accountant, "other_bytes", lambda _self: FLOOR_BYTES)
     # Each model is alone: one that is about to be let go has no part in the limit.
     monkeypatch.setattr(Accountant, "clients", property(lambda _self: []))
     # A process that never grows needs none, and a tiny model would fit in it.
-    monkeypatch.setattr("pipeload._build.SMALLEST_SLACK_BYTES", 0)
+    monkeypatch.setattr("pipeload.budget.make_plan.SMALLEST_SLACK_BYTES", 0)
 
 
 def smallest_limit(folder: Path, **options: Any) -> int:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pipeload._device import ALIGN
+from pipeload.weights.device import ALIGN
 from tests.streaming import WAIT_SECONDS
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     import pytest
 
-    from pipeload._device import Event
+    from pipeload.weights.device import Event
 
 
 class FakeEvent:
@@ -275,10 +275,10 @@ def lend(monkeypatch: pytest.MonkeyPatch, *, hosting: bool = True) -> Iterator[F
     Without `hosting` no block stays in host memory: those of small models all would.
     """
     made = FakeDevice()
-    for user in ("_request", "_cli_plan"):
+    for user in ("entry.request", "cli.plan"):
         monkeypatch.setattr(f"pipeload.{user}.open_device", lambda _name: made)
     if not hosting:
-        for user in ("_device_plan", "_device_governor"):
+        for user in ("devices.make_plan", "devices.governor"):
             monkeypatch.setattr(f"pipeload.{user}.choose_hosted", lambda *_args: frozenset())
     yield made
     gc.collect()

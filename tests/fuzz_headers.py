@@ -33,7 +33,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SECONDS = 1.0
 SPARE_BYTES = 256 << 20
 MESSAGE_LETTERS = 4000
-PARSERS = ("_checkpoint", "_checkpoint_json", "_checkpoint_folder")
+PARSERS = ("checkpoint.headers", "checkpoint.untrusted_json", "checkpoint.folder")
 NASTY: list[Any] = [
     *(None, True, False, 0, -1, 1, 2**31, 2**63, 2**64 - 1, 2**64, 10**300, -(2**70), 1.5, 1e308),
     *("", "F32", "BF16", "F4", "../x", "/etc/passwd", "\x1b[31m", "\ud800", "\u202e", "a" * 3000),
@@ -55,10 +55,10 @@ class Target:
     """The two parsers, and a folder for what they read."""
 
     def __init__(self, folder: Path) -> None:
-        from pipeload import _checkpoint
+        from pipeload.checkpoint import headers
         from pipeload.errors import CheckpointError
 
-        self._module, self._refusal = _checkpoint, CheckpointError
+        self._module, self._refusal = headers, CheckpointError
         self._header = folder / "header.safetensors"
         self._index = folder / "model.safetensors.index.json"
         self._shards = [folder / "a.safetensors", folder / "b.safetensors"]
@@ -126,7 +126,7 @@ def pack(header: bytes) -> bytes:
 
 def table(rows: list[tuple[str, str, list[int]]]) -> tuple[dict[str, Any], int]:
     """A valid header, and how many bytes follow it."""
-    from pipeload._checkpoint import ITEM_BITS
+    from pipeload.checkpoint.headers import ITEM_BITS
 
     made: dict[str, Any] = {}
     end = 0
@@ -258,7 +258,7 @@ def show_coverage(folder: Path, count: int, seed: int) -> None:
         return
     for name in PARSERS:
         del sys.modules[f"pipeload.{name}"]  # to be traced from their first line
-    files = [f"*/pipeload/{name}.py" for name in PARSERS]
+    files = [f"*/pipeload/{name.replace('.', '/')}.py" for name in PARSERS]
     traced = coverage.Coverage(branch=True, include=files, data_file=None, config_file=False)
     with traced.collect():
         mutate(Target(folder), count, seed)

@@ -36,7 +36,7 @@ hint = int(sys.argv[6])
 step = max(10, min(100, new // 10))
 ids = (torch.arange(100 * batch).view(batch, 100) * 37) % 30000 + 5
 if limit == "plain":
-    from pipeload._loading import call_vector_functions
+    from pipeload.entry.loading import call_vector_functions
     call_vector_functions()  # as a streamed model's process has
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
 else:
@@ -76,7 +76,7 @@ else:
 tokens = model.generate(ids, **kwargs)[:, 100:].tolist()
 result = {"tokens": tokens, "samples": samples}
 if limit != "plain":
-    from pipeload._memory import peak_rss_bytes
+    from pipeload.system.memory import peak_rss_bytes
     result["first"] = samples[0][1]
     users.clear()
     gc.collect()

@@ -33,8 +33,8 @@ import torch
 
 import pipeload
 import pipeload_hooks
-from pipeload._dispatcher import Dispatcher
-from pipeload._unit import Ticket
+from pipeload.prefetch.dispatcher import Dispatcher
+from pipeload.prefetch.unit import Ticket
 from tests.core import fake_disk
 from tests.core.fake_disk import FakeFiles, Rig
 from tests.make_llama import LlamaShape, make_llama

@@ -25,7 +25,7 @@ if __name__ == "__main__":
 import torch
 
 import pipeload
-from pipeload._memory import rss_bytes
+from pipeload.system.memory import rss_bytes
 from tests.models import load_plain
 from tests.streaming import load_streamed, logits, smallest_limit, steady_floor
 

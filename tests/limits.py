@@ -43,7 +43,7 @@ if limit == "sizes":
     floor = plan.floor_bytes + plan.reserve_bytes - (1 << 40) // 512  # a terabyte's page tables
     result = {"smallest": plan.smallest_limit, "floor": floor, "model": plan.resident}
 elif limit == "plain":
-    from pipeload._loading import call_vector_functions
+    from pipeload.entry.loading import call_vector_functions
     call_vector_functions()  # as a streamed model's process has
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
 else:
@@ -70,7 +70,7 @@ if limit != "sizes":
                 prefill_chunk_size=int(advice[1]))
             result["chunk"] = int(advice[1])
     result["seconds"] = time.perf_counter() - started
-    from pipeload._memory import peak_rss_bytes
+    from pipeload.system.memory import peak_rss_bytes
     result["peak"] = peak_rss_bytes()
     if limit != "plain":
         stats = model.pipeload.stats()

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from pipeload._memory import peak_rss_bytes, return_freed_memory, rss_bytes
-from pipeload._pass_needs import PassNeeds
+from pipeload.budget.pass_needs import PassNeeds
+from pipeload.system.memory import peak_rss_bytes, return_freed_memory, rss_bytes
 from tests.coverage_check import _run, _seed, _told
 from tests.memory_inputs import shapes_of
 

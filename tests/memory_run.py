@@ -28,7 +28,7 @@ if __name__ == "__main__":
 
 import torch
 
-from pipeload._memory import keep_few_kernels
+from pipeload.system.memory import keep_few_kernels
 from tests.coverage_classes import model_types
 from tests.coverage_run import in_child
 from tests.memory_measure import LEAST, Line, empty, lines_of

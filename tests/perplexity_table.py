@@ -35,7 +35,7 @@ from safetensors import safe_open
 from transformers import AutoModel, AutoTokenizer
 
 import pipeload
-from pipeload._rounding import from_int4, to_int4, to_int8
+from pipeload.formats.integers.rounding import from_int4, to_int4, to_int8
 from tests.models import smollm2
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from tests.cgroups import MemoryCgroup, drop_caches, memory_cgroup
 
 _CHILD = """
 import atexit
-from pipeload.cli import main
+from pipeload.cli.commands import main
 from tests.cgroups import peak_rss_bytes
 atexit.register(lambda: print("VmHWM", peak_rss_bytes(), flush=True))
 main()

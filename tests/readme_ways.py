@@ -20,7 +20,9 @@ from tests.test_readme import SET, SNIPPETS, commands, make_place, run, run_snip
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-_INSTALLED = """ -c 'import sys; sys.argv[0] = "pipeload"; from pipeload.cli import main; main()'"""
+_INSTALLED = (
+    """ -c 'import sys; sys.argv[0] = "pipeload"; from pipeload.cli.commands import main; main()'"""
+)
 _MODULE = " -m pipeload"
 
 

@@ -2,7 +2,7 @@
 
 Each package is found by its metadata and never imported: none of its code runs, none of its
 dependencies are needed. What one carries becomes an ordinary Hugging Face folder. SmolLM2 is made
-by `pipeload._demo_model`; its mixture of experts is made of that here.
+by `pipeload.demo.model`; its mixture of experts is made of that here.
 """
 
 from __future__ import annotations

@@ -26,8 +26,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from pipeload._row_check import Cut, Given, RowRange, best_cut, ranges_are_exact
-from pipeload._row_products import by_zeros
+from pipeload.engine.row_products import by_zeros
+from pipeload.weights.row_cuts import Cut, Given, RowRange, best_cut, ranges_are_exact
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

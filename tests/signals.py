@@ -45,8 +45,8 @@ PROMPT = "ab"
 _CLI = """
 import signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)
-import pipeload.cli
-pipeload.cli.main()
+import pipeload.cli.commands
+pipeload.cli.commands.main()
 """
 
 _GENERATE = """
@@ -164,10 +164,10 @@ def _become_command(words: Sequence[str], out: int, err: int) -> None:
         sys.argv = ["pipeload", *words]
         import atexit
 
-        from pipeload import cli
+        from pipeload.cli import commands
 
         try:
-            cli.main()
+            commands.main()
             status = 0
         except SystemExit as end:
             status = end.code if isinstance(end.code, int) else int(end.code is not None)
@@ -380,8 +380,8 @@ def main() -> int:
     os.environ.update(environment())
     import torch
 
-    import pipeload._cli_quantise
-    import pipeload._cli_run  # noqa: F401
+    import pipeload.cli.quantise
+    import pipeload.cli.run  # noqa: F401
 
     torch.set_num_threads(1)
     faults = 0

@@ -63,7 +63,7 @@ def work(model, batch, length, new, **options):
 _PLAIN = (
     _COMMON
     + r"""
-from pipeload._loading import call_vector_functions
+from pipeload.entry.loading import call_vector_functions
 call_vector_functions()  # as a streamed model's process has
 model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
 model.generation_config.eos_token_id = None
@@ -76,7 +76,7 @@ _SOAK = (
     + r"""
 import random, threading, time
 from collections import Counter
-from pipeload._memory import peak_rss_bytes, rss_bytes
+from pipeload.system.memory import peak_rss_bytes, rss_bytes
 limit, wanted = int(sys.argv[2]), json.loads(sys.argv[4])
 seconds, seed = float(sys.argv[5]), int(sys.argv[6])
 model = pipeload.from_pretrained(folder, memory_limit=limit, tokens=160, batch=2, dtype="auto")

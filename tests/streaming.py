@@ -12,10 +12,11 @@ from unittest import mock
 import torch
 
 import pipeload
-from pipeload import _build, _loading
-from pipeload._accountant import ACCOUNTANT
-from pipeload._reader import FileSet
-from pipeload._unit import UnitState
+from pipeload.budget import make_plan
+from pipeload.budget.accounts import ACCOUNTANT
+from pipeload.checkpoint.files import FileSet
+from pipeload.entry import loading
+from pipeload.prefetch.unit import UnitState
 from tests.models import load_plain
 
 if TYPE_CHECKING:
@@ -25,8 +26,8 @@ if TYPE_CHECKING:
     import pytest
     from torch import nn
 
-    from pipeload._prefetcher import Prefetcher
-    from pipeload._streamer import Streamer
+    from pipeload.engine.streamer import Streamer
+    from pipeload.prefetch.prefetcher import Prefetcher
 
 WAIT_SECONDS = 30.0
 """Long enough for any machine: reached only by a test that fails."""
@@ -43,13 +44,13 @@ def steady_floor(*, modules: bool = False) -> Iterator[None]:
     """
     ACCOUNTANT.forget_all()
     with (
-        mock.patch.object(_build, "rss_bytes", return_value=FLOOR_BYTES),
-        mock.patch.object(_build, "lower_floor"),
+        mock.patch.object(make_plan, "rss_bytes", return_value=FLOOR_BYTES),
+        mock.patch.object(make_plan, "lower_floor"),
         # A process that never grows needs none, and a tiny model would fit in it.
-        mock.patch.object(_build, "SMALLEST_SLACK_BYTES", 0),
+        mock.patch.object(make_plan, "SMALLEST_SLACK_BYTES", 0),
         contextlib.nullcontext()
         if modules
-        else mock.patch.object(_loading, "probe_usage", return_value=None),
+        else mock.patch.object(loading, "probe_usage", return_value=None),
     ):
         yield
 

@@ -11,14 +11,9 @@ import pytest
 import torch
 
 import pipeload
-from pipeload import (
-    MemoryLimitError,
-    UnsupportedModelError,
-    UnsupportedOperationError,
-    _build,
-    _sites,
-)
-from pipeload._accountant import ACCOUNTANT
+from pipeload import MemoryLimitError, UnsupportedModelError, UnsupportedOperationError
+from pipeload.budget import cut, make_plan
+from pipeload.budget.accounts import ACCOUNTANT
 from pipeload_hooks import EvictedWeightWatch
 from tests.models import load_plain
 from tests.streaming import (
@@ -106,9 +101,9 @@ BESIDE: dict[str, Callable[[], Any]] = {
 @pytest.fixture(autouse=True)
 def small_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiny matrices have several ranges of rows, and tiny tables are read by rows."""
-    for module in (_build, _sites):
+    for module in (make_plan, cut):
         monkeypatch.setattr(module, "CHUNKS", (1 << 14,))
-    monkeypatch.setattr(_sites, "_TABLE_BYTES", 1 << 12)
+    monkeypatch.setattr(cut, "_TABLE_BYTES", 1 << 12)
 
 
 def put_on(model: Any, path: Path, **options: Any) -> Any:

@@ -9,7 +9,7 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 import pipeload
-from pipeload import _advice
+from pipeload.system import openmp
 from tests.streaming import steady_floor
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ WAYS: dict[str, Callable[[Path], Any]] = {
 @pytest.fixture(autouse=True)
 def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     """A small machine, on which nobody has said anything yet."""
-    monkeypatch.setattr(_advice, "_advised", False)
+    monkeypatch.setattr(openmp, "_advised", False)
     monkeypatch.setattr("os.cpu_count", lambda: 2)
     monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
 
@@ -59,4 +59,4 @@ def test_nothing_to_say(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("os.cpu_count", lambda: 8)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        _advice.advise_openmp()
+        openmp.advise_openmp()

@@ -11,7 +11,7 @@ import torch
 from accelerate.utils import find_executable_batch_size  # type: ignore[import-untyped]
 
 import pipeload
-from pipeload._out_of_memory import PassMemoryLimitError
+from pipeload.budget.out_of_memory import PassMemoryLimitError
 from tests.streaming import load_streamed
 
 if TYPE_CHECKING:

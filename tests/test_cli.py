@@ -17,9 +17,11 @@ import transformers
 from typer.testing import CliRunner
 
 import pipeload
-from pipeload import _cli_plan, _demo_model, bench
-from pipeload._accountant import ACCOUNTANT
-from pipeload.cli import app
+from pipeload.bench import measure
+from pipeload.budget.accounts import ACCOUNTANT
+from pipeload.cli import plan as cli_plan
+from pipeload.cli.commands import app
+from pipeload.demo import model as demo_model
 from tests.models import load_plain, save_random, skip_or_fail
 from tests.streaming import smallest_limit, steady_floor
 from tests.talking import add_letters
@@ -70,9 +72,9 @@ def answer(*arguments: object) -> dict[str, Any]:
 def child(*arguments: object) -> subprocess.Popen[str]:
     # A shell's background job ignores SIGINT, and so would its children.
     code = (
-        "import signal, pipeload.cli\n"
+        "import signal, pipeload.cli.commands\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        "pipeload.cli.main()"
+        "pipeload.cli.commands.main()"
     )
     return subprocess.Popen(
         [sys.executable, "-c", code, *map(str, arguments)],
@@ -105,8 +107,8 @@ def plain_answer(folder: Path, prompt: str, new_tokens: int) -> str:
 def test_help_imports_no_torch(arguments: list[str]) -> None:
     """Asking for help is quick."""
     code = (
-        "import sys, pipeload.cli\n"
-        "try: pipeload.cli.main()\n"
+        "import sys, pipeload.cli.commands\n"
+        "try: pipeload.cli.commands.main()\n"
         "except SystemExit as end: assert not end.code\n"
         "assert not {'torch', 'transformers'} & set(sys.modules)"
     )
@@ -122,12 +124,12 @@ def test_openmp_is_told_to_wait_passively_before_torch_loads(
 ) -> None:
     """libgomp looks at the variable when torch is imported, never again."""
     code = (
-        "import os, sys, pipeload.cli\n"
+        "import os, sys, pipeload.cli.commands\n"
         "class Watch:\n"
         "    def find_spec(self, name, *_):\n"
         "        if name == 'torch': sys.stderr.write('seen ' + os.environ['OMP_WAIT_POLICY'])\n"
         "sys.meta_path.insert(0, Watch())\n"
-        "pipeload.cli.main()"
+        "pipeload.cli.commands.main()"
     )
     environment = {k: v for k, v in os.environ.items() if k != "OMP_WAIT_POLICY"}
     if given is not None:
@@ -378,7 +380,7 @@ def test_probe_pieces_are_spread_and_bounded(tmp_path: Path) -> None:
         files.append(tmp_path / name)
         with files[-1].open("wb") as file:
             file.truncate(10**9 + 5)
-    pieces = _cli_plan._spread(files)
+    pieces = cli_plan._spread(files)
     assert sum(stop - first for _, first, stop in pieces) <= 128 << 20
     assert {path for path, _, _ in pieces} == set(files)
     assert len(set(pieces)) == len(pieces)
@@ -395,7 +397,7 @@ def test_demo_streams_and_knows_the_capital(smollm2_bf16: Path, tmp_path: Path) 
 def test_the_first_demo_keeps_its_limit(tmp_path: Path) -> None:
     """Making the model takes more memory than the limit; that is another process's."""
     try:
-        _demo_model._find_gguf()
+        demo_model._find_gguf()
     except pipeload.PipeloadError as error:
         skip_or_fail(str(error), required_by="PIPELOAD_REQUIRE_MODELS")
     check_demo(tmp_path / "smollm2")
@@ -406,10 +408,10 @@ def test_the_demos_limit_is_no_less_than_the_peak_before(
     smollm2_bf16: Path, monkeypatch: pytest.MonkeyPatch, peak: int
 ) -> None:
     """A library may take more while it loads; and a quarter of the model is read all the same."""
-    monkeypatch.setattr("pipeload._cli_plan.peak_rss_bytes", lambda: 0)
-    least = _cli_plan.choose_limit(str(smollm2_bf16), debug=True)
-    monkeypatch.setattr("pipeload._cli_plan.peak_rss_bytes", lambda: peak or least + 20_000_000)
-    limit = _cli_plan.choose_limit(str(smollm2_bf16), debug=True)
+    monkeypatch.setattr("pipeload.cli.plan.peak_rss_bytes", lambda: 0)
+    least = cli_plan.choose_limit(str(smollm2_bf16), debug=True)
+    monkeypatch.setattr("pipeload.cli.plan.peak_rss_bytes", lambda: peak or least + 20_000_000)
+    limit = cli_plan.choose_limit(str(smollm2_bf16), debug=True)
     assert limit > least + 10_000_000
     plan = pipeload.plan(smollm2_bf16, memory_limit=limit, dtype="auto")
     assert plan.bytes_per_pass > 30_000_000
@@ -437,7 +439,7 @@ def test_demo_does_not_replace_a_folder_of_others(tmp_path: Path) -> None:
 def test_bench_hands_its_options_on(talker: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The command only parses; without a limit it picks one that streams."""
     calls: list[dict[str, Any]] = []
-    monkeypatch.setattr(bench, "run", lambda **options: calls.append(options))
+    monkeypatch.setattr(measure, "run", lambda **options: calls.append(options))
     two = ("--memory-limit", "1GB", "--memory-limit", "2GB", "--new-tokens", 3, "--rounds", 1)
     assert invoke("bench", talker, *two, "--json").exit_code == 0
     with steady_floor():

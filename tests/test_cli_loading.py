@@ -13,7 +13,7 @@ import typer
 
 import pipeload
 from pipeload import __main__ as entry
-from pipeload._cli_output import load, reported
+from pipeload.cli.screen import load, reported
 from pipeload.errors import CheckpointError
 from tests.test_cli import invoke
 

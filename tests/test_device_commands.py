@@ -15,11 +15,15 @@ import typer
 from typer.testing import CliRunner
 
 import pipeload
-from pipeload import _bench_worker, _cli_eval, _cli_plan, bench, cli
-from pipeload._bench_report import table
-from pipeload._cli_output import reported
-from pipeload._perplexity import Losses, measure
-from pipeload._windows import slide
+from pipeload.bench import measure as bench_measure
+from pipeload.bench import worker
+from pipeload.bench.report import table
+from pipeload.cli import commands as cli_commands
+from pipeload.cli import evaluate
+from pipeload.cli import plan as cli_plan
+from pipeload.cli.screen import reported
+from pipeload.evaluate.perplexity import Losses, measure
+from pipeload.evaluate.text_windows import slide
 from tests.fake_device import FakeDevice, lend
 from tests.models import save_random, tiny_config
 from tests.test_device import freshly_allocated, plan_for, smallest
@@ -55,11 +59,11 @@ def speaker(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def invoke(words: list[str], model: Path, monkeypatch: pytest.MonkeyPatch, *options: object) -> Any:
     """Run one of the commands with the model, in its folder; the demo takes it for its own."""
-    monkeypatch.setattr(_cli_plan, "make_demo_model", lambda _folder: str(model))
+    monkeypatch.setattr(cli_plan, "make_demo_model", lambda _folder: str(model))
     monkeypatch.chdir(model)
     gc.collect()  # a command has a process to itself
     named = [] if words[0] == "demo" else [str(model)]
-    return CliRunner().invoke(cli.app, [words[0], *named, *words[1:], *map(str, options)])
+    return CliRunner().invoke(cli_commands.app, [words[0], *named, *words[1:], *map(str, options)])
 
 
 def test_plan_on_a_device(tiny: TinyCheckpoint, device: FakeDevice) -> None:
@@ -68,7 +72,7 @@ def test_plan_on_a_device(tiny: TinyCheckpoint, device: FakeDevice) -> None:
     limit = smallest(folder)
     words = ["plan", str(folder), "--device", "fake", "--memory-limit", str(limit)]
     words += ["--host-memory-limit", "4GB", "--disk-rate", "1GB"]
-    result = CliRunner().invoke(cli.app, [*words, "--json"])
+    result = CliRunner().invoke(cli_commands.app, [*words, "--json"])
     assert result.exit_code == 0, result.output
     figures = json.loads(result.stdout)
     plan = plan_for(folder, memory_limit=limit, host_memory_limit="4GB", disk_rate=1e9)
@@ -77,14 +81,14 @@ def test_plan_on_a_device(tiny: TinyCheckpoint, device: FakeDevice) -> None:
     assert figures["link_bytes_per_pass"] == plan.link_bytes_per_pass
     assert figures["link_bytes_per_second"] == device.rate
     assert figures["hosted_bytes"] == plan.hosted_bytes
-    table = CliRunner().invoke(cli.app, words)
+    table = CliRunner().invoke(cli_commands.app, words)
     assert "host limit" in table.stdout
 
 
 @pytest.mark.parametrize("words", COMMANDS, ids=lambda words: words[0])
 def test_a_host_limit_that_is_no_size(words: list[str]) -> None:
     """The option is named."""
-    result = CliRunner().invoke(cli.app, [*words, "--host-memory-limit", "much"])
+    result = CliRunner().invoke(cli_commands.app, [*words, "--host-memory-limit", "much"])
     assert result.exit_code == 2
     assert "--host-memory-limit='much'" in result.output
 
@@ -136,7 +140,7 @@ def refused(message: str, result: Any) -> None:
 def perplexity(folder: Path, text: Path, *options: object) -> dict[str, Any]:
     """What `eval --device fake --json` says of one model."""
     words = ["eval", folder, "--text", text, "--device", "fake", "--json", *options]
-    result = CliRunner().invoke(cli.app, list(map(str, words)))
+    result = CliRunner().invoke(cli_commands.app, list(map(str, words)))
     assert result.exit_code == 0, result.output
     (row,) = json.loads(result.stdout)["models"]
     return cast("dict[str, Any]", row)
@@ -170,13 +174,13 @@ def test_eval_plans_for_the_device_it_computes_on(
     """Quantised weights take another form, and other kernels, than on the processor."""
     asked: list[object] = []
     for name in ("peek", "needs_of"):
-        original = getattr(_cli_eval, name)
+        original = getattr(evaluate, name)
 
         def note(first: Any, where: Any = None, original: Any = original) -> Any:
             asked.append(where)
             return original(first, where)
 
-        monkeypatch.setattr(_cli_eval, name, note)
+        monkeypatch.setattr(evaluate, name, note)
     perplexity(speaker, text, "--memory-limit", "1GB", "--window", 16)
     assert asked == [device, device]
 
@@ -191,13 +195,13 @@ def test_models_are_measured_at_the_same_limits(
         device.nbytes -= 1 << 30
         return losses
 
-    monkeypatch.setattr("pipeload._cli_eval.measure", measure_and_take)
+    monkeypatch.setattr("pipeload.cli.evaluate.measure", measure_and_take)
     words = ["eval", speaker, speaker, "--text", text, "--device", "fake"]
-    result = CliRunner().invoke(cli.app, [*map(str, words), "--json"])
+    result = CliRunner().invoke(cli_commands.app, [*map(str, words), "--json"])
     one, other = json.loads(result.stdout)["models"]
     for name in ("memory_limit", "host_memory_limit", "perplexity", "device"):
         assert one[name] == other[name]
-    result = CliRunner().invoke(cli.app, list(map(str, words)))
+    result = CliRunner().invoke(cli_commands.app, list(map(str, words)))
     assert result.stderr.count(" of cpu, ") == result.stderr.count(" of host memory, ") == 2
 
 
@@ -207,7 +211,7 @@ def test_what_no_device_takes_is_refused_first(
     """Before the model in front of it is measured."""
     made = pipeload.quantize(speaker, tmp_path / "int8", method="int8")
     words = ["eval", speaker, made, "--text", text, "--device", "fake", "--quiet"]
-    result = CliRunner().invoke(cli.app, list(map(str, words)))
+    result = CliRunner().invoke(cli_commands.app, list(map(str, words)))
     refused("quantised by 'pipeload', which is streamed to the CPU alone", result)
 
 
@@ -302,7 +306,7 @@ def sample(**others: Any) -> dict[str, Any]:
 )
 def test_the_bound_has_three_terms(others: dict[str, Any], least: float) -> None:
     """T* = max(disk bytes / B, link bytes / L, C)."""
-    row = bench._row([sample(**others)])
+    row = bench_measure._row([sample(**others)])
     assert row.least_seconds == pytest.approx(least)
     assert row.rho == pytest.approx(least / 10.0)
 
@@ -314,7 +318,7 @@ def test_one_process_measures_all_limits(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Each load drops the model before, whose limit would be in the way."""
-    monkeypatch.setattr(_bench_worker, "open_device", lambda _name: device)
+    monkeypatch.setattr(worker, "open_device", lambda _name: device)
     folder = tiny("llama")
     # Where the fake is, the worker's own process looks for no other.
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
@@ -322,7 +326,7 @@ def test_one_process_measures_all_limits(
     lines = [{"load": limit, "host": "4GB"} for limit in limits] + [{"load": 1 << 50, "host": "-"}]
     commands = [json.dumps(each) for line in lines for each in (line, {"decode": 2})]
     monkeypatch.setattr("sys.stdin", commands)
-    _bench_worker.main([str(folder), "4", "2", "auto", "fake"])
+    worker.main([str(folder), "4", "2", "auto", "fake"])
     answers = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [answer["memory_limit"] for answer in answers[::2]] == [*limits, 1 << 50]
     assert [answer["tokens"] for answer in answers[1::2]] == [2, 2, 2]
@@ -332,20 +336,20 @@ def test_one_process_measures_all_limits(
 def test_progress_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     """Where somebody listens."""
     told: list[str] = []
-    progress = bench._Progress(told.append, 2)
+    progress = bench_measure._Progress(told.append, 2)
     for seconds in (0.5, 0.25):
         progress.tell({"memory_limit": 10**9, "seconds": seconds})
-    bench._Progress(None, 1).tell({})
+    bench_measure._Progress(None, 1).tell({})
     assert told == ["1 of 2: 1.00 GB, 0.5 s per token", "2 of 2: 1.00 GB, 0.25 s per token"]
     assert capsys.readouterr().out == ""
 
 
 def test_the_table_has_the_devices_columns() -> None:
     """Only where a device was measured."""
-    row = bench._row([sample()])
+    row = bench_measure._row([sample()])
     assert "L GB/s" in table([row])
     cpu = {name: v for name, v in sample().items() if name not in {"device", "link_rate"}}
-    assert "L GB/s" not in table([bench._row([cpu])])
+    assert "L GB/s" not in table([bench_measure._row([cpu])])
 
 
 @pytest.mark.parametrize("debug", [False, True])

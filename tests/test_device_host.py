@@ -11,10 +11,10 @@ from unittest import mock
 import pytest
 
 import pipeload
-from pipeload import _hosting
-from pipeload._accountant import ACCOUNTANT
-from pipeload._arena import Arena
-from pipeload._hosting import choose_hosted, worth_hosting
+from pipeload.budget.accounts import ACCOUNTANT
+from pipeload.devices import host_tier
+from pipeload.devices.host_tier import choose_hosted, worth_hosting
+from pipeload.weights.arena import Arena
 from tests.fake_device import FakeDevice, lend
 from tests.streaming import check, logits, streamer_of
 from tests.test_device import PART, assert_ordered, load, plan_for, reference, smallest
@@ -22,7 +22,7 @@ from tests.test_device import PART, assert_ordered, load, plan_for, reference, s
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from pipeload._device_plan import DevicePlan
+    from pipeload.devices.make_plan import DevicePlan
     from tests.conftest import TinyCheckpoint
 
 
@@ -41,7 +41,7 @@ def share(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
         return choose_hosted(units, min(budget, int(part * streamed)))
 
     def use(part: float) -> None:
-        for user in ("_device_plan", "_device_governor"):
+        for user in ("devices.make_plan", "devices.governor"):
             monkeypatch.setattr(
                 f"pipeload.{user}.choose_hosted",
                 lambda units, budget: choose(units, budget, part),
@@ -195,8 +195,8 @@ def test_what_libraries_and_conversions_take_stays_free(
 def steady_process(nbytes: int) -> Iterator[None]:
     """As if this process held so much."""
     with (
-        mock.patch("pipeload._accountant.rss_bytes", return_value=nbytes),
-        mock.patch("pipeload._device_plan.rss_bytes", return_value=nbytes),
+        mock.patch("pipeload.budget.accounts.rss_bytes", return_value=nbytes),
+        mock.patch("pipeload.devices.make_plan.rss_bytes", return_value=nbytes),
     ):
         yield
 
@@ -215,7 +215,7 @@ def test_the_system_refuses_memory_for_them(
         made.append(Arena(nbytes, **options))
         return made[-1]
 
-    monkeypatch.setattr(_hosting, "Arena", refuse)
+    monkeypatch.setattr(host_tier, "Arena", refuse)
     model = load(folder)
     for _ in range(3):
         check(model, expected)

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import pipeload
-from pipeload._device_plan import DevicePlan
-from pipeload._device_views import device_bytes
-from pipeload._torch_device import TorchDevice
+from pipeload.devices.make_plan import DevicePlan
+from pipeload.devices.torch_accelerator import TorchDevice
+from pipeload.devices.views import device_bytes
 from tests.fake_device import FakeDevice, lend
 from tests.make_llama import PRESETS, LlamaShape, make_llama
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from pipeload._plan import UnitPlan
+    from pipeload.budget.plan import UnitPlan
 
 MIB = 1 << 20
 

@@ -11,7 +11,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, pipeline
 
 import pipeload
-from pipeload import _device_place, _nf4
+from pipeload.devices import resident
+from pipeload.formats.bitsandbytes import product
 from tests.exact import prompt
 from tests.fake_device import FakeDevice, lend
 from tests.models import load_plain, save_random
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from pipeload._arena import Arena
+    from pipeload.weights.arena import Arena
     from tests.conftest import TinyCheckpoint
 
 
@@ -208,7 +209,7 @@ def test_no_host_memory_to_make_residents_in(
         raise MemoryError("the system refuses")
 
     with monkeypatch.context() as patch:
-        patch.setattr(_device_place, "Arena", refuse)
+        patch.setattr(resident, "Arena", refuse)
         with pytest.raises(pipeload.ReadError, match="could not be put on cpu: MemoryError"):
             logits(model)
         finish_reads(prefetcher_of(model))
@@ -242,7 +243,7 @@ def test_bitsandbytes(
 ) -> None:
     """Packed bytes go over the link; their statistics are on the device from the start."""
     use_plain_loops(monkeypatch.setattr)  # else it repacks weights: this device is a processor
-    _nf4._checked_fill.cache_clear()
+    product._checked_fill.cache_clear()
     config = AutoConfig.for_model(
         "llama",
         hidden_size=256,
@@ -274,7 +275,7 @@ def test_bitsandbytes(
         model.pipeload.set_memory_limit(plan.memory_limit + 20_000_000)
         model.pipeload.remove()
         check_plain(model, expected)
-    _nf4._checked_fill.cache_clear()
+    product._checked_fill.cache_clear()
 
 
 def check_plain(model: Any, expected: Reference) -> None:

@@ -14,10 +14,12 @@ import pytest
 import torch
 
 import pipeload
-from pipeload import CheckpointChangedError, ReadError, _assembly, _places
-from pipeload._mapped import MappedFiles
-from pipeload._reader import FileSet
-from pipeload._unit import UnitState
+from pipeload import CheckpointChangedError, ReadError
+from pipeload.checkpoint.files import FileSet
+from pipeload.engine import assembly
+from pipeload.prefetch.unit import UnitState
+from pipeload.weights import residents
+from pipeload.weights.mapped import MappedFiles
 from tests.models import load_plain, save_random
 from tests.streaming import (
     WAIT_SECONDS,
@@ -266,7 +268,7 @@ def test_a_file_replaced_during_loading(folder: Path, monkeypatch: pytest.Monkey
         other.replace(victim)
         return FileSet(*args)
 
-    monkeypatch.setattr(_assembly, "FileSet", open_late)
+    monkeypatch.setattr(assembly, "FileSet", open_late)
     words = rf"'{re.escape(str(victim))}' was replaced or changed while the model was being loaded"
     for spare in (0, 10_000_000):
         with pytest.raises(CheckpointChangedError, match=words):
@@ -287,7 +289,7 @@ def test_a_file_replaced_before_it_is_mapped(
             other.replace(file)
         return MappedFiles(*args)
 
-    monkeypatch.setattr(_places, "MappedFiles", map_late)
+    monkeypatch.setattr(residents, "MappedFiles", map_late)
     monkeypatch.setattr(map_late, "supported", MappedFiles.supported, raising=False)
     model = load_streamed(folder, spare=10_000_000)
     assert model.pipeload.plan.io_mode == "mapped"

@@ -70,7 +70,7 @@ def ast_name(call: object) -> str:
 def test_a_message_made_by_a_helper_is_found_where_it_is_called() -> None:
     """`malformed` and its like are no places themselves."""
     found = [site for site in SITES if "cannot be used: it is not a regular file" in site.message]
-    assert [site.file for site in found] == ["pipeload/_checkpoint.py"]
+    assert [site.file for site in found] == ["pipeload/checkpoint/headers.py"]
     assert found[0].kind == "CheckpointError"
 
 

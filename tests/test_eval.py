@@ -22,8 +22,9 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
 import pipeload
-from pipeload import _cli_output, _perplexity
-from pipeload._windows import Window, choose_batch, groups, slide
+from pipeload.cli import screen
+from pipeload.evaluate import perplexity
+from pipeload.evaluate.text_windows import Window, choose_batch, groups, slide
 from tests.models import load_plain, save_random, tiny_config
 from tests.streaming import smallest_limit, steady_floor
 from tests.test_cli import child, invoke
@@ -331,7 +332,7 @@ def test_a_short_text_is_one_window(reader: Path, text: Path) -> None:
 
 def test_progress(reader: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Lines where there is no terminal: what is done, and how long the rest takes."""
-    monkeypatch.setattr(_cli_output, "_SECONDS_BETWEEN_LINES", 0.0)
+    monkeypatch.setattr(screen, "_SECONDS_BETWEEN_LINES", 0.0)
     result = invoke("eval", reader, "--text", text, "--window", 16, "--batch", 1)
     lines = [line for line in result.stderr.splitlines() if " of 49 tokens, about " in line]
     done = [int(line.split(": ")[1].split()[0]) for line in lines]
@@ -412,7 +413,7 @@ def test_a_pass_that_does_not_fit_any_more(
     def gone(*_args: object, **_options: object) -> None:
         raise pipeload.MemoryLimitError("this pass", limit=10**9, smallest_limit=2 * 10**9)
 
-    monkeypatch.setattr("pipeload._cli_eval.measure", gone)
+    monkeypatch.setattr("pipeload.cli.evaluate.measure", gone)
     rest = (reader, "--text", text, "--window", 16)
     refused("1 x 16 tokens do not fit beside the weights", *rest)
     refused("--memory-limit 2000000000 is enough", *rest)
@@ -435,14 +436,14 @@ def losses_of(
     logits: list[float], windows: Sequence[Window], ids: torch.Tensor, *, device: str = "cpu"
 ) -> Any:
     handle: Any = SimpleNamespace(pass_bytes=lambda **_: 0)
-    return _perplexity.measure(
+    return perplexity.measure(
         Predictor(logits, device), handle, ids, windows, batch=2, pass_begins=lambda *_: None
     )
 
 
 def test_a_model_without_logits_to_keep(monkeypatch: pytest.MonkeyPatch) -> None:
     """All its logits are taken, in pieces as small as one row; fair dice have six eyes."""
-    monkeypatch.setattr(_perplexity, "_MOST_LOGITS", 1)
+    monkeypatch.setattr(perplexity, "_MOST_LOGITS", 1)
     ids = torch.arange(40) % 6
     windows = slide(40, window=8, stride=4)
     assert losses_of([2.0] * 6, windows, ids).perplexity == pytest.approx(6, rel=1e-6)
@@ -461,7 +462,7 @@ def test_losses_are_computed_on_the_models_device(monkeypatch: pytest.MonkeyPatc
         asked.append((before.device.type, wanted.device.type))
         return torch.ones(len(wanted))
 
-    monkeypatch.setattr(_perplexity, "cross_entropy", count)
+    monkeypatch.setattr(perplexity, "cross_entropy", count)
     ids, windows = torch.zeros(40, dtype=torch.int64), slide(40, window=8, stride=4)
     losses = losses_of([0.0] * 6, windows, ids, device="meta")
     assert set(asked) == {("meta", "meta")}

@@ -21,22 +21,12 @@ from transformers.quantizers import auto as quantizers
 from transformers.quantizers.base import HfQuantizer
 
 import pipeload
-from pipeload import (
-    _bitsandbytes,
-    _cli_plan,
-    _int4_order,
-    _quantise,
-    _row_products,
-    _takeover,
-    _wrap,
-    bench,
-)
-from pipeload._everywhere import stream_when_imported
-from pipeload._quantise_forms import IntegerForm
-from pipeload._quantizer import PipeloadConfig, PipeloadQuantizer
-from pipeload._reader import FileSet, resolve_io_mode
-from pipeload._row_check import RowRange
-from pipeload._whole_shape import WholeShape
+from pipeload.bench import measure
+from pipeload.checkpoint.files import FileSet, resolve_io_mode
+from pipeload.cli import plan
+from pipeload.engine import row_products
+from pipeload.entry import wrap
+from pipeload.entry.everywhere import stream_when_imported
 from pipeload.errors import (
     CheckpointChangedError,
     CheckpointError,
@@ -46,6 +36,14 @@ from pipeload.errors import (
     UnsupportedModelError,
     UnsupportedOperationError,
 )
+from pipeload.formats.bitsandbytes import stored
+from pipeload.formats.integers import order
+from pipeload.formats.integers.quantizer import PipeloadConfig, PipeloadQuantizer
+from pipeload.hf import takeover
+from pipeload.quantiser import quantise
+from pipeload.quantiser.forms import IntegerForm
+from pipeload.weights.row_cuts import RowRange
+from pipeload.weights.whole_shape import WholeShape
 from tests.models import load_plain, save_random, tiny_config
 from tests.platforms import hide_proc
 from tests.streaming import load_streamed, logits, prefetcher_of
@@ -130,7 +128,7 @@ def test_weights_that_are_no_files(floats: Path) -> None:
     weights = load_plain(floats).state_dict()
     load = transformers.LlamaForCausalLM.from_pretrained
     with pytest.raises(OptionError, match="state_dict= cannot be streamed"):
-        _takeover.peek(lambda: load(None, config=config, state_dict=weights))
+        takeover.peek(lambda: load(None, config=config, state_dict=weights))
 
 
 def test_pickled_weights_that_only_the_library_finds(floats: Path, tmp_path: Path) -> None:
@@ -138,7 +136,7 @@ def test_pickled_weights_that_only_the_library_finds(floats: Path, tmp_path: Pat
     shutil.copy(floats / "config.json", tmp_path)
     (tmp_path / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'false'\ntR.")
     with pytest.raises(CheckpointError, match="is a pickled checkpoint"):
-        _takeover.peek(lambda: AutoModelForCausalLM.from_pretrained(tmp_path))
+        takeover.peek(lambda: AutoModelForCausalLM.from_pretrained(tmp_path))
 
 
 class OwnConfig(transformers.utils.quantization_config.QuantizationConfigMixin):
@@ -169,7 +167,7 @@ def test_a_method_that_the_user_has_added(floats: Path, monkeypatch: pytest.Monk
 def test_a_library_that_does_not_unpack() -> None:
     """An older one loads fp8 for its kernels only."""
     with pytest.raises(UnsupportedModelError, match="does not unpack them while it loads"):
-        _takeover._check_unpacks("fp8", [])
+        takeover._check_unpacks("fp8", [])
 
 
 def test_wrapping_a_quantised_model(packed: Path) -> None:
@@ -187,7 +185,7 @@ def test_wrapping_a_model_on_an_accelerator() -> None:
             yield SimpleNamespace(device=torch.device("cuda", int(recurse)))
 
     with pytest.raises(OptionError, match="has weights on cuda"):
-        _wrap._refuse(Elsewhere())
+        wrap._refuse(Elsewhere())
 
 
 def test_an_unknown_pressure(floats: Path) -> None:
@@ -233,25 +231,25 @@ def test_another_process(tiny: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch) 
 
 def test_ranges_that_change_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     """A system that sets memory aside for zeros, and kernels that sum ranges of rows otherwise."""
-    monkeypatch.setattr(_row_products, "ranges_are_exact", lambda *_: False)
+    monkeypatch.setattr(row_products, "ranges_are_exact", lambda *_: False)
     monkeypatch.setattr(WholeShape, "is_free", lambda: False)
     source = SimpleNamespace(start=0)
     weight = SimpleNamespace(name="up.weight", shape=(8, 8), raw=True, sources=(source,))
-    products = _row_products.RowProducts(cast("Any", weight), [RowRange(0, 8)])
+    products = row_products.RowProducts(cast("Any", weight), [RowRange(0, 8)])
     with pytest.raises(UnsupportedOperationError, match=r"'up\.weight'.*shape \(3, 8\)"):
         products.by_whole(nn.Linear(8, 8), torch.ones(3, 8), torch.float32)
 
 
 def test_memory_that_cannot_be_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither through /proc nor through psutil."""
-    from pipeload import _memory
+    from pipeload.system import memory
 
     def refuse() -> Any:
         raise PermissionError("hidden")
 
-    monkeypatch.setattr("pipeload._memory.psutil.Process", refuse)
+    monkeypatch.setattr("pipeload.system.memory.psutil.Process", refuse)
     with pytest.raises(UnsupportedOperationError, match=r"cannot be measured.*hidden"):
-        _memory._memory_info()
+        memory._memory_info()
 
 
 # -- files -----------------------------------------------------------------------------------------
@@ -284,7 +282,7 @@ def test_modes_of_reading(mode: str, message: str, tmp_path: Path) -> None:
 def test_a_folder_without_files(tmp_path: Path) -> None:
     """What the disk's rate would be measured with is missing."""
     with pytest.raises(CheckpointError, match="has no safetensors files"):
-        _cli_plan.checkpoint_files(str(tmp_path))
+        plan.checkpoint_files(str(tmp_path))
 
 
 def test_a_prompt_without_tokens(floats: Path, tmp_path: Path) -> None:
@@ -314,14 +312,14 @@ def test_a_result_that_the_library_reads_otherwise(
     """Not at all as quantised, with other weights, or with weights of other shapes."""
     form = IntegerForm(8, group=64, zero_points="rtn")
     with pytest.raises(UnsupportedModelError, match="does not take"):
-        _quantise._check_result(floats, form, 1)
+        quantise._check_result(floats, form, 1)
     with pytest.raises(UnsupportedModelError, match="of 1 weights of LlamaForCausalLM"):
-        _quantise._check_result(packed, form, 1)
+        quantise._check_result(packed, form, 1)
     folder = shutil.copytree(packed, tmp_path / "other")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"intermediate_size": 208}))
     with pytest.raises(UnsupportedModelError, match="does not find again"):
-        _quantise._check_result(folder, form, 1)
+        quantise._check_result(folder, form, 1)
 
 
 def test_no_bitsandbytes(floats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -340,13 +338,13 @@ def test_integers_on_another_device() -> None:
 
 def test_kernels_with_an_order_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """A later torch, or bitsandbytes, may have one."""
-    monkeypatch.setattr(_int4_order, "ORDERS", {})
+    monkeypatch.setattr(order, "ORDERS", {})
     with pytest.raises(UnsupportedModelError, match="Use an int8 checkpoint"):
-        _int4_order.kernel_order.__wrapped__()
+        order.kernel_order.__wrapped__()
     pytest.importorskip("bitsandbytes")
-    monkeypatch.setattr(_bitsandbytes, "repack", lambda _packed, made: made.zero_())
+    monkeypatch.setattr(stored, "repack", lambda _packed, made: made.zero_())
     with pytest.raises(UnsupportedModelError, match="this version of bitsandbytes"):
-        _bitsandbytes._check_repacking.__wrapped__(False, 64)
+        stored._check_repacking.__wrapped__(False, 64)
 
 
 # -- the benchmark ---------------------------------------------------------------------------------
@@ -355,17 +353,17 @@ def test_kernels_with_an_order_of_their_own(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_benchmark_of_nothing(floats: Path) -> None:
     """At least one of everything."""
     with pytest.raises(OptionError, match="at least one memory limit"):
-        bench.run(model=str(floats), limits=["1GB"], new_tokens=8, rounds=0, as_json=True)
+        measure.run(model=str(floats), limits=["1GB"], new_tokens=8, rounds=0, as_json=True)
 
 
 def test_a_measured_process_that_dies(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its last line and its status are told."""
     monkeypatch.setattr(sys, "executable", "/bin/false")
     with pytest.raises(PipeloadError, match="ended with status 1"):
-        bench.Worker("x").ask(load=1, host="-")
+        measure.Worker("x").ask(load=1, host="-")
 
 
 def test_a_disk_without_direct_reads(tmp_path: Path) -> None:
     """A folder has none, either."""
     with pytest.raises(OptionError, match=r"needs direct reads.*Errno"):
-        bench.measure_disk([str(tmp_path)])
+        measure.measure_disk([str(tmp_path)])

@@ -16,12 +16,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 
 import pipeload
-from pipeload import _nf4
-from pipeload._bitsandbytes import is_4bit
-from pipeload._nf4_kernel import make_fill
-from pipeload._repack import Repack, repack
-from pipeload._transformers import PendingLoad
 from pipeload.errors import CheckpointError, UnsupportedModelError, UnsupportedOperationError
+from pipeload.formats.bitsandbytes import product
+from pipeload.formats.bitsandbytes.kernel import make_fill
+from pipeload.formats.bitsandbytes.stored import is_4bit
+from pipeload.formats.repack import Repack, repack
+from pipeload.hf.library import PendingLoad
 from tests.exact import (
     assert_same,
     assert_streamed,
@@ -118,11 +118,11 @@ AVX2 = "AVX2 alone"
 @pytest.fixture(params=[HERE, AVX2])
 def processor(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """As it is here, and as where bitsandbytes has no kernel for 4-bit weights."""
-    _nf4._checked_fill.cache_clear()
+    product._checked_fill.cache_clear()
     if request.param == AVX2:
         use_plain_loops(monkeypatch.setattr)
     yield str(request.param)
-    _nf4._checked_fill.cache_clear()
+    product._checked_fill.cache_clear()
 
 
 def all_outputs(model: Any) -> list[torch.Tensor]:
@@ -264,7 +264,7 @@ def test_an_evicted_module_refuses(
     quantised: Callable[[str, str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Integers have no NaN: a module called by itself must not compute with what is not there."""
-    monkeypatch.setattr("pipeload._loading.probe_usage", lambda _model: None)  # whole blocks
+    monkeypatch.setattr("pipeload.entry.loading.probe_usage", lambda _model: None)  # whole blocks
     for form in ("nf4", "int8"):
         model = load_smallest(quantised("llama", form))
         expected = step_logits(model, prompt(), 1)

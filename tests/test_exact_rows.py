@@ -13,9 +13,12 @@ from torch import nn
 from torch.nn import functional
 
 import pipeload
-from pipeload import _build, _row_check, _row_products, _sites
-from pipeload._governor import Governor
-from pipeload._whole_shape import WholeShape
+from pipeload.budget import cut as budget_cut
+from pipeload.budget import make_plan
+from pipeload.budget.governor import Governor
+from pipeload.engine import row_products
+from pipeload.weights import row_cuts
+from pipeload.weights.whole_shape import WholeShape
 from tests.models import load_plain
 from tests.streaming import assert_nothing_held, generated, load_streamed, logits, streamer_of
 
@@ -31,9 +34,9 @@ TORCH = {"fp32": torch.float32, "bf16": torch.bfloat16}
 @pytest.fixture(autouse=True)
 def small_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
     """128 rows at a time: tiny matrices have several ranges, and tiny tables are read by rows."""
-    for module in (_build, _sites):
+    for module in (make_plan, budget_cut):
         monkeypatch.setattr(module, "CHUNKS", (1 << 14,))
-    monkeypatch.setattr(_sites, "_TABLE_BYTES", 1 << 12)
+    monkeypatch.setattr(budget_cut, "_TABLE_BYTES", 1 << 12)
 
 
 def split_sites(model: Any) -> list[Any]:
@@ -75,15 +78,15 @@ def test_ranges_that_are_not_exact(
     folder, dtype = tiny("llama", stored), TORCH[loaded]
     plain = load_plain(folder, dtype=dtype)
     usual = streamer_of(load_streamed(folder, modules=True, dtype=dtype)).governor.plan
-    monkeypatch.setattr(_row_check, "ranges_are_exact", lambda *_: False)
-    monkeypatch.setattr(_row_products, "ranges_are_exact", lambda *_: False)
-    multiply, ranges = _row_products.by_zeros, []
+    monkeypatch.setattr(row_cuts, "ranges_are_exact", lambda *_: False)
+    monkeypatch.setattr(row_products, "ranges_are_exact", lambda *_: False)
+    multiply, ranges = row_products.by_zeros, []
 
     def counted(cut: Any, *given: Any) -> Any:
         ranges.append(cut.ranges)
         return multiply(cut, *given)
 
-    monkeypatch.setattr(_row_products, "by_zeros", counted)
+    monkeypatch.setattr(row_products, "by_zeros", counted)
     model = load_streamed(folder, modules=True, dtype=dtype)
     plan = streamer_of(model).governor.plan
     assert plan.smallest_limit - plan.floor_bytes <= usual.smallest_limit - usual.floor_bytes
@@ -120,7 +123,7 @@ def test_a_limit_changed_before_a_replaced_forward(tiny: TinyCheckpoint) -> None
 
 def test_whole_where_it_fits(tiny: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights of which ranges are not exact are whole as long as the limit holds them."""
-    monkeypatch.setattr(_row_check, "ranges_are_exact", lambda *_: False)
+    monkeypatch.setattr(row_cuts, "ranges_are_exact", lambda *_: False)
     folder = tiny("llama")
     model = load_streamed(folder, spare=600_000, modules=True)
     assert not split_sites(model)
@@ -131,7 +134,7 @@ def test_a_refusal_says_what_is_whole(
     tiny: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where zeros are not free: which weight, why, what would change it, and sizes that add up."""
-    monkeypatch.setattr(_row_check, "ranges_are_exact", lambda *_: False)
+    monkeypatch.setattr(row_cuts, "ranges_are_exact", lambda *_: False)
     monkeypatch.setattr(WholeShape, "is_free", lambda: False)
     with pytest.raises(pipeload.MemoryLimitError) as error:
         pipeload.from_pretrained(tiny("llama"), memory_limit="50MB")

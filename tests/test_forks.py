@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import pipeload
-from pipeload._accountant import ACCOUNTANT
-from pipeload._memory import rss_bytes
+from pipeload.budget.accounts import ACCOUNTANT
+from pipeload.system.memory import rss_bytes
 from tests.models import load_plain
 from tests.streaming import IDS, WAIT_SECONDS, load_streamed, logits
 from tests.test_lifetime import in_fork

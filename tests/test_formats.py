@@ -16,9 +16,10 @@ import transformers
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 import pipeload
-from pipeload import UnsupportedModelError, _recipes, _takeover
-from pipeload._accountant import ACCOUNTANT
-from pipeload._formats import FORMATS, FROM_FLOATS, Refused, Streamed
+from pipeload import UnsupportedModelError
+from pipeload.budget.accounts import ACCOUNTANT
+from pipeload.formats.support import FORMATS, FROM_FLOATS, Refused, Streamed
+from pipeload.hf import recipes, takeover
 from tests import quantised
 from tests.models import load_plain, save_random
 from tests.streaming import generated, load_streamed, logits, smallest_limit, steady_floor
@@ -137,7 +138,7 @@ def test_streamed(name: str, made: Callable[[str], Path]) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_in_another_dtype(name: str, dtype: torch.dtype, made: Callable[[str], Path]) -> None:
     """What is not quantised is cast, or kept, as the library's operation does."""
-    if name == "metal" and _recipes._CASTS_FIRST:
+    if name == "metal" and recipes._CASTS_FIRST:
         pytest.skip("plain itself makes a model of two dtypes, which cannot compute")
     folder = made(name)
     model = load_streamed(folder, dtype=dtype, **options_of(name))
@@ -154,7 +155,7 @@ def test_large_weights_are_unpacked_piece_by_piece(
     """The pieces are those of the whole, and take less memory at a time."""
     folder = made(name)
     pieces: list[int] = []
-    part = _recipes._part
+    part = recipes._part
 
     def watched(tensor: torch.Tensor, index: int, count: int) -> torch.Tensor:
         pieces.append(count)
@@ -162,8 +163,8 @@ def test_large_weights_are_unpacked_piece_by_piece(
 
     with steady_floor():
         roomy = smallest_limit(folder, dtype="auto")
-        monkeypatch.setattr(_recipes, "_PIECE_BYTES", 3_000)
-        monkeypatch.setattr(_recipes, "_part", watched)
+        monkeypatch.setattr(recipes, "_PIECE_BYTES", 3_000)
+        monkeypatch.setattr(recipes, "_part", watched)
         assert smallest_limit(folder, dtype="auto") < roomy
     model = load_streamed(folder)
     assert torch.equal(logits(model), logits(plain(folder, name)))
@@ -288,7 +289,7 @@ def test_weights_that_stay_packed(
     explicit = transformers.FineGrainedFP8Config(dequantize=True)
     wanted = logits(plain(folder, "fp8", quantization_config=explicit))
     assert torch.equal(logits(load_streamed(folder, quantization_config=explicit)), wanted)
-    monkeypatch.setattr(_takeover, "_has_accelerator", lambda: True)
+    monkeypatch.setattr(takeover, "_has_accelerator", lambda: True)
     assert torch.equal(logits(load_streamed(folder)), wanted)
 
 

@@ -273,7 +273,7 @@ def test_remove_after_a_cast(
     assert torch.equal(logits(model), expected)
     handle = pipeload.handle(model)
     with monkeypatch.context() as patch:
-        patch.setattr("pipeload._restore.rss_bytes", lambda: handle.plan.memory_limit)
+        patch.setattr("pipeload.engine.restore.rss_bytes", lambda: handle.plan.memory_limit)
         with pytest.raises(pipeload.MemoryLimitError, match="still streams") as refusal:
             handle.remove()
         assert refusal.value.smallest_limit > handle.plan.memory_limit

@@ -1,319 +1,146 @@
-"""Imports go down only: the picture in the design, held by the syntax trees."""
+"""Imports go down only: the rooms of the design, held by the syntax trees."""
 
 from __future__ import annotations
 
 import ast
 import subprocess
 import sys
+from graphlib import TopologicalSorter
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
-FILES = sorted([*(ROOT / "pipeload").glob("*.py"), *(ROOT / "hooks").glob("*/*.py")])
+import pipeload
 
-# A module may import those on lower floors, at run time. A new module needs a floor.
+ROOT = Path(__file__).resolve().parent.parent
+PRODUCT, HOOKS = ROOT / "pipeload", ROOT / "hooks" / "pipeload_hooks"
+FILES = sorted([*PRODUCT.rglob("*.py"), *HOOKS.glob("*.py")])
+
+# From the ground up. A room may import those on lower floors, never its neighbours.
 FLOORS = (
-    {"_pages"},
-    {
-        "errors",
-        "_advice",
-        "_calls",
-        "_bitsandbytes_needs",
-        "_counters",
-        "_device",
-        "_first_pass",
-        "_folder_lock",
-        "_layout",
-        "_nf4_kernel",
-        "_on_import",
-        "_passlog",
-        "_patch",
-        "_rounding",
-        "_hf_marks",
-        "_home",
-        "_floor",
-        "_slots",
-        "_demo_tokenizer",
-        "_windows",
-        "_mounts",
-        "_open_file",
-        "_tabled",
-        "_wide_product",
-    },
-    {
-        "_abandoned",
-        "_bench_reader",
-        "_read_faults",
-        "_sizes",
-        "_checkpoint_json",
-        "_arena",
-        "_int4_order",
-        "_stalls",
-        "_on_disk",
-        "_own_weights",
-        "_twins",
-        "_formats",
-        "_loading_args",
-    },
-    {"_reader_pool", "_torch_device", "_whole_shape"},
-    {"_row_check"},
-    {"_row_products"},
-    {
-        "_caches",
-        "_guards",
-        "_reader",
-        "_packed_linear",
-        "_probe",
-        "_repack",
-        "_seats",
-        "_stats",
-    },
-    {
-        "_checkpoint_folder",
-        "_device_seats",
-        "_mapped",
-        "_memory",
-        "_pass_trace",
-        "_device_views",
-        "_nan_arena",
-        "_placement",
-        "_plan",
-        "_unit",
-    },
-    {
-        "_accountant",
-        "_device_buffers",
-        "_device_place",
-        "_mappings",
-        "_mps_device",
-        "_pressure",
-        "_demo_model",
-        "_hint_pass",
-        "_pass_shape",
-        "_phases",
-        "_places",
-        "_restore",
-        "_rows",
-        "_stored",
-        "_widths",
-        "_adapters",
-        "_copies",
-    },
-    {
-        "_checkpoint",
-        "_compare",
-        "_device_account",
-        "_device_restore",
-        "_dispatcher",
-        "_hosting",
-        "_nf4",
-        "_open_device",
-        "_handle",
-        "_pass_needs",
-        "_residency",
-        "_tables",
-    },
-    {"_forks", "_prefetcher", "_bitsandbytes", "_reserve", "_sites", "_spill"},
-    {"_edits", "_host_share", "_recipes"},
-    {"_build", "_hooking", "_model_card", "_quantizer", "_refusals", "_shards", "_transformers"},
-    {
-        "_device_plan",
-        "_governor",
-        "_notebook_bar",
-        "_live",
-        "_quantised_tensor",
-        "_request",
-        "_streamer",
-        "_takeover",
-    },
-    {"_device_governor", "_four_bits"},
-    {"_targets"},
-    {"_assembly", "_device_target"},
-    {"_loading", "_quantise_forms"},
-    {"_quantise", "_wrap"},
-    {"_api"},
-    {"_everywhere", "_notebook"},
-    {"__init__", "_script_end"},
-    {
-        "_bench_report",
-        "_bench_worker",
-        "_cli_options",
-        "_cli_output",
-        "_cli_plan_text",
-        "_cli_prompt",
-        "_cli_report",
-        "_eval_report",
-        "_eval_text",
-        "_perplexity",
-        "_run_script",
-    },
-    {"bench", "_cli_answer", "_cli_model", "_eval_progress"},
-    {"_cli_eval", "_cli_plan", "_cli_quantise", "_cli_run"},
+    {"errors"},
+    {"_sizes", "_text_tables"},
+    {"system"},
+    {"checkpoint"},
+    {"weights"},
+    {"budget", "formats"},
+    {"prefetch", "hf"},
+    {"engine"},
+    {"devices"},
+    {"entry"},
+    {"__init__"},  # what users import
+    {"bench", "demo", "evaluate", "quantiser"},
     {"cli"},
     {"__main__"},
 )
-FLOOR = {name: number for number, names in enumerate(FLOORS) for name in names}
+FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
+ROOMS = {folder.name for folder in PRODUCT.iterdir() if (folder / "__init__.py").exists()}
 
+# Who else may be known where, for type checkers as well. In front stands what a user could write.
+FRONT = {"bench", "cli", "demo", "evaluate", "quantiser"}
+KNOWN_IN = {
+    "torch": FLOOR.keys() - {"errors", "_sizes", "_text_tables", "system", "checkpoint"},
+    "transformers": {"formats", "hf", "entry", *FRONT},
+    "bitsandbytes": {"formats", "quantiser"},
+    "pipeload_hooks": {"formats", "budget", "engine", "devices", *FRONT},
+    "psutil": {"system"},
+    "rich": {"_text_tables", "cli"},
+    "typer": {"cli"},
+}
 # Pure: sizes, byte ranges and records. They can be used, and tested, without torch.
 WITHOUT_TORCH = {
-    "errors",
-    "_abandoned",
-    "_accountant",
-    "_advice",
-    "_checkpoint",
-    "_checkpoint_folder",
-    "_checkpoint_json",
-    "_counters",
-    "_device",
-    "_floor",
-    "_folder_lock",
-    "_formats",
-    "_home",
-    "_layout",
-    "_loading_args",
-    "_mappings",
-    "_memory",
-    "_model_card",
-    "_mounts",
-    "_on_import",
-    "_open_file",
-    "_pages",
-    "_own_weights",
-    "_plan",
-    "_reader_pool",
-    "_residency",
-    "_run_script",
-    "_script_end",
-    "_sizes",
-    "_shards",
-    "_slots",
-    "_stalls",
-    "_stats",
-    "_windows",
-    "_tabled",
-}
-THE_LIBRARYS_FILES = {
-    "_api",
-    "_quantise",
-    "_quantise_forms",
-    "_quantizer",
-    "_recipes",
-    "_takeover",
-    "_transformers",
-    # On top of everything, where a user's script would be:
-    "_bench_worker",
-    "_cli_answer",
-    "_cli_eval",
-    "_cli_model",
-    "_cli_output",
-}
-FILES_ON_THE_HOOKS = {
-    "_adapters",
-    "_assembly",
-    "_bench_worker",
-    "_bitsandbytes",
-    "_device_restore",
-    "_edits",
-    "_eval_progress",
-    "_first_pass",
-    "_hooking",
-    "_on_disk",
-    "_pass_trace",
-    "_probe",
-    "_refusals",
-    "_restore",
-    "_seats",
-    "_sites",
-    "_streamer",
-    "_tables",
-    "_twins",
+    *("errors", "_sizes", "_text_tables", "system", "checkpoint"),
+    *("weights.layout", "weights.device", "weights.kept", "formats.support", "hf.arguments"),
+    *("budget.plan", "budget.residency", "budget.counters", "budget.accounts", "prefetch.slots"),
+    *("engine.stats", "engine.own_weights", "entry.script", "evaluate.text_windows"),
+    *("quantiser.shards", "quantiser.model_card"),
 }
 
 
-class Imports(NamedTuple):
-    """What one module imports, wherever in it; not what it names for type checkers alone."""
-
-    module: str
-    hooks: bool
-    ours: set[str]
-    others: set[str]
+def module_of(file: Path) -> str:
+    """Its name below `pipeload`; that of a room for the room's `__init__`."""
+    parts = file.relative_to(PRODUCT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts)
 
 
-def imports_of(file: Path) -> Imports:
-    tree = ast.parse(file.read_text(encoding="utf-8"))
+MODULES = {module_of(file): file for file in FILES if file.is_relative_to(PRODUCT)}
+PURE = sorted(module for module in MODULES if {module, module.partition(".")[0]} & WITHOUT_TORCH)
+
+
+def imports_of(file: Path, *, typing: bool = True) -> set[str]:
+    """Full names of all that a file imports, wherever in it; `typing`: also for type checkers."""
     found: set[str] = set()
-    for node in walk_without_typing(tree):
+    todo: list[ast.AST] = [ast.parse(file.read_text(encoding="utf-8"))]
+    while todo:
+        node = todo.pop()
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{file.name}: imports are absolute"
-            source = node.module or ""
-            found |= {f"{source}.{alias.name}" for alias in node.names}
-    ours = {own_module(name) for name in found if name.split(".")[0] == "pipeload"}
-    others = {name.split(".")[0] for name in found} - {"pipeload"}
-    return Imports(file.stem, file.parent.name == "pipeload_hooks", ours, others)
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+        if not typing and isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            todo += node.orelse
+        else:
+            todo += ast.iter_child_nodes(node)
+    return found
 
 
-def walk_without_typing(node: ast.AST) -> list[ast.AST]:
-    if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
-        return [inner for child in node.orelse for inner in walk_without_typing(child)]
-    children = [
-        inner for child in ast.iter_child_nodes(node) for inner in walk_without_typing(child)
-    ]
-    return [node, *children]
+def ours(names: set[str]) -> set[str]:
+    """The modules of `pipeload` that hold these names."""
+    found = set()
+    for name in names:
+        package, *parts = name.split(".")
+        if package == "pipeload":
+            starts = (".".join(parts[:end]) for end in range(len(parts), 0, -1))
+            found.add(next((start for start in starts if start in MODULES), "__init__"))
+    return found
 
 
-def own_module(name: str) -> str:
-    """The file that `pipeload.a.b` or `pipeload.name` comes from."""
-    part = name.split(".")[1] if "." in name else "__init__"
-    return part if (ROOT / "pipeload" / f"{part}.py").exists() else "__init__"
+def room_of(module: str) -> str:
+    return module.partition(".")[0]
 
 
-ALL = [imports_of(file) for file in FILES]
-PRODUCT = [imports for imports in ALL if not imports.hooks]
+@pytest.mark.parametrize("module", MODULES)
+def test_imports_go_down(module: str) -> None:
+    """Into rooms on lower floors, and within the room."""
+    room = room_of(module)
+    # What users import names all that it gives them; it loads what is asked for.
+    found = ours(imports_of(MODULES[module], typing=module != "__init__"))
+    others = {room_of(one) for one in found} - ({room} & ROOMS)
+    assert {one for one in others if FLOOR[one] >= FLOOR[room]} == set()
 
 
-def test_every_module_has_a_floor() -> None:
-    """The list above is complete, and names nothing that is gone."""
-    assert {imports.module for imports in PRODUCT} == set(FLOOR)
+def test_no_cycles() -> None:
+    """Nor do files of one room go round in a circle."""
+    graph = {module: ours(imports_of(file)) for module, file in MODULES.items()}
+    TopologicalSorter({**graph, "__init__": set()}).prepare()
 
 
-@pytest.mark.parametrize("imports", PRODUCT, ids=lambda imports: imports.module)
-def test_imports_go_down(imports: Imports) -> None:
-    """No module imports one of its own floor or a higher one."""
-    up = {name for name in imports.ours if FLOOR[name] >= FLOOR[imports.module]}
-    assert up == set()
+def test_rooms() -> None:
+    """Every module stands in one; none takes the place of a public name, or loads anything."""
+    assert {room_of(module) for module in MODULES} == FLOOR.keys()
+    assert ROOMS & {*pipeload.__all__} == set()
+    for module, file in MODULES.items():
+        if file.name == "__init__.py" and module != "__init__":
+            assert imports_of(file) == set()
 
 
-@pytest.mark.parametrize("imports", [i for i in ALL if i.hooks], ids=lambda imports: imports.module)
-def test_the_hooks_know_torch_alone(imports: Imports) -> None:
+@pytest.mark.parametrize("package", KNOWN_IN)
+def test_who_knows_what(package: str) -> None:
+    """Other libraries, and the hooks, are met in few rooms."""
+    users = {
+        room_of(module)
+        for module, file in MODULES.items()
+        if any(name.split(".")[0] == package for name in imports_of(file))
+    }
+    assert users - KNOWN_IN[package] == set()
+
+
+@pytest.mark.parametrize("file", [*HOOKS.glob("*.py")], ids=lambda file: file.stem)
+def test_the_hooks_know_torch_alone(file: Path) -> None:
     """The lower package could be taken out and used by itself."""
-    assert imports.ours == set()
-    allowed = {"torch", "pipeload_hooks", *sys.stdlib_module_names}
-    assert imports.others - allowed == set()
-
-
-def users_of(package: str) -> set[str]:
-    return {imports.module for imports in PRODUCT if package in imports.others}
-
-
-def test_who_imports_what() -> None:
-    """The library is touched in few files, the hooks in fewer, torch not in the pure ones."""
-    assert users_of("transformers") <= THE_LIBRARYS_FILES
-    assert users_of("pipeload_hooks") == FILES_ON_THE_HOOKS
-    assert users_of("torch") & WITHOUT_TORCH == set()
-    assert users_of("psutil") == {"_memory"}
-
-
-@pytest.mark.parametrize(
-    "mark", ["_is_hf_initialized", "_commit_hash", "_hf_hook", "hf_device_map"]
-)
-def test_marks_of_the_library_are_in_one_file(mark: str) -> None:
-    """What it notes on models is private, and may be called something else one day."""
-    found = [file.name for file in FILES if mark in file.read_text(encoding="utf-8")]
-    assert found == ["_hf_marks.py"]
+    used = {name.split(".")[0] for name in imports_of(file)}
+    assert used - {"torch", "pipeload_hooks", *sys.stdlib_module_names} == set()
 
 
 def fresh(code: str) -> str:
@@ -329,21 +156,31 @@ def fresh(code: str) -> str:
     return done.stdout.strip()
 
 
-HEAVY = "print(*sorted({'torch', 'transformers', 'psutil', 'numpy', 'rich'} & set(sys.modules)))"
-
-
 @pytest.mark.parametrize(
     "code",
     [
         "import pipeload",
         "import pipeload; pipeload.MemoryLimitError, pipeload.__version__, dir(pipeload)",
         "import pipeload; pipeload.Plan, pipeload.Stats",
-        *(f"import pipeload.{name}" for name in sorted(WITHOUT_TORCH - {"_memory", "_accountant"})),
     ],
 )
 def test_light_imports(code: str) -> None:
-    """The package, its errors and everything pure load none of the heavy libraries."""
-    assert fresh(f"import sys; {code}; {HEAVY}") == ""
+    """The package and its errors load none of the heavy libraries."""
+    heavy = "{'torch', 'transformers', 'psutil', 'numpy', 'rich'}"
+    assert fresh(f"import sys; {code}; print(*({heavy} & set(sys.modules)))") == ""
+
+
+def test_pure_modules_do_without_torch() -> None:
+    """Whatever they import in turn."""
+    code = f"""
+import importlib, sys
+for name in {PURE}:
+    importlib.import_module("pipeload." + name)
+    if {{"torch", "transformers", "numpy", "rich"}} & set(sys.modules):
+        print(name)
+        break
+"""
+    assert fresh(code) == ""
 
 
 def test_the_rest_is_loaded_when_asked_for() -> None:

@@ -19,8 +19,8 @@ from transformers import MixtralConfig, MixtralForCausalLM
 
 import pipeload
 from pipeload import UnsupportedOperationError
-from pipeload._dispatcher import Dispatcher
-from pipeload._recipes import Recipe
+from pipeload.hf.recipes import Recipe
+from pipeload.prefetch.dispatcher import Dispatcher
 from pipeload_hooks import discard_ended
 from tests.models import load_plain
 from tests.streaming import (
@@ -277,8 +277,8 @@ def test_views_are_made_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> N
     def refuse(*_args: object, **_kwargs: object) -> None:
         raise AssertionError("a view was made again")
 
-    monkeypatch.setattr("pipeload._placement.Placement.__init__", refuse)
-    monkeypatch.setattr("pipeload._arena.Arena.tensor", refuse)
+    monkeypatch.setattr("pipeload.weights.placement.Placement.__init__", refuse)
+    monkeypatch.setattr("pipeload.weights.arena.Arena.tensor", refuse)
     logits(model)
 
 

@@ -30,7 +30,7 @@ texts, resident, fails = set(), [], []
 for _ in range(generations):
     text = model.generate(prompt, max_new_tokens=4, do_sample=False, pad_token_id=0)
     texts.add(tuple(text[0].tolist()))
-    resident.append(pipeload._memory.rss_bytes())
+    resident.append(pipeload.system.memory.rss_bytes())
     fails.append(int(Path(fail_file).read_text()) if fail_file else 0)
 stats = model.pipeload.stats()
 print(json.dumps({"peak": stats.peak_rss_bytes, "resident": resident, "fails": fails,

@@ -21,10 +21,11 @@ import pytest
 import torch
 
 import pipeload
-from pipeload import _mps_device, _open_device, _torch_device
-from pipeload._device_seats import DeviceSeat
-from pipeload._mps_device import MpsDevice
-from pipeload._open_device import open_device
+from pipeload.devices import mps, torch_accelerator
+from pipeload.devices import open_device as devices_open_device
+from pipeload.devices.mps import MpsDevice
+from pipeload.devices.open_device import open_device
+from pipeload.devices.seats import DeviceSeat
 from tests.fake_device import FakeDevice
 from tests.streaming import check
 from tests.test_device import EVERYTHING, PART, load, plan_for, reference, smallest
@@ -151,7 +152,7 @@ def _sum(place: torch.Tensor) -> int:
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
     """Told which memory blocks compute with."""
     made = StandIn()
-    for module in (_mps_device, _torch_device):
+    for module in (mps, torch_accelerator):
         monkeypatch.setattr(module, "torch", Torch(made))
     bind, unbind = DeviceSeat.bind, DeviceSeat.unbind
 
@@ -176,13 +177,13 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
 def device(gpu: StandIn, monkeypatch: pytest.MonkeyPatch) -> MpsDevice:
     """The one that any name opens; what its tensors say is the processor, so that models run."""
     made = MpsDevice(torch.device("cpu"))
-    monkeypatch.setattr("pipeload._request.open_device", lambda _name: made)
+    monkeypatch.setattr("pipeload.entry.request.open_device", lambda _name: made)
     return made
 
 
 def test_what_is_asked_of_torch_is_there() -> None:
     """All names of `torch.mps` that the file has, and with the arguments of the stand-in."""
-    tree = ast.parse(inspect.getsource(_mps_device))
+    tree = ast.parse(inspect.getsource(mps))
     asked = {n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute) and _is_mps(n.value)}
     assert "current_allocated_memory" in asked
     assert [name for name in asked if not hasattr(_real, name)] == []
@@ -206,8 +207,8 @@ def test_names(gpu: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
     """As for the others; "auto" leaves it alone: no Mac has shown that it works."""
     there = Recorded("mps", count=1)
     there.accelerator.current_device_index = lambda: 0
-    monkeypatch.setattr(_open_device, "torch", there)
-    monkeypatch.setattr(_open_device, "_opened", {})
+    monkeypatch.setattr(devices_open_device, "torch", there)
+    monkeypatch.setattr(devices_open_device, "_opened", {})
     found = open_device("mps")
     assert isinstance(found, MpsDevice)
     assert found.where == torch.device("mps", 0)
@@ -301,7 +302,7 @@ def test_figures_and_limit(
     held = device.allocate(1000)
     assert (device.allocated_bytes(), device.reserved_bytes()) == (1000, 1000 + LIBRARIES)
     free = [RECOMMENDED]
-    monkeypatch.setattr(_mps_device, "room_bytes", lambda: free[0])
+    monkeypatch.setattr(mps, "room_bytes", lambda: free[0])
     assert device.free_bytes() == RECOMMENDED - held.numel() - LIBRARIES
     free[0] = 12345
     assert device.free_bytes() == 12345

@@ -13,9 +13,17 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from pipeload import _nf4, _nf4_kernel
-from pipeload._nf4 import QuickProduct, install, quick_product
-from pipeload._nf4_kernel import DTYPES, Fill, compiled, compiled_fill, make_fill, torch_fill
+from pipeload.formats.bitsandbytes import kernel
+from pipeload.formats.bitsandbytes import product as bitsandbytes_product
+from pipeload.formats.bitsandbytes.kernel import (
+    DTYPES,
+    Fill,
+    compiled,
+    compiled_fill,
+    make_fill,
+    torch_fill,
+)
+from pipeload.formats.bitsandbytes.product import QuickProduct, install, quick_product
 from tests.plain_loops import use_plain_loops
 
 if TYPE_CHECKING:
@@ -32,16 +40,16 @@ NO_COMPILER = "no compiler here, or no AVX2"
 def forgetful(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The library as on AVX2; what was found out here is not kept for other tests."""
     use_plain_loops(monkeypatch.setattr)
-    _nf4._checked_fill.cache_clear()
+    bitsandbytes_product._checked_fill.cache_clear()
     yield
-    _nf4._checked_fill.cache_clear()
+    bitsandbytes_product._checked_fill.cache_clear()
 
 
 @pytest.fixture(params=["compiled", "torch"])
 def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """With the compiled kernel, and as if it could not be made."""
     if request.param == "torch":
-        monkeypatch.setattr(_nf4_kernel, "compiled", lambda: None)
+        monkeypatch.setattr(kernel, "compiled", lambda: None)
     elif compiled() is None:
         pytest.skip(NO_COMPILER)
     return str(request.param)
@@ -133,8 +141,10 @@ def test_the_folder_of_the_compiler_is_gone(
 def test_a_library_with_other_values(monkeypatch: pytest.MonkeyPatch) -> None:
     """A version that rounds otherwise keeps its own way."""
     assert quick_product(linear(), "nf4", 64) is not None
-    _nf4._checked_fill.cache_clear()
-    monkeypatch.setattr(_nf4, "make_fill", lambda *_: lambda _packed, _absmax, out: out.fill_(1))
+    bitsandbytes_product._checked_fill.cache_clear()
+    monkeypatch.setattr(
+        bitsandbytes_product, "make_fill", lambda *_: lambda _packed, _absmax, out: out.fill_(1)
+    )
     assert quick_product(linear(), "nf4", 64) is None
 
 
@@ -179,10 +189,10 @@ def test_equal_products(kind: str, dtype: torch.dtype, nested: bool, engine: str
 def test_ranges_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """A decoding step has a part of the weight at a time, other products all of it."""
     sizes: list[int] = []
-    monkeypatch.setattr(_nf4, "_RANGE_BYTES", 1)
-    monkeypatch.setattr(_nf4, "can_cut_rows", lambda _: True)
+    monkeypatch.setattr(bitsandbytes_product, "_RANGE_BYTES", 1)
+    monkeypatch.setattr(bitsandbytes_product, "can_cut_rows", lambda _: True)
     exact = True
-    monkeypatch.setattr(_nf4, "ranges_are_exact", lambda *_: exact)
+    monkeypatch.setattr(bitsandbytes_product, "ranges_are_exact", lambda *_: exact)
     module = linear()
     product = product_of(module)
     fill = product._fill
@@ -207,7 +217,7 @@ def test_ranges_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_rows_that_cannot_be_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     """The weight is whole then, and nothing of its size is kept."""
-    monkeypatch.setattr(_nf4, "can_cut_rows", lambda _: False)
+    monkeypatch.setattr(bitsandbytes_product, "can_cut_rows", lambda _: False)
     module, given = linear(), torch.randn(1, 256)
     product = product_of(module)
     assert product.kept_bytes == 0

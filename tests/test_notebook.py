@@ -14,7 +14,7 @@ import torch
 from nbclient import NotebookClient
 
 import pipeload
-from pipeload._stats import Stats
+from pipeload.engine.stats import Stats
 from tests.exact import load_smallest, steady_floor
 from tests.models import load_plain
 
@@ -179,9 +179,7 @@ def bars(monkeypatch: pytest.MonkeyPatch) -> list[Bar]:
     ipython: Any = ModuleType("IPython")
     ipython.get_ipython = lambda: SimpleNamespace(config={"IPKernelApp": {}})
     monkeypatch.setitem(sys.modules, "IPython", ipython)
-    monkeypatch.setattr(
-        "pipeload._transformers.progress_bar", lambda total, *_names: Bar(made, total)
-    )
+    monkeypatch.setattr("pipeload.hf.library.progress_bar", lambda total, *_names: Bar(made, total))
     return made
 
 
@@ -239,7 +237,7 @@ def test_the_librarys_bars(
 ) -> None:
     """Its bar does, and so does its stand-in where bars are switched off."""
     monkeypatch.setattr("transformers.utils.logging._tqdm_active", shown)
-    monkeypatch.setattr("pipeload._assembly.in_notebook", lambda: True)
+    monkeypatch.setattr("pipeload.engine.assembly.in_notebook", lambda: True)
     model = load_smallest(tiny("llama"))
     before = hooks_of(model)
     run_pass(model)

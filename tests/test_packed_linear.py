@@ -14,12 +14,19 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipeload._int4_order import ORDERS, kernel_order, pack, reorder, unpack, unpack_transposed
-from pipeload._packed_linear import Int4Linear, Int8Linear, PackedLinear
-from pipeload._repack import Repack
-from pipeload._rounding import GROUPS, ZERO_POINTS, from_int4, to_int4, to_int8
-from pipeload._wide_product import product_dtype, temporary_bytes
 from pipeload.errors import UnsupportedModelError
+from pipeload.formats.integers.linear import Int4Linear, Int8Linear, PackedLinear
+from pipeload.formats.integers.order import (
+    ORDERS,
+    kernel_order,
+    pack,
+    reorder,
+    unpack,
+    unpack_transposed,
+)
+from pipeload.formats.integers.rounding import GROUPS, ZERO_POINTS, from_int4, to_int4, to_int8
+from pipeload.formats.integers.wide_product import product_dtype, temporary_bytes
+from pipeload.formats.repack import Repack
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -150,7 +157,7 @@ def test_pieces_are_the_whole() -> None:
 
 IN_A_CHILD = """
 import torch
-from pipeload._int4_order import kernel_order, pack
+from pipeload.formats.integers.order import kernel_order, pack
 values = torch.randint(0, 16, (208, 64), dtype=torch.uint8)
 packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(values.int(), 1)
 assert torch.equal(packed, pack(values, kernel_order()))

@@ -15,15 +15,18 @@ import pytest
 import torch
 
 import pipeload
-from pipeload import _assembly, _bench_reader, _build, _memory, _sites
-from pipeload._memory import peak_rss_bytes, rss_bytes
-from pipeload._reader import FileSet, resolve_io_mode
-from pipeload._spill import Spill
+from pipeload.bench import reader
+from pipeload.budget import cut, make_plan
+from pipeload.checkpoint.files import FileSet, resolve_io_mode
+from pipeload.engine import assembly
+from pipeload.entry.spill import Spill
 from pipeload.errors import (
     CheckpointChangedError,
     OptionError,
     UnsupportedOperationError,
 )
+from pipeload.system import memory
+from pipeload.system.memory import peak_rss_bytes, rss_bytes
 from tests.models import load_plain
 from tests.platforms import hide_proc, take_away
 from tests.streaming import (
@@ -35,7 +38,7 @@ from tests.streaming import (
     steady_floor,
     streamer_of,
 )
-from tests.test_imports import ROOT, WITHOUT_TORCH
+from tests.test_imports import MODULES, PURE, ROOT
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -65,12 +68,15 @@ for name in [name for name in sys.modules if name.split(".")[0].startswith("pipe
     del sys.modules[name]  # the tests' models come from it
 made = SYSTEMS[system](pytest.MonkeyPatch())
 
-from pipeload import _assembly, _build, _pages, _sites
-from pipeload._accountant import Accountant
+from pipeload.engine import assembly
+from pipeload.budget import make_plan
+from pipeload.system import pages
+from pipeload.budget import cut
+from pipeload.budget.accounts import Accountant
 from tests.streaming import FLOOR_BYTES, load_streamed, streamer_of
 Accountant.other_bytes = lambda self: FLOOR_BYTES  # a tiny model is less than the libraries' noise
-_sites._TABLE_BYTES = 0  # a tiny model's table is read by rows, too
-_assembly.TABLE_KEEP_BYTES = _build.TABLE_KEEP_BYTES = 0  # and given back after every pass
+cut._TABLE_BYTES = 0  # a tiny model's table is read by rows, too
+assembly.TABLE_KEEP_BYTES = make_plan.TABLE_KEEP_BYTES = 0  # and given back after every pass
 results = []
 for folder, expected, spare in zip(folders, wanted, (200_000, 30_000_000)):
     def same():
@@ -89,7 +95,7 @@ for folder, expected, spare in zip(folders, wanted, (200_000, 30_000_000)):
     result["fits"] = model.pipeload.plan.io_mode
     model.pipeload.remove()
     results.append(result)
-stats = {"page": _pages.PAGE, "unlocked": len(getattr(made, "unlocked", ()))}
+stats = {"page": pages.PAGE, "unlocked": len(getattr(made, "unlocked", ()))}
 print(json.dumps({"results": results, **stats}))
 """
 
@@ -151,9 +157,9 @@ FALLBACKS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
 @pytest.fixture
 def by_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tiny model's embedding is read by rows, which are given back after every pass."""
-    monkeypatch.setattr(_sites, "_TABLE_BYTES", 0)
-    monkeypatch.setattr(_assembly, "TABLE_KEEP_BYTES", 0)
-    monkeypatch.setattr(_build, "TABLE_KEEP_BYTES", 0)
+    monkeypatch.setattr(cut, "_TABLE_BYTES", 0)
+    monkeypatch.setattr(assembly, "TABLE_KEEP_BYTES", 0)
+    monkeypatch.setattr(make_plan, "TABLE_KEEP_BYTES", 0)
 
 
 @linux
@@ -221,7 +227,7 @@ def test_the_benchmark_says_what_it_needs(tmp_path: Path, monkeypatch: pytest.Mo
     file.write_bytes(bytes(8192))
     take_away(monkeypatch, os, "O_DIRECT")
     with pytest.raises(OSError, match="this system has no direct reads"):
-        _bench_reader.read_rate([file], 0.1)
+        reader.read_rate([file], 0.1)
 
 
 @pytest.mark.parametrize("change", ["replaced", "removed", "none"])
@@ -253,12 +259,12 @@ def test_memory_figures_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     hide_proc(monkeypatch)
     assert rss_bytes() == pytest.approx(held, rel=0.2)
     assert peak_rss_bytes() >= held * 0.8
-    monkeypatch.setattr(_memory, "_memory_info", lambda: _Info(rss=5, peak_wset=7))
+    monkeypatch.setattr(memory, "_memory_info", lambda: _Info(rss=5, peak_wset=7))
     assert (rss_bytes(), peak_rss_bytes()) == (5, 7)
-    monkeypatch.setattr(_memory, "_memory_info", lambda: _Info(rss=1 << 50))
+    monkeypatch.setattr(memory, "_memory_info", lambda: _Info(rss=1 << 50))
     assert peak_rss_bytes() == 1 << 50
     monkeypatch.setitem(sys.modules, "resource", None)  # Windows has none
-    monkeypatch.setattr(_memory, "_memory_info", lambda: _Info(rss=5))
+    monkeypatch.setattr(memory, "_memory_info", lambda: _Info(rss=5))
     assert peak_rss_bytes() == 5
 
 
@@ -296,7 +302,7 @@ def test_a_file_that_cannot_be_removed_yet(
 
 def test_letters_that_the_output_cannot_hold() -> None:
     """An answer goes on where the terminal's encoding ends."""
-    code = "from pipeload._cli_output import replace_unprintable as f; f(); print('caf\\u00e9')"
+    code = "from pipeload.cli.screen import replace_unprintable as f; f(); print('caf\\u00e9')"
     assert child(code, PYTHONIOENCODING="ascii") == "caf?\n"
 
 
@@ -315,9 +321,8 @@ print("torch" in sys.modules)
 @pytest.mark.parametrize("pure", [True, False])
 def test_everything_can_be_imported(*, pure: bool) -> None:
     """With all that is Linux's and POSIX's missing; the pure modules without torch."""
-    everything = {file.stem for file in (ROOT / "pipeload").glob("*.py")}
-    stems = (WITHOUT_TORCH if pure else everything) - {"__init__", "__main__"}
-    names = ["pipeload", *(f"pipeload.{stem}" for stem in sorted(stems))]
+    modules = PURE if pure else sorted(MODULES.keys() - {"__init__", "__main__"})
+    names = ["pipeload", *(f"pipeload.{module}" for module in modules)]
     # The library imports parts of itself when they are asked for.
     names_of = "AutoModelForCausalLM, PreTrainedModel, TextStreamer"
     libraries = f"import torch, typer, rich.progress; from transformers import {names_of}"

@@ -10,14 +10,14 @@ import pytest
 import torch
 from torch import nn
 
-from pipeload import _probe
-from pipeload._probe import meta_inputs, probe_usage
-from pipeload._takeover import take_over_loading
-from pipeload._twins import twin_lists
+from pipeload.budget import trial_run
+from pipeload.budget.trial_run import meta_inputs, probe_usage
+from pipeload.budget.twin_blocks import twin_lists
+from pipeload.hf.takeover import take_over_loading
 from tests.models import FAMILIES, tiny_config
 
 if TYPE_CHECKING:
-    from pipeload._transformers import PendingLoad
+    from pipeload.hf.library import PendingLoad
     from tests.conftest import TinyCheckpoint
 
 _SMALL: dict[str, Any] = {
@@ -155,10 +155,10 @@ def test_few_layers_tell_of_all(name: str) -> None:
     )
     lists = twin_lists(model)
     assert {(len(t.groups), t.kept) for t in lists} == {(LAYERS, KINDS_WITHIN.get(name, 2))}
-    with mock.patch.object(_probe, "_observe", wraps=_probe._observe) as observe:
+    with mock.patch.object(trial_run, "_observe", wraps=trial_run._observe) as observe:
         few = probe_usage(model)
     assert all(call.args[2] for call in observe.call_args_list), "it ran whole"
-    with mock.patch.object(_probe, "twin_lists", return_value=[]):
+    with mock.patch.object(trial_run, "twin_lists", return_value=[]):
         assert few == probe_usage(model)
 
 

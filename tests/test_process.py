@@ -26,11 +26,12 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 import pipeload
-from pipeload import ReadError, UnsupportedOperationError, _arena
-from pipeload._accountant import ACCOUNTANT
-from pipeload._reader import FileSet
-from pipeload._reader_pool import run_jobs
-from pipeload._stalls import Stalls
+from pipeload import ReadError, UnsupportedOperationError
+from pipeload.budget.accounts import ACCOUNTANT
+from pipeload.checkpoint.files import FileSet
+from pipeload.checkpoint.readers import run_jobs
+from pipeload.checkpoint.stalls import Stalls
+from pipeload.weights import arena
 from tests.models import load_plain
 from tests.streaming import (
     IDS,
@@ -150,10 +151,10 @@ def test_a_model_cannot_be_sent_to_another_process(folder: Path, expected: Refer
 EXIT = """
 import sys, threading
 from pathlib import Path
-from pipeload import _prefetcher
-from pipeload._reader import FileSet
+from pipeload.prefetch import prefetcher
+from pipeload.checkpoint.files import FileSet
 from tests.streaming import load_streamed, logits
-_prefetcher._END_SECONDS = 2.0
+prefetcher._END_SECONDS = 2.0
 model = load_streamed(Path(sys.argv[1]))
 logits(model)
 entered, original = threading.Event(), FileSet.read_pages
@@ -298,8 +299,8 @@ class NoMappings:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.left = -1
-        self._original = _arena._anonymous
-        monkeypatch.setattr(_arena, "_anonymous", self)
+        self._original = arena._anonymous
+        monkeypatch.setattr(arena, "_anonymous", self)
 
     def __call__(self, size: int, **options: Any) -> Any:
         self.left -= 1
@@ -473,7 +474,7 @@ def test_a_reader_is_killed_while_loading(within: bool, monkeypatch: pytest.Monk
         return clock()
 
     if not within:
-        monkeypatch.setattr("pipeload._reader_pool.time.perf_counter", die)
+        monkeypatch.setattr("pipeload.checkpoint.readers.time.perf_counter", die)
     waiting = in_thread(run_jobs, [read] * 4, [None, None], Stalls(None))
     with pytest.raises(UnsupportedOperationError, match=r"SystemExit.*Load the model again"):
         waiting.result(WAIT_SECONDS)

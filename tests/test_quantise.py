@@ -20,17 +20,17 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from typer.testing import CliRunner
 
 import pipeload
-from pipeload._int4_order import ORDERS, kernel_order
-from pipeload._packed_linear import Int4Linear, Int8Linear, PackedLinear
-from pipeload._quantise import METHODS
-from pipeload._shards import MANIFEST
-from pipeload.cli import app
+from pipeload.cli.commands import app
 from pipeload.errors import (
     CheckpointError,
     MemoryLimitError,
     OptionError,
     UnsupportedModelError,
 )
+from pipeload.formats.integers.linear import Int4Linear, Int8Linear, PackedLinear
+from pipeload.formats.integers.order import ORDERS, kernel_order
+from pipeload.quantiser.quantise import METHODS
+from pipeload.quantiser.shards import MANIFEST
 from tests.exact import (
     assert_same,
     assert_streamed,
@@ -185,7 +185,7 @@ def test_made_on_another_processor(
     options = FORMS["int4 by 32"]
     own = pipeload.quantize(llama, tmp_path / "own", **options)
     with monkeypatch.context() as elsewhere:
-        elsewhere.setattr("pipeload._quantise_forms.kernel_order", lambda: OTHER_ORDER)
+        elsewhere.setattr("pipeload.quantiser.forms.kernel_order", lambda: OTHER_ORDER)
         other = pipeload.quantize(llama, tmp_path / "other", **options)
     name = "model.layers.1.mlp.up_proj.weight"
     stored = [load_file(folder / "model.safetensors")[name] for folder in (own, other)]
@@ -222,7 +222,7 @@ def test_an_evicted_module_refuses(
     llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Integers have no NaN: a module called by itself must not compute with what is not there."""
-    monkeypatch.setattr("pipeload._loading.probe_usage", lambda _model: None)  # whole blocks
+    monkeypatch.setattr("pipeload.entry.loading.probe_usage", lambda _model: None)  # whole blocks
     for form, kind in (("int8", Int8Linear), ("int4 by 32", Int4Linear)):
         model = load_smallest(pipeload.quantize(llama, tmp_path / form, **FORMS[form]))
         expected = step_logits(model, prompt(), 1)
@@ -332,7 +332,7 @@ def test_killed_between_two_files(place: str, llama: Path, tmp_path: Path) -> No
 import os, signal
 from pathlib import Path
 import pipeload
-from pipeload import _shards
+from pipeload.quantiser import shards
 def die(*_):
     os.kill(os.getpid(), signal.SIGKILL)
 def stop(done, total):
@@ -373,7 +373,7 @@ class Full:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.full, self._files = True, 0
         self._fsync = os.fsync
-        monkeypatch.setattr("pipeload._shards.os.fsync", self)
+        monkeypatch.setattr("pipeload.quantiser.shards.os.fsync", self)
 
     def __call__(self, descriptor: int) -> None:
         self._files += 1
@@ -399,7 +399,7 @@ def test_a_full_disk(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_a_disk_without_room(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Refused before anything is computed."""
     usage = shutil.disk_usage(tmp_path)._replace(free=1000)
-    monkeypatch.setattr("pipeload._shards.shutil.disk_usage", lambda _path: usage)
+    monkeypatch.setattr("pipeload.quantiser.shards.shutil.disk_usage", lambda _path: usage)
     with pytest.raises(OptionError, match=r"has 1\.00 kB free"):
         pipeload.quantize(llama, tmp_path / "made")
     assert not (tmp_path / "made").exists()
@@ -515,7 +515,9 @@ def test_every_option_changes_something(
     method: str, option: str, llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One that is another method's is refused with the reason, also as its default."""
-    monkeypatch.setattr("pipeload._quantise._open", lambda *_: pytest.fail("looked at the source"))
+    monkeypatch.setattr(
+        "pipeload.quantiser.quantise._open", lambda *_: pytest.fail("looked at the source")
+    )
     if method in METHODS_OF[option]:
         with pytest.raises(pytest.fail.Exception, match="looked at"):
             pipeload.quantize(llama, tmp_path / "made", method=method, **OF_OTHERS[option])

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 from typer.testing import CliRunner
 
 import pipeload
-from pipeload.cli import app
+from pipeload.cli.commands import app
 from pipeload.errors import MemoryLimitError, OptionError, UnsupportedModelError
 from tests.exact import (
     assert_same,

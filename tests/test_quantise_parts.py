@@ -10,9 +10,9 @@ from safetensors.torch import load_file
 from transformers import AutoConfig
 
 import pipeload
-from pipeload._packed_linear import PartedLinear
-from pipeload._quantizer import PipeloadConfig
 from pipeload.errors import OptionError
+from pipeload.formats.integers.linear import PartedLinear
+from pipeload.formats.integers.quantizer import PipeloadConfig
 from tests.exact import assert_same, limits, load, load_smallest, prompt, steady_floor, step_logits
 from tests.models import load_plain, save_random
 from tests.test_quantise import FORMS, OTHER_ORDER, SIZES
@@ -38,7 +38,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts that are small enough for a test."""
-    monkeypatch.setattr("pipeload._quantise_forms.PART_BYTES", 256 << 10)
+    monkeypatch.setattr("pipeload.quantiser.forms.PART_BYTES", 256 << 10)
 
 
 def outputs(model: Any) -> list[torch.Tensor]:
@@ -70,7 +70,7 @@ def test_parts_are_the_rows_of_the_whole(
 ) -> None:
     """The same integers; and as close to the floats."""
     parted = pipeload.quantize(source, tmp_path / "parted", **FORMS[form])
-    monkeypatch.setattr("pipeload._quantise_forms.PART_BYTES", 1 << 30)
+    monkeypatch.setattr("pipeload.quantiser.forms.PART_BYTES", 1 << 30)
     whole = pipeload.quantize(source, tmp_path / "whole", **FORMS[form])
     stem, stored = "model.layers.0.mlp.up_proj.", load_file(parted / "model.safetensors")
     parts = [stored[f"{stem}parts.{i}.weight"] for i in range(PARTS[form])]
@@ -90,7 +90,7 @@ def test_made_on_another_processor(
 ) -> None:
     """Every part is put into this one's order."""
     own = pipeload.quantize(source, tmp_path / "own", **FORMS["int4 by 32"])
-    monkeypatch.setattr("pipeload._quantise_forms.kernel_order", lambda: OTHER_ORDER)
+    monkeypatch.setattr("pipeload.quantiser.forms.kernel_order", lambda: OTHER_ORDER)
     other = pipeload.quantize(source, tmp_path / "other", **FORMS["int4 by 32"])
     expected = outputs(load_plain(own))
     assert_same(outputs(load_plain(other)), expected, "plain")

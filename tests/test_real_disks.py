@@ -17,9 +17,11 @@ import pytest
 import torch
 
 import pipeload
-from pipeload import ReadError, _mounts, _placement, _stored
-from pipeload._checkpoint import read_header
-from pipeload._reader import FileSet
+from pipeload import ReadError
+from pipeload.checkpoint.files import FileSet
+from pipeload.checkpoint.headers import read_header
+from pipeload.system import mounts
+from pipeload.weights import placement, stored
 from tests.models import load_plain
 from tests.streaming import (
     Reference,
@@ -184,7 +186,7 @@ def test_a_network_mount(fuse: Fuse, expected: Reference, monkeypatch: pytest.Mo
 
     The reads are the kernel's: a request to a file system that is not answered.
     """
-    monkeypatch.setattr(_mounts, "_warned", set())
+    monkeypatch.setattr(mounts, "_warned", set())
     words = r"network file system \(fuse\.sshfs, 'tests' at '.*/a mount'\)"
     with pytest.warns(UserWarning, match=words) as seen:
         model = load_streamed(fuse.point, io_mode="direct", read_timeout=0.4)
@@ -215,7 +217,7 @@ def test_a_network_mount(fuse: Fuse, expected: Reference, monkeypatch: pytest.Mo
 def test_wrapping_on_a_network_mount(fuse: Fuse, monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights are compared with their file, and the disk goes away in the middle of that."""
     model = load_plain(fuse.point, dtype=torch.float64)  # cast, so no mapping says what it is
-    expected, read = logits(model), _placement.read_into
+    expected, read = logits(model), placement.read_into
     words = {"hang": "has not returned for", "fail": "failed.*Errno 5"}
     for state, problem in words.items():
 
@@ -223,10 +225,10 @@ def test_wrapping_on_a_network_mount(fuse: Fuse, monkeypatch: pytest.MonkeyPatch
             fuse.become(state)
             return read(*args)
 
-        monkeypatch.setattr(_stored, "read_into", broken)
+        monkeypatch.setattr(stored, "read_into", broken)
         with pytest.raises(ReadError, match=rf"tensor '.*': reading '.*' at byte \d+ {problem}"):
             pipeload.wrap(model, "100GB", read_timeout=0.4)
-        monkeypatch.setattr(_stored, "read_into", read)
+        monkeypatch.setattr(stored, "read_into", read)
         fuse.become("well")
         assert torch.equal(logits(model), expected)
     pipeload.wrap(model, "100GB", read_timeout=0.4)
@@ -270,16 +272,16 @@ def test_the_mount_of_a_file(
 ) -> None:
     """The deepest one counts, and of two at one place the later."""
     (tmp_path / "mounts").write_text(TABLE)
-    monkeypatch.setattr(_mounts, "_MOUNTS", tmp_path / "mounts")
-    found = _mounts.network_mount(Path(path))
+    monkeypatch.setattr(mounts, "_MOUNTS", tmp_path / "mounts")
+    found = mounts.network_mount(Path(path))
     assert (found.point if found else None) == point
 
 
 def test_a_system_without_a_table_of_mounts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_mounts, "_MOUNTS", tmp_path / "none")
-    assert not _mounts.warn_of_network([tmp_path])
+    monkeypatch.setattr(mounts, "_MOUNTS", tmp_path / "none")
+    assert not mounts.warn_of_network([tmp_path])
 
 
 def test_a_file_that_may_not_be_read() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from pipeload import UnsupportedOperationError
-from pipeload._unit import Ticket
+from pipeload.prefetch.unit import Ticket
 from tests.models import load_plain
 from tests.streaming import (
     IDS,

@@ -14,7 +14,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 import pipeload
 from pipeload import CheckpointError, MemoryLimitError, OptionError, UnsupportedModelError
-from pipeload._pages import PAGE
+from pipeload.system.pages import PAGE
 from tests.models import load_plain, randomize, save_random
 from tests.streaming import (
     FLOOR_BYTES,

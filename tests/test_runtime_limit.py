@@ -13,9 +13,10 @@ import torch
 from transformers.generation.streamers import BaseStreamer
 
 import pipeload
-from pipeload import MemoryLimitError, _governor
-from pipeload._accountant import ACCOUNTANT, Accountant
-from pipeload._reserve import WARM_UP_BYTES
+from pipeload import MemoryLimitError
+from pipeload.budget import governor as budget_governor
+from pipeload.budget.accounts import ACCOUNTANT, Accountant
+from pipeload.budget.reserve import WARM_UP_BYTES
 from tests.models import load_plain
 from tests.streaming import (
     FLOOR_BYTES,
@@ -240,8 +241,8 @@ def test_two_settled_passes_that_both_want_memory(
     folder: Path, plain: Any, pressure: Pressure, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They wait for each other's weights to be free, and not for ever."""
-    monkeypatch.setattr(_governor, "STEPS", 1 << 40)
-    monkeypatch.setattr(_governor, "MIN_STEP_BYTES", 4096)
+    monkeypatch.setattr(budget_governor, "STEPS", 1 << 40)
+    monkeypatch.setattr(budget_governor, "MIN_STEP_BYTES", 4096)
     model = load_streamed(folder, spare=ALL)
     logits(model)
     streamer = streamer_of(model)
@@ -357,7 +358,13 @@ def test_an_interrupt_anywhere_in_a_resplit(folder: Path, plain: Any, pressure: 
         return model
 
     found = places_of(partial(logits, settled()))
-    files = ("_streamer.py", "_prefetcher.py", "_governor.py", "_unit.py", "_seats.py")
+    files = (
+        "engine/streamer.py",
+        "prefetch/prefetcher.py",
+        "budget/governor.py",
+        "prefetch/unit.py",
+        "engine/seats.py",
+    )
     places = [place for place in found if place[0].co_filename.endswith(files)]
     struck = 0
     for place in places[::8]:

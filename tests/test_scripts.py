@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import pytest
 from typer.testing import CliRunner
 
-from pipeload import _run_script
-from pipeload.cli import app
+from pipeload.cli.commands import app
+from pipeload.entry import script as entry_script
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -158,7 +158,7 @@ for attempt in range(2):
     else:
         plan = model.pipeload.plan
         print(plan.readers, plan.io_mode)
-        print(pipeload._api._enclosing().hint)
+        print(pipeload.entry.api._enclosing().hint)
         del model
         break
 """
@@ -337,10 +337,10 @@ def test_a_wrong_command_line(
         value = getattr(sys, attribute)
         monkeypatch.setattr(sys, attribute, list(value) if isinstance(value, list) else value)
     monkeypatch.syspath_prepend("replaced")
-    monkeypatch.setattr(_run_script, "stream_when_imported", lambda *_args, **_options: None)
-    monkeypatch.setattr("pipeload._script_end.ScriptEnd.follow", lambda _self: None)
+    monkeypatch.setattr(entry_script, "stream_when_imported", lambda *_args, **_options: None)
+    monkeypatch.setattr("pipeload.entry.script_end.ScriptEnd.follow", lambda _self: None)
     with pytest.raises(SystemExit) as end:
-        _run_script.run(words)
+        entry_script.run(words)
     assert end.value.code == status
     out, err = capsys.readouterr()
     done = Done(status, out.encode(), err)
@@ -362,7 +362,7 @@ def test_options_reach_the_loading(monkeypatch: pytest.MonkeyPatch) -> None:
         "--memory-limit 2GB --tokens=40 --batch 2 --io-mode buffered --readers 3 --pressure auto "
         "--stats --device cuda:1 --host-memory-limit 8GB"
     )
-    options, target = _run_script._parse([*words.split(), str(SCRIPTS), "--tokens", "9"])
+    options, target = entry_script._parse([*words.split(), str(SCRIPTS), "--tokens", "9"])
     assert vars(options) == {
         "memory_limit": "2GB",
         "tokens": 40,
@@ -376,10 +376,10 @@ def test_options_reach_the_loading(monkeypatch: pytest.MonkeyPatch) -> None:
     }
     assert target == ("path", str(SCRIPTS), ["--tokens", "9"])
     monkeypatch.chdir(SCRIPTS)
-    assert _run_script._parse(["--", "where.py", "-x"])[1] == ("path", "where.py", ["-x"])
-    assert _run_script._parse(["-m", "json.tool", "-m"])[1] == ("-m", "json.tool", ["-m"])
-    assert _run_script._parse(["--stats", "-", "-x"])[1] == ("-", "-", ["-x"])
-    assert _run_script._parse(["where.py"])[0].memory_limit == "auto"
+    assert entry_script._parse(["--", "where.py", "-x"])[1] == ("path", "where.py", ["-x"])
+    assert entry_script._parse(["-m", "json.tool", "-m"])[1] == ("-m", "json.tool", ["-m"])
+    assert entry_script._parse(["--stats", "-", "-x"])[1] == ("-", "-", ["-x"])
+    assert entry_script._parse(["where.py"])[0].memory_limit == "auto"
 
 
 def test_help_tells_about_scripts() -> None:

@@ -17,12 +17,12 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 import pipeload
-from pipeload import _nf4_kernel
-from pipeload._accountant import ACCOUNTANT
-from pipeload._demo_model import make_smollm2
-from pipeload._spill import Spill
-from pipeload.cli import app
+from pipeload.budget.accounts import ACCOUNTANT
+from pipeload.cli.commands import app
+from pipeload.demo.model import make_smollm2
+from pipeload.entry.spill import Spill
 from pipeload.errors import CheckpointError, PipeloadError
+from pipeload.formats.bitsandbytes import kernel
 from tests.test_imports import FILES
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ CALLS = {
 }
 ALLOWED = {
     # The user's own script, which `python -m pipeload` is asked to run.
-    *(("_run_script", "runpy"), ("_run_script", "exec")),
+    *(("script", "runpy"), ("script", "exec")),
     ("_lookup", "compile"),  # the source of a running function, to be compared and never run
     ("__init__", "importlib.import_module"),  # of names that stand in that file
 }
@@ -353,8 +353,8 @@ def test_the_demos_model_is_made_where_nobody_else_can_write(
         seen.extend(map(rights, (folder, folder.parent)))
         (folder / "model.safetensors").touch()
 
-    monkeypatch.setattr("pipeload._demo_model._find_gguf", lambda: tmp_path)
-    monkeypatch.setattr("pipeload._demo_model._convert", convert)
+    monkeypatch.setattr("pipeload.demo.model._find_gguf", lambda: tmp_path)
+    monkeypatch.setattr("pipeload.demo.model._convert", convert)
     made = make_smollm2(tmp_path / "pipeload" / "model")
     assert seen == [0o700, 0o755]
     assert rights(made) == 0o755
@@ -369,7 +369,7 @@ def test_a_kernel_is_compiled_where_nobody_else_can_write(monkeypatch: pytest.Mo
         seen.append(rights(Path(command[-1]).parent))
         raise OSError("no compiler after all")
 
-    monkeypatch.setattr(_nf4_kernel, "_run", look)
+    monkeypatch.setattr(kernel, "_run", look)
     monkeypatch.setenv("CC", "sh")
-    assert _nf4_kernel.compiled.__wrapped__() is None
+    assert kernel.compiled.__wrapped__() is None
     assert seen == [0o700]

@@ -13,9 +13,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import pipeload
-from pipeload import _abandoned, _mounts, _spill
-from pipeload._folder_lock import try_lock
-from pipeload._spill import Spill
+from pipeload.entry import spill as entry_spill
+from pipeload.entry.spill import Spill
+from pipeload.system import mounts, owned_files
+from pipeload.system.folder_lock import try_lock
 from tests.platforms import hide_proc
 from tests.streaming import generated, logits, smallest_limit, steady_floor
 from tests.test_lifetime import in_fork
@@ -61,14 +62,14 @@ sys.stdin.read()
 _WRITE = """
 import sys, torch
 from pathlib import Path
-from pipeload import _spill
+from pipeload.entry import spill
 def write(file, tensors):
     file.write(b"half")
     file.flush()
     print("ready", flush=True)
     sys.stdin.read()
-_spill._write = write
-_spill.Spill(Path(sys.argv[1]), {"weight": torch.ones(3)})
+spill._write = write
+spill.Spill(Path(sys.argv[1]), {"weight": torch.ones(3)})
 """
 
 
@@ -145,8 +146,8 @@ def test_a_file_that_keeps_its_name(
     expected = logits(model)
     limit = smallest_limit(folder) + 10_000_000
     if why == "network":
-        mount = _mounts.Mount("/", "nfs4", "server:/export")
-        monkeypatch.setattr(_spill, "network_mount", lambda _path: mount)
+        mount = mounts.Mount("/", "nfs4", "server:/export")
+        monkeypatch.setattr(entry_spill, "network_mount", lambda _path: mount)
     else:
         hide_proc(monkeypatch)
     pipeload.wrap(model, limit, spill_dir=tmp_path)
@@ -186,22 +187,22 @@ def test_what_is_not_abandoned(
     (tmp_path / f"{name}.part").symlink_to(kept[0])
     (tmp_path / "pipeload-spill-12345678.part").mkdir()
     before = set(tmp_path.iterdir())
-    _abandoned.delete_abandoned(tmp_path)
+    owned_files.delete_abandoned(tmp_path)
     assert set(tmp_path.iterdir()) == before
     left = tmp_path / f"{name}.safetensors"
     left.write_text("left")
     with monkeypatch.context() as patch:
-        patch.setattr(_abandoned, "try_lock", lambda _descriptor: None)
-        _abandoned.delete_abandoned(tmp_path)
+        patch.setattr(owned_files, "try_lock", lambda _descriptor: None)
+        owned_files.delete_abandoned(tmp_path)
         assert left.exists()
     with monkeypatch.context() as patch:
-        mount = _mounts.Mount("/", "nfs4", "server:/export")
-        patch.setattr(_abandoned, "network_mount", lambda _path: mount)
-        _abandoned.delete_abandoned(tmp_path)
+        mount = mounts.Mount("/", "nfs4", "server:/export")
+        patch.setattr(owned_files, "network_mount", lambda _path: mount)
+        owned_files.delete_abandoned(tmp_path)
         assert left.exists()
     (record,) = caplog.records
     assert str(left) in record.message
-    _abandoned.delete_abandoned(tmp_path)
+    owned_files.delete_abandoned(tmp_path)
     assert set(tmp_path.iterdir()) == before
 
 
@@ -214,12 +215,12 @@ def test_a_new_file_that_is_taken_for_abandoned(
     def late(descriptor: int) -> bool | None:
         asked.append(descriptor)
         if len(asked) == 1:
-            _abandoned.delete_abandoned(tmp_path)  # asks as well
+            owned_files.delete_abandoned(tmp_path)  # asks as well
             assert list(tmp_path.iterdir()) == []
         return try_lock(descriptor)
 
-    monkeypatch.setattr(_abandoned, "try_lock", late)
-    descriptor, path = _abandoned.make_owned(tmp_path)
+    monkeypatch.setattr(owned_files, "try_lock", late)
+    descriptor, path = owned_files.make_owned(tmp_path)
     assert len(asked) == 3
     assert list(tmp_path.iterdir()) == [path]
     os.close(descriptor)

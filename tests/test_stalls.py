@@ -11,8 +11,9 @@ import pytest
 import torch
 
 import pipeload
-from pipeload import OptionError, ReadError, _reader
-from pipeload._request import make_request
+from pipeload import OptionError, ReadError
+from pipeload.checkpoint import files
+from pipeload.entry.request import make_request
 from tests.models import load_plain
 from tests.streaming import (
     WAIT_SECONDS,
@@ -129,11 +130,12 @@ def test_rows_that_hang(
     tiny: TinyCheckpoint, disk: HungDisk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows of a table are read while the model waits, a few of them by one thread."""
-    from pipeload import _assembly, _build, _sites
+    from pipeload.budget import cut, make_plan
+    from pipeload.engine import assembly
 
-    monkeypatch.setattr(_sites, "_TABLE_BYTES", 0)  # a tiny model's table is read by rows, too
-    monkeypatch.setattr(_assembly, "TABLE_KEEP_BYTES", 0)
-    monkeypatch.setattr(_build, "TABLE_KEEP_BYTES", 0)
+    monkeypatch.setattr(cut, "_TABLE_BYTES", 0)  # a tiny model's table is read by rows, too
+    monkeypatch.setattr(assembly, "TABLE_KEEP_BYTES", 0)
+    monkeypatch.setattr(make_plan, "TABLE_KEEP_BYTES", 0)
     expected = logits(load_plain(tiny("llama")))
     model = load_streamed(tiny("llama"), read_timeout=SECONDS)
     assert streamer_of(model).tables
@@ -151,7 +153,7 @@ def test_a_hung_model_can_be_removed(
     tiny: TinyCheckpoint, disk: HungDisk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The way back does not wait for the disk for ever either; what was read late harms nobody."""
-    monkeypatch.setattr("pipeload._dispatcher._JOIN_SECONDS", 0.1)
+    monkeypatch.setattr("pipeload.prefetch.dispatcher._JOIN_SECONDS", 0.1)
     expected = logits(load_plain(tiny("llama")))
     model = load_streamed(tiny("llama"), read_timeout=SECONDS)
     disk.hang(only=1)
@@ -236,7 +238,7 @@ def test_a_network_mount_that_stops_answering(
         assert works.wait(WAIT_SECONDS)
         return original(descriptor)
 
-    monkeypatch.setattr(_reader, "warn_of_network", lambda _files: True)
+    monkeypatch.setattr(files, "warn_of_network", lambda _files: True)
     model = load_streamed(tiny("llama"), read_timeout=SECONDS)
     expected = logits(model)
     monkeypatch.setattr(os, "fstat", fstat)

@@ -16,10 +16,12 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import pipeload
-from pipeload import ReadError, _placement, _stored
-from pipeload._checkpoint import TensorEntry, read_header, stamps_of
-from pipeload._reader import FileSet
-from pipeload._stored import read_pieces, read_whole
+from pipeload import ReadError
+from pipeload.checkpoint.files import FileSet
+from pipeload.checkpoint.headers import TensorEntry, read_header, stamps_of
+from pipeload.weights import placement
+from pipeload.weights import stored as weights_stored
+from pipeload.weights.stored import read_pieces, read_whole
 from pipeload_hooks import is_placeholder
 from tests.models import save_random
 from tests.streaming import WAIT_SECONDS, load_streamed, logits
@@ -50,10 +52,10 @@ class Disk:
         self._state, self._names = "well", ""
         self._works = threading.Event()
         self._here = threading.local()
-        self._preadv, self._read = os.preadv, _placement.read_into
+        self._preadv, self._read = os.preadv, placement.read_into
         self.found = ""
         monkeypatch.setattr(os, "preadv", self._faulty)
-        monkeypatch.setattr(_stored, "read_into", self._noted)
+        monkeypatch.setattr(weights_stored, "read_into", self._noted)
         self.let_others_take = partial(monkeypatch.setenv, "PIPELOAD_READ_TIMEOUT")
         self.let_others_take("100")
 

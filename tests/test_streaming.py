@@ -18,9 +18,9 @@ from transformers import (
 )
 
 import pipeload
-from pipeload import _api
-from pipeload._takeover import intercept_loading
+from pipeload.entry import api
 from pipeload.errors import MemoryLimitError, OptionError
+from pipeload.hf.takeover import intercept_loading
 from tests.models import load_plain
 from tests.streaming import FLOOR_BYTES, WAIT_SECONDS, logits, smallest_limit, steady_floor
 
@@ -203,7 +203,7 @@ def test_one_at_a_time() -> None:
 def test_everywhere(folder: Path, limit: int) -> None:
     """For all threads, until it is ended; a context inside counts first."""
     models: list[Any] = []
-    _api.stream_everywhere(limit)
+    api.stream_everywhere(limit)
     try:
         thread = threading.Thread(
             target=lambda: models.append(AutoModelForCausalLM.from_pretrained(folder))
@@ -217,7 +217,7 @@ def test_everywhere(folder: Path, limit: int) -> None:
         ):
             AutoModelForCausalLM.from_pretrained(folder)
     finally:
-        _api.stream_everywhere(None)
+        api.stream_everywhere(None)
     assert not is_streamed(AutoModelForCausalLM.from_pretrained(folder))
 
 
@@ -226,7 +226,7 @@ def test_a_bad_option_changes_nothing(folder: Path) -> None:
     with pytest.raises(OptionError, match="tokens=0"), pipeload.streaming(tokens=0):
         raise AssertionError("entered")
     with pytest.raises(OptionError, match="4XB"):
-        _api.stream_everywhere("4XB")
+        api.stream_everywhere("4XB")
     assert not is_streamed(load_plain(folder))
 
 
@@ -256,8 +256,8 @@ def test_the_environment_says_the_limit(
 
 def test_a_limit_that_nobody_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where "auto" comes to too little, the refusal says what it was made of."""
-    monkeypatch.setattr("pipeload._memory.allowed_bytes", lambda: 100_000_000)
-    monkeypatch.setattr("pipeload._build.allowed_bytes", lambda: 100_000_000)
+    monkeypatch.setattr("pipeload.system.memory.allowed_bytes", lambda: 100_000_000)
+    monkeypatch.setattr("pipeload.budget.make_plan.allowed_bytes", lambda: 100_000_000)
     with pytest.raises(MemoryLimitError, match=r'named it: "auto" leaves a part of the 100 MB'):
         pipeload.from_pretrained(folder)
     with pytest.raises(MemoryLimitError) as refusal:

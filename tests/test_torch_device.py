@@ -16,9 +16,10 @@ import pytest
 import torch
 
 import pipeload
-from pipeload import _open_device, _torch_device
-from pipeload._open_device import open_device
-from pipeload._torch_device import TorchDevice
+from pipeload.devices import open_device as devices_open_device
+from pipeload.devices import torch_accelerator
+from pipeload.devices.open_device import open_device
+from pipeload.devices.torch_accelerator import TorchDevice
 from tests.streaming import load_streamed
 
 
@@ -125,9 +126,9 @@ class Stream:
 def install(made: Recorded, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the place of torch, with no device opened so far."""
     monkeypatch.setattr(made, "Event", RecordedEvent, raising=False)
-    monkeypatch.setattr(_open_device, "torch", made)
-    monkeypatch.setattr(_torch_device, "torch", made)
-    monkeypatch.setattr(_open_device, "_opened", {})
+    monkeypatch.setattr(devices_open_device, "torch", made)
+    monkeypatch.setattr(torch_accelerator, "torch", made)
+    monkeypatch.setattr(devices_open_device, "_opened", {})
 
 
 @pytest.fixture
@@ -221,7 +222,7 @@ def test_who_waits_for_an_event_sleeps(fake: Recorded, monkeypatch: pytest.Monke
     """Longer and longer: torch's own way would take a core."""
     event = opened("cuda").computed()
     pauses: list[float] = []
-    monkeypatch.setattr("pipeload._torch_device.time.sleep", pauses.append)
+    monkeypatch.setattr("pipeload.devices.torch_accelerator.time.sleep", pauses.append)
     event.synchronize()
     assert len(pauses) == 3
     assert 0 < pauses[0] < pauses[1] < pauses[2] < 0.01
@@ -350,7 +351,7 @@ def test_a_process_that_has_computed_takes_on_less(fake: Recorded) -> None:
     """Most kernels are loaded by then, and counted with what it holds."""
     device = opened("cuda")
     fresh = device.host_slack_bytes
-    for _ in range(_torch_device._WARM_BLOCKS):
+    for _ in range(torch_accelerator._WARM_BLOCKS):
         device.computed()
     assert 0 < device.host_slack_bytes < fresh
 
@@ -373,7 +374,7 @@ def test_the_products_rate_is_measured_once(
     fake: Recorded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the device waited for before the clock is looked at."""
-    monkeypatch.setattr(_torch_device, "_PRODUCT_SIDE", 64)
+    monkeypatch.setattr(torch_accelerator, "_PRODUCT_SIDE", 64)
     device = opened("cuda")
     fake.calls.clear()
     rate = device.compute_rate()

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional
 
-from pipeload._twins import TwinList, short_copy, twin_lists, widen_usage
+from pipeload.budget.twin_blocks import TwinList, short_copy, twin_lists, widen_usage
 from pipeload_hooks import Usage, observe_usage
 
 if TYPE_CHECKING:

@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 import pipeload
-from pipeload import _tables
-from pipeload._accountant import ACCOUNTANT
-from pipeload._pass_shape import read_shape
+from pipeload.budget.accounts import ACCOUNTANT
+from pipeload.budget.pass_shape import read_shape
+from pipeload.engine import table_seats
 from tests import coverage_configs
 from tests.coverage_check import tiny_planning
 from tests.models import randomize, save_random, tiny_config
@@ -144,7 +144,7 @@ def test_a_table_as_a_matrix(tmp_path: Path) -> None:
         assert torch.equal(streamed(IDS), plain(IDS))
         (table,) = streamer_of(streamed).tables
         with (
-            mock.patch.object(_tables, "rss_bytes", return_value=1 << 60),
+            mock.patch.object(table_seats, "rss_bytes", return_value=1 << 60),
             pytest.raises(pipeload.MemoryLimitError, match=r"table 'words\.weight'"),
         ):
             streamed(IDS, pixel_values=PIXELS)

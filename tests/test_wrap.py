@@ -19,8 +19,6 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import pipeload
-from pipeload import _mappings
-from pipeload._mappings import mappings_of
 from pipeload.errors import (
     CheckpointError,
     MemoryLimitError,
@@ -28,6 +26,8 @@ from pipeload.errors import (
     ReadError,
     UnsupportedModelError,
 )
+from pipeload.system import mappings
+from pipeload.system.mappings import mappings_of
 from tests.models import save_random
 from tests.streaming import generated, logits, smallest_limit, steady_floor
 
@@ -257,7 +257,9 @@ def test_on_meta(folder: Path) -> None:
     assert generated(model) == generated(expected)
 
 
-@pytest.mark.parametrize("where", ["_assembly.Streamer", "_guards.Hide", "_assembly.Handle"])
+@pytest.mark.parametrize(
+    "where", ["engine.assembly.Streamer", "engine.guards.Hide", "engine.assembly.Handle"]
+)
 def test_an_interrupt_while_meta_is_filled(
     where: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -348,14 +350,14 @@ def test_mapped_weights_are_not_read(folder: Path, monkeypatch: pytest.MonkeyPat
         compared.append(source.name)
         return True
 
-    monkeypatch.setattr("pipeload._compare._equal", note)
+    monkeypatch.setattr("pipeload.weights.same_weights._equal", note)
     pipeload.wrap(model, tight(folder))
     assert compared == []
 
 
 def test_without_a_look_at_mappings(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the system does not tell, every weight is compared with the file."""
-    for module in ("_mappings", "_compare", "_wrap"):
+    for module in ("system.mappings", "weights.same_weights", "entry.wrap"):
         monkeypatch.setattr(f"pipeload.{module}.mappings_of", lambda _files: [])
     model = plain(folder)
     expected = logits(model)
@@ -389,7 +391,7 @@ def test_written_pages_are_not_dropped(folder: Path) -> None:
     logits(model)
     weight[0, 0] = 123.0
     changed, files = logits(model), list(folder.glob("*.safetensors"))
-    _mappings.let_go(files)
+    mappings.let_go(files)
     kept = sum(mapping.anonymous for mapping in mappings_of(files))
     assert 0 < kept == in_memory(files)  # of the same file, too, nothing else stays
     assert weight[0, 0] == 123.0
@@ -413,7 +415,7 @@ def test_pages_that_cannot_be_told_apart(folder: Path, monkeypatch: pytest.Monke
     model.model.layers[0].mlp.up_proj.weight.data[0, 0] = 123.0
     expected, files = logits(model), list(folder.glob("*.safetensors"))
     monkeypatch.setattr("builtins.open", denied)
-    _mappings.let_go(files)
+    mappings.let_go(files)
     monkeypatch.undo()
     assert in_memory(files) > sum(mapping.anonymous for mapping in mappings_of(files))
     assert torch.equal(logits(model), expected)
@@ -508,7 +510,7 @@ def test_a_disk_that_fails(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     def broken(*_args: object) -> int:
         raise ReadError("the disk failed")
 
-    monkeypatch.setattr("pipeload._reader.FileSet.read_pages", broken)
+    monkeypatch.setattr("pipeload.checkpoint.files.FileSet.read_pages", broken)
     with pytest.raises(ReadError, match="the disk failed"):
         pipeload.wrap(model, tight(folder))
     monkeypatch.undo()
@@ -519,13 +521,13 @@ def test_a_disk_that_fails(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize(
     "where",
     [
-        "_assembly.Streamer",
-        "_assembly.Adapters",
-        "_streamer.Streamer.attach",
-        "_guards._load_guard",
-        "_guards.Hide",
-        "_assembly.allow_copies",
-        "_assembly.Handle",
+        "engine.assembly.Streamer",
+        "engine.assembly.Adapters",
+        "engine.streamer.Streamer.attach",
+        "engine.guards._load_guard",
+        "engine.guards.Hide",
+        "engine.assembly.allow_copies",
+        "engine.assembly.Handle",
     ],
 )
 def test_an_interrupt_on_the_way(
@@ -568,7 +570,7 @@ def list_hooks(model: Any) -> list[Any]:
 
 _MEMORY = r"""
 import gc, json, sys, torch, pipeload
-from pipeload._memory import rss_bytes
+from pipeload.system.memory import rss_bytes
 from transformers import AutoModelForCausalLM
 folder, dtype = sys.argv[1:3]
 model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))

@@ -14,7 +14,7 @@ from tokenizers.pre_tokenizers import Whitespace
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import pipeload
-from pipeload import _build, _sites
+from pipeload.budget import cut, make_plan
 from tests.exact import assert_same
 from tests.streaming import WAIT_SECONDS, assert_nothing_held, smallest_limit, steady_floor
 
@@ -36,9 +36,9 @@ WAYS = ("from_pretrained", "streaming", "wrap")
 def small_ranges() -> Iterator[None]:
     """128 rows at a time: tiny matrices have several ranges, and tiny tables are read by rows."""
     with (
-        mock.patch.object(_build, "CHUNKS", (1 << 14,)),
-        mock.patch.object(_sites, "CHUNKS", (1 << 14,)),
-        mock.patch.object(_sites, "_TABLE_BYTES", 1 << 12),
+        mock.patch.object(make_plan, "CHUNKS", (1 << 14,)),
+        mock.patch.object(cut, "CHUNKS", (1 << 14,)),
+        mock.patch.object(cut, "_TABLE_BYTES", 1 << 12),
     ):
         yield
 

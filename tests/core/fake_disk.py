@@ -10,17 +10,17 @@ import torch
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from pipeload._arena import Arena, Region
-from pipeload._checkpoint import TensorEntry
-from pipeload._home import Home
-from pipeload._layout import Conversion, Layout, Weight, lay_out
-from pipeload._placement import Placement
-from pipeload._plan import UnitPlan
-from pipeload._prefetcher import Prefetcher
-from pipeload._residency import Residency, UnitSpec
-from pipeload._stalls import Stalls
-from pipeload._unit import Unit, UnitState
+from pipeload.budget.plan import UnitPlan
+from pipeload.budget.residency import Residency, UnitSpec
+from pipeload.checkpoint.headers import TensorEntry
+from pipeload.checkpoint.stalls import Stalls
 from pipeload.errors import ReadError
+from pipeload.prefetch.prefetcher import Prefetcher
+from pipeload.prefetch.unit import Unit, UnitState
+from pipeload.weights.arena import Arena, Region
+from pipeload.weights.kept import Home
+from pipeload.weights.layout import Conversion, Layout, Weight, lay_out
+from pipeload.weights.placement import Placement
 from tests.streaming import WAIT_SECONDS, finish_messages
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from hypothesis.stateful import RuleBasedStateMachine
 
-    from pipeload._reader import FileSet
+    from pipeload.checkpoint.files import FileSet
 
 STREAMED, RESIDENT = Path("streamed"), Path("resident")
 UNIT_BYTES = 8192

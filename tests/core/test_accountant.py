@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeload import MemoryLimitError, OptionError
-from pipeload import _accountant as module
-from pipeload._accountant import Accountant, fair_shares
+from pipeload.budget import accounts as module
+from pipeload.budget.accounts import Accountant, fair_shares
 
 WANTS = st.tuples(st.integers(0, 50), st.integers(0, 200)).map(lambda w: (w[0], w[0] + w[1]))
 

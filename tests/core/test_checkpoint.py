@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from pipeload._checkpoint import (
+from pipeload.checkpoint.headers import (
     ITEM_BITS,
     Checkpoint,
     TensorEntry,
@@ -282,7 +282,7 @@ def test_a_file_that_shrinks_while_it_is_read_is_refused(
     path = tmp_path / "model.safetensors"
     path.write_bytes(struct.pack("<Q", 100) + b"{}")
     full = os.stat_result((0o100644, 0, 0, 1, 0, 0, 108, 0, 0, 0))
-    monkeypatch.setattr("pipeload._checkpoint.os.fstat", lambda _: full)
+    monkeypatch.setattr("pipeload.checkpoint.headers.os.fstat", lambda _: full)
     with pytest.raises(CheckpointError, match="got 2 of 100 header bytes"):
         read_header(path)
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeload._checkpoint import check_folder
+from pipeload.checkpoint.headers import check_folder
 from pipeload.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -139,7 +139,7 @@ def test_a_wrong_index_is_refused(tmp_path: Path, index: str, reason: str) -> No
 
 def test_an_endless_index_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An index has a largest size, as a header has."""
-    monkeypatch.setattr("pipeload._checkpoint_json.MAX_JSON_BYTES", 20)
+    monkeypatch.setattr("pipeload.checkpoint.untrusted_json.MAX_JSON_BYTES", 20)
     write_index(tmp_path, "a.safetensors")
     with pytest.raises(CheckpointError, match="more than 20 bytes of JSON"):
         check_folder(tmp_path)

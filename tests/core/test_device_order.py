@@ -15,19 +15,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeload._arena import Arena, Region
-from pipeload._device import aligned
-from pipeload._device_buffers import DevicePlacement, DeviceSlot, SlotSize
-from pipeload._device_place import DevicePlace
-from pipeload._device_views import copies
-from pipeload._home import Home
-from pipeload._hosting import Hosting
-from pipeload._layout import lay_out
-from pipeload._placement import SCRATCH_BYTES, scratch_bytes
-from pipeload._plan import UnitPlan
-from pipeload._prefetcher import Prefetcher
-from pipeload._reader_pool import ReaderPool
-from pipeload._unit import Unit
+from pipeload.budget.plan import UnitPlan
+from pipeload.checkpoint.readers import ReaderPool
+from pipeload.devices.host_tier import Hosting
+from pipeload.devices.resident import DevicePlace
+from pipeload.devices.slots import DevicePlacement, DeviceSlot, SlotSize
+from pipeload.devices.views import copies
+from pipeload.prefetch.prefetcher import Prefetcher
+from pipeload.prefetch.unit import Unit
+from pipeload.weights.arena import Arena, Region
+from pipeload.weights.device import aligned
+from pipeload.weights.kept import Home
+from pipeload.weights.layout import lay_out
+from pipeload.weights.placement import SCRATCH_BYTES, scratch_bytes
 from tests.core.fake_disk import RESIDENT, STREAMED, FakeFiles, convert, weight
 from tests.fake_device import FakeDevice, FakeEvent
 from tests.streaming import finish_messages
@@ -35,9 +35,9 @@ from tests.streaming import finish_messages
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from pipeload._device import Event
-    from pipeload._layout import Layout
-    from pipeload._reader import FileSet
+    from pipeload.checkpoint.files import FileSet
+    from pipeload.weights.device import Event
+    from pipeload.weights.layout import Layout
 
 _CPU = torch.device("cpu")
 

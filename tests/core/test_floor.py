@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from pipeload import _floor
-from pipeload._floor import droppable, lower_floor
+from pipeload.system import library_pages
+from pipeload.system.library_pages import droppable, lower_floor
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -28,14 +28,14 @@ linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux o
 _CHILD = """
 import json, sys
 from pathlib import Path
-import pipeload, pipeload._floor
+import pipeload, pipeload.system.library_pages
 if sys.argv[2] == "plain":
-    pipeload._floor.lower_floor = lambda: 0
+    pipeload.system.library_pages.lower_floor = lambda: 0
 def held():
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return int(status["VmRSS"].split()[0]) * 1024
 def peak():
-    return pipeload._memory.peak_rss_bytes()
+    return pipeload.system.memory.peak_rss_bytes()
 model = pipeload.from_pretrained(sys.argv[1], memory_limit="1GB")
 import torch
 result = {"floor": model.pipeload.plan.floor_bytes}
@@ -102,9 +102,9 @@ def test_results_stay_while_other_threads_run() -> None:
 def test_what_is_dropped_leaves_memory() -> None:
     """The figure is real: the same libraries hold less right after."""
     torch.linalg.svd(torch.ones(4, 4))
-    before = sum(segment.resident for segment in _floor._own_segments())
+    before = sum(segment.resident for segment in library_pages._own_segments())
     dropped = lower_floor()
-    after = sum(segment.resident for segment in _floor._own_segments())
+    after = sum(segment.resident for segment in library_pages._own_segments())
     assert 0 < dropped <= before + 1_000_000  # some come back while others go
     assert after < before / 2
 
@@ -127,8 +127,8 @@ def make_read_only(memory: mmap.mmap) -> None:
     assert libc.mprotect(address, ctypes.c_size_t(len(memory)), mmap.PROT_READ) == 0
 
 
-def segments_of(file: Path) -> list[_floor.Segment]:
-    return [s for s in _floor._own_segments() if s.path == str(file).encode()]
+def segments_of(file: Path) -> list[library_pages.Segment]:
+    return [s for s in library_pages._own_segments() if s.path == str(file).encode()]
 
 
 @linux
@@ -141,10 +141,10 @@ def test_a_mapping_that_was_written_to_stays(
     make_read_only(memory)
     assert memory[-1:] == b"a"
     assert segments_of(file) == []
-    hold = _floor._hold
+    hold = library_pages._hold
     known = str(file).encode()
     monkeypatch.setattr(
-        _floor, "_hold", lambda libc, path: (path, 0) if path == known else hold(libc, path)
+        library_pages, "_hold", lambda libc, path: (path, 0) if path == known else hold(libc, path)
     )
     lower_floor()
     assert memory[0:1] == b"b"
@@ -199,7 +199,7 @@ def test_nothing_is_done_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail() -> Any:
         raise AssertionError
 
-    monkeypatch.setattr(_floor, "_own_segments", fail)
+    monkeypatch.setattr(library_pages, "_own_segments", fail)
     monkeypatch.setattr(sys, "platform", "darwin")
     assert lower_floor() == 0
 
@@ -210,5 +210,5 @@ def test_nothing_is_done_without_proc(monkeypatch: pytest.MonkeyPatch) -> None:
     def hidden() -> Any:
         raise FileNotFoundError("/proc/self/smaps")
 
-    monkeypatch.setattr(_floor, "_own_segments", hidden)
+    monkeypatch.setattr(library_pages, "_own_segments", hidden)
     assert lower_floor() == 0

@@ -12,21 +12,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeload import MemoryLimitError
-from pipeload._accountant import ACCOUNTANT, Accountant
-from pipeload._checkpoint import TensorEntry
-from pipeload._counters import Counters
-from pipeload._governor import Governor
-from pipeload._layout import Weight
-from pipeload._pass_shape import PassShape
-from pipeload._plan import Plan
-from pipeload._reserve import WARM_UP_BYTES, PassHint, page_table_bytes
-from pipeload._residency import Residency, UnitSpec
+from pipeload.budget.accounts import ACCOUNTANT, Accountant
+from pipeload.budget.counters import Counters
+from pipeload.budget.governor import Governor
+from pipeload.budget.pass_shape import PassShape
+from pipeload.budget.plan import Plan
+from pipeload.budget.reserve import WARM_UP_BYTES, PassHint, page_table_bytes
+from pipeload.budget.residency import Residency, UnitSpec
+from pipeload.checkpoint.headers import TensorEntry
+from pipeload.weights.layout import Weight
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from pipeload._build import Build
-    from pipeload._pass_needs import PassNeeds
+    from pipeload.budget.make_plan import Build
+    from pipeload.budget.pass_needs import PassNeeds
 
 MB = 1_000_000
 FLOOR, RESERVE, HINT_NEED = 100 * MB, 100 * MB, 30 * MB

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import given
 
-from pipeload._layout import Layout, Weight, lay_out
-from pipeload._pages import PAGE, ceil_page, floor_page
-from pipeload._residency import _hold_bytes
+from pipeload.budget.residency import _hold_bytes
+from pipeload.system.pages import PAGE, ceil_page, floor_page
+from pipeload.weights.layout import Layout, Weight, lay_out
 from tests.core.weights import FILES, Writer, weight_lists
 
 if TYPE_CHECKING:

@@ -6,9 +6,9 @@ import sys
 
 import pytest
 
-from pipeload._arena import DTYPES, HUGE_PAGE
-from pipeload._nan_arena import NanArena
-from pipeload._pages import PAGE
+from pipeload.system.pages import PAGE
+from pipeload.weights.arena import DTYPES, HUGE_PAGE
+from pipeload.weights.nan_arena import NanArena
 
 FLOATS = [code for code, dtype in DTYPES.items() if dtype.is_floating_point]
 linux = pytest.mark.skipif(sys.platform != "linux", reason="needs memfd")

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pipeload import _open_file
-from pipeload._open_file import OpenFile, open_file
+from pipeload.checkpoint import open_file as checkpoint_open_file
+from pipeload.checkpoint.open_file import OpenFile, open_file
 from tests.platforms import take_away
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def opened(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[OpenFile]:
     take_away(monkeypatch, os, *WAYS[request.param])
-    monkeypatch.setattr(_open_file, "_PREAD_BYTES", 4096)
+    monkeypatch.setattr(checkpoint_open_file, "_PREAD_BYTES", 4096)
     path = tmp_path / "file"
     path.write_bytes(CONTENT)
     before = open_descriptors()
@@ -80,7 +80,7 @@ def test_a_file_that_is_closed_during_a_read(
     take_away(monkeypatch, os, "preadv", "pread")
     path = tmp_path / "file"
     path.write_bytes(CONTENT)
-    handles = _open_file._Handles(path)
+    handles = checkpoint_open_file._Handles(path)
     handles.read(memoryview(bytearray(1)), 0)
     handle = handles._free[0]
     entered, go_on = threading.Event(), threading.Event()

@@ -9,11 +9,11 @@ import sys
 import pytest
 import torch
 
-from pipeload import _arena
-from pipeload._arena import Arena
-from pipeload._memory import rss_bytes
-from pipeload._nan_arena import NanArena
-from pipeload._pages import PAGE
+from pipeload.system.memory import rss_bytes
+from pipeload.system.pages import PAGE
+from pipeload.weights import arena as weights_arena
+from pipeload.weights.arena import Arena
+from pipeload.weights.nan_arena import NanArena
 from tests.platforms import Windows, become_windows, take_away
 
 NBYTES = 64 << 20
@@ -86,7 +86,7 @@ def test_huge_pages_are_not_larger_than_planned(
             super().madvise(option, *args)
 
     monkeypatch.setattr(mmap, "mmap", Mmap)
-    monkeypatch.setattr(_arena, "_HUGE_PAGES_FIT", fits)
+    monkeypatch.setattr(weights_arena, "_HUGE_PAGES_FIT", fits)
     Arena(PAGE, device=torch.device("cpu"), huge=True)
     assert asked == [getattr(mmap, wish)]
 

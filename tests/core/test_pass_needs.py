@@ -16,10 +16,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeload._caches import DYNAMIC, SLIDING, CacheReader, LayerSize
-from pipeload._pass_needs import PassNeeds, PassShape
-from pipeload._pass_shape import read_extras
-from pipeload._reserve import PassHint, process_bytes, reserve_bytes
+from pipeload.budget.kv_cache import DYNAMIC, SLIDING, CacheReader, LayerSize
+from pipeload.budget.pass_needs import PassNeeds, PassShape
+from pipeload.budget.pass_shape import read_extras
+from pipeload.budget.reserve import PassHint, process_bytes, reserve_bytes
 from tests.models import FAMILIES, random_model, tiny_config
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ STEPS = (40, 1, 6, 1)
 LIMIT = 2_000_000_000
 MANY_SHAPES = """
 import torch
-from pipeload._memory import keep_few_kernels, return_freed_memory, rss_bytes
+from pipeload.system.memory import keep_few_kernels, return_freed_memory, rss_bytes
 return_freed_memory()
 keep_few_kernels()
 weight = torch.randn(512, 512, dtype=torch.bfloat16)
@@ -492,8 +492,8 @@ PEAK = """
 import gc, json, sys, torch
 from pathlib import Path
 from transformers import DynamicCache
-from pipeload._memory import peak_rss_bytes, return_freed_memory, rss_bytes
-from pipeload._pass_needs import PassNeeds
+from pipeload.system.memory import peak_rss_bytes, return_freed_memory, rss_bytes
+from pipeload.budget.pass_needs import PassNeeds
 from tests.models import random_model, tiny_config
 torch.set_num_threads(2)
 return_freed_memory()
@@ -520,8 +520,8 @@ SOUND_PEAK = """
 import gc, json, sys, torch
 from pathlib import Path
 from transformers import WhisperConfig, WhisperForConditionalGeneration
-from pipeload._memory import peak_rss_bytes, return_freed_memory, rss_bytes
-from pipeload._pass_needs import PassNeeds
+from pipeload.system.memory import peak_rss_bytes, return_freed_memory, rss_bytes
+from pipeload.budget.pass_needs import PassNeeds
 torch.set_num_threads(2)
 return_freed_memory()
 sizes = {"encoder_layers": 2, "decoder_layers": 2, "vocab_size": 500, "pad_token_id": 0}

@@ -12,9 +12,9 @@ from unittest import mock
 import pytest
 import torch
 
-from pipeload import _pass_trace
-from pipeload._pass_needs import PassNeeds, PassShape
-from pipeload._pass_trace import PassTrace
+from pipeload.budget import pass_trace
+from pipeload.budget.pass_needs import PassNeeds, PassShape
+from pipeload.budget.pass_trace import PassTrace
 from pipeload_hooks import try_out
 from tests.core.test_pass_needs import ids, printed_by
 from tests.models import random_model, tiny_config
@@ -22,8 +22,8 @@ from tests.models import random_model, tiny_config
 FAMILIES = """
 import gc, json, sys, torch, transformers as T
 from pathlib import Path
-from pipeload._memory import peak_rss_bytes, return_freed_memory, rss_bytes
-from pipeload._pass_needs import PassNeeds
+from pipeload.system.memory import peak_rss_bytes, return_freed_memory, rss_bytes
+from pipeload.budget.pass_needs import PassNeeds
 T.logging.set_verbosity_error()
 torch.set_num_threads(2)
 return_freed_memory()
@@ -121,7 +121,7 @@ def test_a_size_is_tried_once() -> None:
         {"input_ids": ids(32), "output_hidden_states": True},
     ]
     tried = []
-    with mock.patch.object(_pass_trace, "try_out", wraps=try_out) as run:
+    with mock.patch.object(pass_trace, "try_out", wraps=try_out) as run:
         for call in [*calls, *calls]:
             needs.for_pass((), call)
             tried.append(run.call_count)
@@ -149,7 +149,7 @@ def test_decoders_that_are_known_are_not_tried() -> None:
         config = tiny_config(family, hidden_size=96)
         model = random_model(config, torch.bfloat16, seed=1)
         needs = PassNeeds(model, config)
-        with mock.patch.object(_pass_trace, "try_out") as run:
+        with mock.patch.object(pass_trace, "try_out") as run:
             needs.for_pass((), {"input_ids": ids(40)})
         assert not run.called, family
 
@@ -163,7 +163,7 @@ def test_the_next_token_is_not_tried() -> None:
     needs = PassNeeds(model, config)
     with torch.inference_mode():
         cache = model(input_ids=ids(8)).past_key_values
-    with mock.patch.object(_pass_trace, "try_out") as run:
+    with mock.patch.object(pass_trace, "try_out") as run:
         assert needs.for_pass((), {"input_ids": ids(1), "past_key_values": cache}) > 0
     assert not run.called
 
@@ -187,7 +187,7 @@ def test_caches_of_fixed_sizes() -> None:
     held = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
     assert taken[1] - taken[0] > 0.9 * held
     assert taken[1] - needs.for_pass((), call) > 0.9 * held
-    copied = _pass_trace._without_values(cache)
+    copied = pass_trace._without_values(cache)
     assert all(layer.keys.is_meta and layer.values.is_meta for layer in copied.layers)
 
 

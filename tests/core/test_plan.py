@@ -11,19 +11,19 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from pipeload import MemoryLimitError
-from pipeload import _build as build
-from pipeload._build import Options, make_plan
-from pipeload._layout import Weight
-from pipeload._pages import PAGE
-from pipeload._reserve import page_table_bytes
-from pipeload._residency import Choice, Residency, UnitSpec, _hold_bytes, is_tiny
-from pipeload._sites import Divider, Grain, Parts, Touched
+from pipeload.budget import make_plan as build
+from pipeload.budget.cut import Divider, Grain, Parts, Touched
+from pipeload.budget.make_plan import Options, make_plan
+from pipeload.budget.reserve import page_table_bytes
+from pipeload.budget.residency import Choice, Residency, UnitSpec, _hold_bytes, is_tiny
+from pipeload.system.pages import PAGE
+from pipeload.weights.layout import Weight
 from tests.core.weights import Writer, unit_lists, weight_lists
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pipeload._plan import Plan
+    from pipeload.budget.plan import Plan
 
 SLOTS = 2
 FLOOR = 300_000_000

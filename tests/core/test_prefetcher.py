@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pipeload import _prefetcher
-from pipeload._unit import UnitState
 from pipeload.errors import ReadError, UnsupportedModelError, UnsupportedOperationError
+from pipeload.prefetch import prefetcher
+from pipeload.prefetch.unit import UnitState
 from tests.core.fake_disk import Rig, in_use
 from tests.streaming import WAIT_SECONDS, in_thread
 
@@ -237,7 +237,7 @@ def test_what_ends_in_a_reader_is_waited_for_at_exit() -> None:
     reader.join(WAIT_SECONDS)
     gc.collect()
     assert thread.is_alive()
-    at_exit = in_thread(_prefetcher._wait_for_ending)
+    at_exit = in_thread(prefetcher._wait_for_ending)
     gate.set()
     at_exit.result(WAIT_SECONDS)
     assert not thread.is_alive()
@@ -249,7 +249,7 @@ def assert_set(gate: threading.Event) -> None:
 
 def test_a_dead_dispatcher_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A bug in the one thread that everything depends on is an error, not a hang."""
-    monkeypatch.setattr("pipeload._stalls._TICK_SECONDS", 0.01)
+    monkeypatch.setattr("pipeload.checkpoint.stalls._TICK_SECONDS", 0.01)
     monkeypatch.setattr(threading, "excepthook", lambda *_args: None)
     rig = Rig("SSSS")
     rig.rest()

@@ -15,7 +15,7 @@ from hypothesis.stateful import (
 )
 
 from pipeload import ReadError, UnsupportedModelError
-from pipeload._unit import Ticket, UnitState
+from pipeload.prefetch.unit import Ticket, UnitState
 from tests.core.fake_disk import Rig, in_use, run_machine
 from tests.streaming import WAIT_SECONDS, finish_messages, in_thread
 

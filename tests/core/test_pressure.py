@@ -7,10 +7,10 @@ import threading
 
 import pytest
 
-from pipeload import _pressure
-from pipeload._memory import allowed_bytes, parse_limit
-from pipeload._pressure import PressureGauge, watch
 from pipeload.errors import OptionError
+from pipeload.system import pressure
+from pipeload.system.memory import allowed_bytes, parse_limit
+from pipeload.system.pressure import PressureGauge, watch
 
 LIMIT = 1_000_000_000
 HELD = 600_000_000
@@ -21,10 +21,10 @@ class Machine:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.room, self.stall, self.now = LIMIT, 0.0, 100.0
-        monkeypatch.setattr(_pressure, "rss_bytes", lambda: HELD)
-        monkeypatch.setattr(_pressure, "room_bytes", lambda: self.room)
-        monkeypatch.setattr(_pressure, "memory_stall", lambda: self.stall)
-        monkeypatch.setattr("pipeload._pressure.time.monotonic", lambda: self.now)
+        monkeypatch.setattr(pressure, "rss_bytes", lambda: HELD)
+        monkeypatch.setattr(pressure, "room_bytes", lambda: self.room)
+        monkeypatch.setattr(pressure, "memory_stall", lambda: self.stall)
+        monkeypatch.setattr("pipeload.system.pressure.time.monotonic", lambda: self.now)
 
 
 @pytest.fixture
@@ -75,7 +75,7 @@ class Looker:
 
 def test_a_watch_ends_with_its_object(monkeypatch: pytest.MonkeyPatch) -> None:
     """The thread holds nobody."""
-    monkeypatch.setattr(_pressure, "_POLL_SECONDS", 0.01)
+    monkeypatch.setattr(pressure, "_POLL_SECONDS", 0.01)
     before = set(threading.enumerate())
     looker = Looker()
     watch(looker.look)

@@ -15,7 +15,7 @@ from hypothesis.stateful import (
 )
 
 from pipeload import ReadError, UnsupportedModelError
-from pipeload._unit import UnitState
+from pipeload.prefetch.unit import UnitState
 from tests.core.fake_disk import PieceRig, in_use, run_machine
 from tests.streaming import WAIT_SECONDS, in_thread
 

@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional
 
-from pipeload._row_check import (
+from pipeload.engine.row_products import by_zeros
+from pipeload.weights.row_cuts import (
     Cut,
     Given,
     RowRange,
@@ -22,8 +23,7 @@ from pipeload._row_check import (
     ranges_are_exact,
     row_ranges,
 )
-from pipeload._row_products import by_zeros
-from pipeload._whole_shape import WholeShape
+from pipeload.weights.whole_shape import WholeShape
 from tests import rows_sweep
 
 if TYPE_CHECKING:
@@ -231,8 +231,8 @@ def test_what_it_takes() -> None:
     """A few megabytes for a weight of a gigabyte."""
     program = """
 import torch
-from pipeload._memory import peak_rss_bytes
-from pipeload._row_check import Cut, Given, ranges_are_exact, row_ranges
+from pipeload.system.memory import peak_rss_bytes
+from pipeload.weights.row_cuts import Cut, Given, ranges_are_exact, row_ranges
 small, large = (Cut(torch.float32, 4096, row_ranges(n, 512)) for n in (1024, 65536))
 ranges_are_exact(small, Given.rows(1, 4096))
 before = peak_rss_bytes()

@@ -18,13 +18,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
 
-from pipeload._arena import DTYPES
-from pipeload._checkpoint import TensorEntry
-from pipeload._layout import Weight
-from pipeload._pages import PAGE
-from pipeload._reader import FileSet, resolve_io_mode
-from pipeload._rows import RowTable
+from pipeload.checkpoint.files import FileSet, resolve_io_mode
+from pipeload.checkpoint.headers import TensorEntry
 from pipeload.errors import OptionError, ReadError
+from pipeload.system.pages import PAGE
+from pipeload.weights.arena import DTYPES
+from pipeload.weights.layout import Weight
+from pipeload.weights.row_table import RowTable
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -364,10 +364,10 @@ import os, random, sys
 from pathlib import Path
 import torch
 from torch.nn import functional
-from pipeload._checkpoint import TensorEntry
-from pipeload._layout import Weight
-from pipeload._reader import FileSet
-from pipeload._rows import RowTable
+from pipeload.checkpoint.headers import TensorEntry
+from pipeload.weights.layout import Weight
+from pipeload.checkpoint.files import FileSet
+from pipeload.weights.row_table import RowTable
 
 path, mode = Path(sys.argv[1]), sys.argv[2]
 ROWS, COLUMNS, START = 131_072, 4096, 1234

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 from hypothesis import strategies as st
 
-from pipeload._checkpoint import TensorEntry
-from pipeload._layout import Weight
-from pipeload._residency import UnitSpec
+from pipeload.budget.residency import UnitSpec
+from pipeload.checkpoint.headers import TensorEntry
+from pipeload.weights.layout import Weight
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -92,7 +92,7 @@ def find_card(scratch: Path) -> Card | None:
         from tests.fake_device import FakeDevice
 
         fake = FakeDevice(slow=0.0)
-        mock.patch("pipeload._request.open_device", return_value=fake).start()
+        mock.patch("pipeload.entry.request.open_device", return_value=fake).start()
         return Card("fake", torch.device("cpu"), scratch, fake)
     if not torch.accelerator.is_available():
         return None

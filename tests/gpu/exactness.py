@@ -46,9 +46,9 @@ def _with_dtype(dtype: str) -> LlamaShape:
 
 def same_perplexity(card: Card) -> None:
     """The loss of every token is the plain model's on the card; scoring stays within the limit."""
-    from pipeload._pass_needs import PassNeeds
-    from pipeload._perplexity import measure, tokens_to_hint
-    from pipeload._windows import slide
+    from pipeload.budget.pass_needs import PassNeeds
+    from pipeload.evaluate.perplexity import measure, tokens_to_hint
+    from pipeload.evaluate.text_windows import slide
 
     folder = card.checkpoint("bf16", SHAPE)
     ids = torch.randint(SHAPE.vocab, (1000,), generator=torch.Generator().manual_seed(3))
@@ -94,8 +94,8 @@ def same_without_room_in_host_memory(card: Card) -> None:
 def _nothing_hosted() -> Iterator[None]:
     """As if the host had no room: models here are small."""
     with (
-        mock.patch("pipeload._device_plan.choose_hosted", return_value=frozenset()),
-        mock.patch("pipeload._device_governor.choose_hosted", return_value=frozenset()),
+        mock.patch("pipeload.devices.make_plan.choose_hosted", return_value=frozenset()),
+        mock.patch("pipeload.devices.governor.choose_hosted", return_value=frozenset()),
     ):
         yield
 

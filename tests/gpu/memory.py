@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 def limits_hold(card: Card) -> None:
     """The allocator's peak stays under the device's limit, this process's under the host's."""
-    from pipeload._memory import rss_bytes
+    from pipeload.system.memory import rss_bytes
 
     folder = card.checkpoint("bf16", SHAPE)
     for share in (0.0, 0.5):

@@ -97,7 +97,7 @@ def scarce_host(card: Card, folder: Path, limit: int) -> int:
 
 def measure(card: Card, folder: Path, new_tokens: int) -> None:
     """Our table."""
-    from pipeload import bench
+    from pipeload.bench import measure as bench_measure
     from pipeload.errors import PipeloadError
 
     least = smallest(card, folder)
@@ -108,7 +108,7 @@ def measure(card: Card, folder: Path, new_tokens: int) -> None:
     else:
         hosts = [scarce_host(card, folder, limits[0]), None]
     try:
-        bench.run(
+        bench_measure.run(
             model=str(folder),
             limits=limits,
             new_tokens=new_tokens,
@@ -167,7 +167,7 @@ def main() -> int:
         print("no accelerator here: nothing was measured")
         return 0
     if not REHEARSED:
-        from pipeload._open_device import open_device
+        from pipeload.devices.open_device import open_device
 
         device = open_device(card.name)
         assert device is not None

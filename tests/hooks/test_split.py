@@ -17,7 +17,7 @@ from torch.nn.modules.module import _has_any_global_hook, register_module_forwar
 from torch.nn.utils import parametrizations
 from torch.overrides import TorchFunctionMode
 
-from pipeload._row_check import Cut, can_cut_rows, row_ranges
+from pipeload.weights.row_cuts import Cut, can_cut_rows, row_ranges
 from pipeload_hooks import EvictedWeightWatch, placeholder
 from pipeload_hooks._split import attach_split, can_split, computes_linear, restore_split
 

@@ -1,0 +1,1 @@
+"""`pipeload bench`: streaming beside what the machine allows."""

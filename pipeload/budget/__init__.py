@@ -1,0 +1,1 @@
+"""How many bytes: planned before a model runs, governed while it does."""

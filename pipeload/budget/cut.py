@@ -1,0 +1,385 @@
+"""Where a model's weights are needed: the modules around whose forward they must be there.
+
+A site is a module that gets its weights before it runs. Mostly that is a whole block, read as one
+unit. Finer sites cost a hook per module, and ranges of rows a product per range, so they are taken
+only where whole blocks are too large; the head, which is mostly larger than any block, is always
+read in ranges of rows, and an embedding table by the rows that are asked for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from torch import nn
+
+from pipeload.budget.residency import UnitSpec, is_tiny
+from pipeload.errors import UnsupportedModelError
+from pipeload.weights.arena import DTYPES
+from pipeload.weights.row_cuts import ROW_STEP, Cut, RowRange, best_cut
+from pipeload.weights.whole_shape import ALIGN
+from pipeload_hooks import can_split, find_blocks, takes_ids
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+    from pipeload.weights.layout import Weight
+
+_TABLE_BYTES = 1 << 20
+ADAPTED = ("base_layer", "original_module")
+"""What an adapter that takes a module's place calls that module."""
+CHUNKS = (64 << 20, 32 << 20, 16 << 20, 8 << 20)
+"""Sizes of row ranges worth trying, in bytes."""
+
+
+class NothingToStreamError(UnsupportedModelError):
+    """A model has no repeated blocks with weights that lie in its checkpoint."""
+
+
+class Grain(NamedTuple):
+    """How finely blocks and head are cut."""
+
+    modules: bool
+    """Whether the modules of a block are units of their own."""
+    chunk_bytes: int
+    """The most that a range of rows takes."""
+    anyhow: bool = False
+    """Whether weights are cut even where products of ranges are often to be computed slowly."""
+
+
+class Touched(NamedTuple):
+    """What is known of weights that are used otherwise than by their module's run. By name."""
+
+    outside: frozenset[str] = frozenset()
+    """Used while the module that owns them does not run."""
+    idle: frozenset[str] = frozenset()
+    """Of modules that did not run when it was tried."""
+    past_block: frozenset[str] = frozenset()
+    """Used while not even the block around them runs: these are always there."""
+
+
+class Site(NamedTuple):
+    """A module, and the units that it needs while it runs."""
+
+    name: str
+    """Dotted path from the model."""
+    module: nn.Module
+    units: range
+    """One unit, or one for each range of rows."""
+    whole: Weight | None
+    """The weight whose ranges of rows the units are, None for a site with a unit of its own."""
+    ranges: tuple[RowRange, ...] = ()
+    """Those."""
+
+
+class Table(NamedTuple):
+    """A weight of which embeddings read rows when they are asked for."""
+
+    weight: Weight
+    modules: tuple[nn.Module, ...]
+    """The embeddings that share it; a tied head is a site of its own."""
+    names: tuple[str, ...]
+    """What it is called in each of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """Which weights are streamed and where, which are read by rows, which are always there."""
+
+    sites: list[Site]
+    specs: list[UnitSpec]
+    tables: list[Table]
+    pinned: list[Weight]
+    others_bytes: int
+    """Bytes of the parameters that the library loads or initialises itself, and beside them."""
+    uncut: frozenset[str] = frozenset()
+    """Weights that are whole because ranges of their rows would not give the same bits."""
+
+    @property
+    def conversion_bytes(self) -> int:
+        """The most that one run of the library's operations takes beside sources and results."""
+        groups: dict[str, list[Weight]] = {}
+        for spec in self.specs:
+            for weight in spec.weights:
+                if weight.group is not None:
+                    groups.setdefault(weight.group, []).append(weight)
+        return max((_transient_bytes(group) for group in groups.values()), default=0)
+
+    @property
+    def needs_scratch(self) -> bool:
+        """Whether any weight is cast while it is read."""
+        streamed = (weight for spec in self.specs for weight in spec.weights)
+        return any(w.group is None and not w.raw for w in (*self.pinned, *streamed))
+
+    @property
+    def streamed(self) -> dict[str, Weight]:
+        """Weights that may be streamed, whole ones, by name."""
+        found: dict[str, Weight] = {}
+        for site in self.sites:
+            if site.whole is not None:
+                found[site.whole.name] = site.whole
+            else:
+                for unit in site.units:
+                    found.update((weight.name, weight) for weight in self.specs[unit].weights)
+        return found
+
+    @property
+    def weights(self) -> list[Weight]:
+        """All that are not left to the library, each once."""
+        tables = (table.weight for table in self.tables)
+        every = [*self.pinned, *tables, *self.streamed.values()]
+        return list({weight.name: weight for weight in every}.values())
+
+
+class Divider:
+    """Groups a model's weights by the sites that need them, as finely as asked."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        weights: Mapping[str, Weight],
+        tied: Mapping[str, str],
+        *,
+        blocks_alone: bool = False,
+        beside_bytes: int = 0,
+    ) -> None:
+        """`tied` maps names of parameters that share another one's memory to that one's.
+
+        With `blocks_alone` neither a head nor tables are streamed. `beside_bytes` are always there,
+        and in no parameter.
+
+        Raises:
+            NothingToStreamError: the model has no repeated blocks with weights to stream.
+        """
+        self._model = model
+        self._weights = weights
+        self._tied_to = tied
+        self._beside_bytes = beside_bytes
+        self._tied = frozenset(tied) | frozenset(tied.values())
+        self._head = _output_head(model)
+        self._blocks = []
+        for block in find_blocks(model):
+            names = [f"{block.name}.{name}" for name, _ in block.module.named_parameters()]
+            streamed = [w for name in names if (w := weights.get(name)) and self._streamable(w)]
+            if streamed := _whole_groups(streamed, weights):
+                self._blocks.append((block, streamed))
+        if not self._blocks:
+            raise NothingToStreamError(
+                f"{type(model).__name__} has no repeated blocks whose weights lie in the "
+                "checkpoint, so there is nothing to stream. Load it without pipeload."
+            )
+        inside = {w.name for _, streamed in self._blocks for w in streamed}
+        tables = () if blocks_alone else self._find_tables()
+        self._tables = [table for table in tables if table.weight.name not in inside]
+        self._head_weight = None if blocks_alone else self._find_head_weight(inside)
+
+    def divide(self, grain: Grain, touched: Touched) -> Parts:
+        """Cut at `grain`; a block with a touched weight stays whole, and so do head and tables.
+
+        Args:
+            grain: how finely.
+            touched: weights that are used while the module that owns them does not run.
+        """
+        cutter = _Cutter(grain)
+        together = touched.outside | touched.idle
+        for block, all_streamed in self._blocks:
+            streamed = [w for w in all_streamed if w.name not in touched.past_block]
+            if len(streamed) < len(all_streamed):
+                streamed = _whole_groups(streamed, self._weights)
+            if not streamed:
+                continue
+            if grain.modules and together.isdisjoint(weight.name for weight in streamed):
+                mine = {weight.name: weight for weight in streamed}
+                cutter.modules(block.name, block.module, mine)
+            else:
+                cutter.whole(block.name, block.module, streamed)
+        # An adapter reads all of a head or a table beside what it gives: they are in memory then.
+        # One of a tower that was not tried may be used whole, as positions of a picture are.
+        whole = {
+            table.weight.name
+            for table in self._tables
+            if table.weight.name in touched.outside or touched.idle.issuperset(table.names)
+        }
+        tables = [table for table in self._tables if table.weight.name not in whole]
+        head, weight = self._head, self._head_weight
+        if head is not None and weight is not None and weight.name not in touched.outside | whole:
+            # No range of the head is to be the reason for the size of the buffers.
+            largest = max(sum(w.nbytes for w in spec.weights) for spec in cutter.specs)
+            cutter.chunk_bytes = min(grain.chunk_bytes, max(largest, CHUNKS[-1]))
+            cutter.rows(*head, weight)
+        sites, specs = cutter.sites, cutter.specs
+        parts = Parts(sites, specs, tables, [], 0)
+        chosen = {*parts.streamed, *(table.weight.name for table in tables)}
+        pinned = [w for name, w in self._weights.items() if name not in chosen and w.group is None]
+        taken = chosen | {weight.name for weight in pinned}
+        others = self._beside_bytes + sum(
+            parameter.numel() * parameter.element_size()
+            for name, parameter in self._model.named_parameters()
+            # a tied one shares the other's memory
+            if name not in taken and name not in self._tied
+        )
+        return Parts(sites, specs, tables, pinned, others, frozenset(cutter.uncut))
+
+    def unknown(self) -> Touched:
+        """What to take for touched where nothing could be tried: tables but those of token ids."""
+        inputs = {id(module) for module in _input_embeddings(self._model)}
+        others = (t for t in self._tables if not any(id(m) in inputs for m in t.modules))
+        return Touched(idle=frozenset(name for table in others for name in table.names))
+
+    @property
+    def largest_block(self) -> int:
+        """Bytes of the weights of the largest block."""
+        return max(sum(w.nbytes for w in streamed) for _, streamed in self._blocks)
+
+    def _streamable(self, weight: Weight) -> bool:
+        # An evicted float is NaN and shows when it is read too early; an integer has no such value.
+        safe = not is_tiny(weight) if weight.guarded else _is_large_float(weight)
+        return weight.name not in self._tied and safe
+
+    def _find_tables(self) -> Iterator[Table]:
+        """Weights that embeddings take rows of, and nobody else uses but a head that is split."""
+        for weight in self._weights.values():
+            if not weight.raw or weight.nbytes < _TABLE_BYTES or not _is_large_float(weight):
+                continue
+            aliases = [name for name, source in self._tied_to.items() if source == weight.name]
+            if weight.name in self._tied_to or not self._weights.keys().isdisjoint(aliases):
+                continue
+            head = self._head[1] if self._head is not None else None
+            owners = {name: self._owner(name) for name in (weight.name, *aliases)}
+            users = {name: module for name, module in owners.items() if module is not head}
+            modules = tuple(users.values())
+            if modules and all(isinstance(m, nn.Embedding) and takes_ids(m) for m in modules):
+                yield Table(weight, modules, tuple(users))
+
+    def _owner(self, parameter: str) -> nn.Module:
+        return self._model.get_submodule(parameter.rpartition(".")[0])
+
+    def _find_head_weight(self, inside: set[str]) -> Weight | None:
+        """What the head streams: a weight of its own or that of a table."""
+        if self._head is None:
+            return None
+        name = f"{self._head[0]}.weight"
+        weight = self._weights.get(name)
+        if name in self._tied:
+            tables = {table.weight.name: table.weight for table in self._tables}
+            weight = tables.get(self._tied_to.get(name, name))
+        if weight is None or weight.group is not None or weight.name in inside:
+            return None
+        return weight if _is_large_float(weight) else None
+
+
+def _output_head(model: nn.Module) -> tuple[str, nn.Linear] | None:
+    """The name and module of a head that can be computed by ranges of rows."""
+    get = getattr(model, "get_output_embeddings", None)
+    head = get() if get is not None else None
+    while isinstance(head, nn.Module) and not isinstance(head, nn.Linear):
+        # An adapter in its place; it holds the head by one of these names.
+        head = next((m for name, m in head.named_children() if name in ADAPTED), None)
+    if not isinstance(head, nn.Linear) or not can_split(head):
+        return None
+    return next(((name, head) for name, module in model.named_modules() if module is head), None)
+
+
+def _input_embeddings(model: nn.Module) -> Iterator[object]:
+    """Of every model in the tree that says which they are."""
+    for module in model.modules():
+        get = getattr(module, "get_input_embeddings", None)
+        try:
+            yield get() if get is not None else None
+        except NotImplementedError:  # the library's word for "none"
+            continue
+
+
+class _Cutter:
+    """Collects sites and units in the order of the module tree."""
+
+    def __init__(self, grain: Grain) -> None:
+        self.sites: list[Site] = []
+        self.specs: list[UnitSpec] = []
+        self.uncut: set[str] = set()
+        """Weights that could not be cut as they should."""
+        self.chunk_bytes = grain.chunk_bytes
+        """The most that a range of rows takes."""
+        self._anyhow = grain.anyhow
+
+    def whole(self, path: str, module: nn.Module, weights: Sequence[Weight]) -> None:
+        """A site with one unit."""
+        first = len(self.specs)
+        self.sites.append(Site(path, module, range(first, first + 1), None))
+        self.specs.append(UnitSpec(path, tuple(weights)))
+
+    def modules(self, path: str, module: nn.Module, mine: Mapping[str, Weight]) -> None:
+        """Sites for the modules inside a block, for those of its weights that are in `mine`."""
+        named = ((f"{path}.{name}", name) for name, _ in module.named_parameters())
+        inside = [(mine[full], "." in name) for full, name in named if full in mine]
+        weights = [weight for weight, _ in inside]
+        if not weights:
+            return
+        if all(deeper for _, deeper in inside) and _separable(path, weights):
+            for name, child in module.named_children():
+                self.modules(f"{path}.{name}", child, mine)
+        elif len(weights) == 1 and isinstance(module, nn.Linear) and can_split(module):
+            self.rows(path, module, weights[0])
+        else:
+            self.whole(path, module, weights)
+
+    def rows(self, path: str, module: nn.Linear, weight: Weight) -> None:
+        """A site whose units are ranges of rows of about the same size, where that is exact."""
+        rows = _rows_in(weight, self.chunk_bytes)
+        made = weight.group is not None  # by the library, as a whole
+        if made or weight.shape[0] <= rows:
+            self.whole(path, module, [weight])
+            return
+        least = _rows_in(weight, CHUNKS[-1])
+        cut = best_cut(_uncut(weight, module), rows, least, anyhow=self._anyhow)
+        if cut is None:
+            self.uncut.add(weight.name)
+            self.whole(path, module, [weight])
+            return
+        first = len(self.specs)
+        for start, stop in cut.ranges:
+            self.specs.append(UnitSpec(f"{path}[{start}:{stop}]", (weight.rows(start, stop),)))
+        self.sites.append(Site(path, module, range(first, len(self.specs)), weight, cut.ranges))
+
+
+def _uncut(weight: Weight, module: nn.Linear) -> Cut:
+    total, columns = weight.shape
+    offset = weight.sources[0].start % ALIGN if weight.raw else 0
+    bias, requires_grad = module.bias is not None, module.weight.requires_grad
+    ranges = (RowRange(0, total),)
+    return Cut(DTYPES[weight.dtype], columns, ranges, offset, bias, requires_grad)
+
+
+def _separable(path: str, weights: Iterable[Weight]) -> bool:
+    """Whether no conversion makes weights of two children at once."""
+    homes: dict[str, set[str]] = {}
+    for weight in weights:
+        if weight.group is not None:
+            child = weight.name.removeprefix(f"{path}.").split(".")[0]
+            homes.setdefault(weight.group, set()).add(child)
+    return all(len(children) == 1 for children in homes.values())
+
+
+def _rows_in(weight: Weight, nbytes: int) -> int:
+    rows = nbytes // (weight.nbytes // weight.shape[0])
+    return max(2 * ROW_STEP, rows - rows % ROW_STEP)
+
+
+def _is_large_float(weight: Weight) -> bool:
+    return not is_tiny(weight) and DTYPES[weight.dtype].is_floating_point
+
+
+def _transient_bytes(group: Sequence[Weight]) -> int:
+    """Experts are stacked, then concatenated: two copies, and a third when they are cast first."""
+    made = sum(weight.nbytes for weight in group)
+    if group[0].unpacking_bytes:
+        return group[0].unpacking_bytes
+    cast = any(source.dtype != group[0].dtype for source in group[0].sources)
+    return made * (3 if cast else 2)
+
+
+def _whole_groups(streamed: Sequence[Weight], everything: Mapping[str, Weight]) -> list[Weight]:
+    """Drop conversions that do not stay within the block; the library loads those."""
+    names = {weight.name for weight in streamed}
+    broken = {w.group for w in everything.values() if w.group is not None and w.name not in names}
+    return [weight for weight in streamed if weight.group is None or weight.group not in broken]

@@ -1,0 +1,331 @@
+"""What one forward pass needs in memory beside the weights, from the arguments of that very pass.
+
+Counts the tensors that the library's decoders hold at once, in the three phases of a pass that can
+be its peak: attention, feed-forward, and head. All figures in bytes. An estimate: it leads,
+measured memory decides.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from pipeload.budget.hint_pass import hinted_calls, hinted_trial, main_input
+from pipeload.budget.kv_cache import (
+    NO_ROWS,
+    CachedLayers,
+    CacheReader,
+    self_and_cross,
+)
+from pipeload.budget.model_sizes import decoder_and_whole, read_widths, settings_of
+from pipeload.budget.pass_shape import (
+    Extras,
+    PassShape,
+    cache_of,
+    encoder_positions,
+    encodes_sound,
+    read_extras,
+    read_shape,
+)
+from pipeload.budget.pass_trace import PassTrace, Trial, trace_of
+from pipeload.budget.phases import attention, mask_elements, rotated
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from torch import nn
+
+__all__ = ["PassNeeds", "PassShape"]
+
+# Thread buffers of the matrix products, position tables, and what lies between the counted tensors.
+_MARGIN = 1.05
+_MARGIN_BYTES = 6_000_000
+# Small cached tensors lie in the heap, between temporaries whose room they then keep apart.
+_HOLES_BYTES = 8_000_000
+# Of one of the last logits, while `generate` samples by top p once the model has run: it in fp32,
+# scaled and cut, sorted with its place, its probability, and the sum of those. Measured.
+_SAMPLED_BYTES = 30
+_FP32 = 4  # bytes
+# Each expert's share of a prompt is another shape, and each shape another compiled kernel.
+_KERNEL = 600_000
+_MOST_KERNELS = 32
+# A trial says whether what is known of decoders holds for one: shares of what it took.
+_SAMPLE_TOKENS = 384
+_LEAST_SHARE, _MOST_SHARE = 0.97, 1.25
+_MOST = 1 << 40  # no prompt and no batch is larger
+
+
+class PassNeeds:
+    """Memory needs of one model's passes. Holds numbers and the configuration, not the model."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: Any,
+        *,
+        products: Callable[[int], int] | None = None,
+        fused: bool = True,
+    ) -> None:
+        """`products(rows)`: bytes that a product of a quantised weight takes beside its tensors.
+
+        `fused`: whether there is a kernel for attention in the model's dtype.
+        """
+        self._widths = read_widths(model, config)
+        self._fused = fused and self._widths.same_heads
+        self._configs = decoder_and_whole(config)
+        self._products = products
+        self._heard = self._widths.seen_by_encoder
+        self._rotated = rotated(self._widths)
+        self._reader = CacheReader(self._widths.layers, self._widths.item)
+        self._cross_reader = CacheReader(self._widths.layers, self._widths.item)
+        self._trace = trace_of(model)
+        self._short_by = 1.0
+        self._generates: bool = getattr(model, "can_generate", bool)()
+        alone = not self._widths.encoder_decoder and config.get_text_config() is config
+        if self._trace is not None and self._generates and alone:
+            self._compare(self._trace)
+
+    def _compare(self, trace: PassTrace) -> None:
+        """Have no more trials where what is known of all decoders describes this one well."""
+        shape = PassShape(_SAMPLE_TOKENS, 2)
+        call = next(hinted_calls(trace.model, shape))
+        trial = trace.of("", (), call)
+        if trial is None or trial.error is not None:
+            return
+        layers = self._reader.fresh(shape.batch)
+        growth = sum(layer.growth(shape.tokens) for layer in layers)
+        extras = read_extras(call, shape, self._widths, self._configs)
+        known = growth + self._peak(layers, shape, extras)
+        if _LEAST_SHARE * trial.peak <= known <= _MOST_SHARE * trial.peak:
+            self._trace = None
+        else:
+            self._short_by = max(1.0, trial.peak / known)
+
+    def shape(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> PassShape:
+        """The size of the pass that the model is called for; what it cannot read counts as one."""
+        self._widths = settings_of(self._configs[0], self._widths)
+        shape = read_shape(args, kwargs)
+        if self._heard and encodes_sound(kwargs):  # which makes fewer positions of its frames
+            return shape._replace(tokens=min(shape.tokens, self._heard))
+        return shape
+
+    def cache_growth(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+        """Bytes that the cache will have gained after this pass; negative where it will be freed.
+
+        A sliding layer that grows by copies keeps a long prompt whole until the next pass.
+        """
+        shape = self.shape(args, kwargs)
+        return self._growth(self._cached(args, kwargs, shape), args, kwargs, shape)
+
+    def transient(self, args: Sequence[Any], kwargs: Mapping[str, Any], shape: PassShape) -> int:
+        """Most bytes that live at once during this pass and are freed after it."""
+        layers = self._cached(args, kwargs, shape)
+        return self._peak(layers, shape, read_extras(kwargs, shape, self._widths, self._configs))
+
+    def for_pass(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], module: nn.Module | None = None
+    ) -> int:
+        """All that this pass takes on, with a margin.
+
+        `module`: the part of the model that is called by itself, if it is not the whole.
+        """
+        shape = self.shape(args, kwargs)
+        trial = None
+        if self._trace is not None and not shape.cached:
+            path = self._trace.path(module)
+            trial = self._trace.of(path, args, kwargs, module)
+            if trial is not None and trial.error is None:
+                return self._with_trial(trial, shape, sampled=not path)
+        layers = self._cached(args, kwargs, shape)
+        growth = self._growth(layers, args, kwargs, shape)
+        extras = read_extras(kwargs, shape, self._widths, self._configs)
+        need = _with_margin(growth, int(self._short_by * self._peak(layers, shape, extras)))
+        return need if trial is None else max(need, self._with_trial(trial, shape, sampled=False))
+
+    def _with_trial(self, trial: Trial, shape: PassShape, *, sampled: bool) -> int:
+        """What a pass takes that was tried; and what `generate` makes of its logits."""
+        peak = trial.peak + self._beside(shape.tokens * shape.batch)
+        peak += min(trial.kernels, _MOST_KERNELS) * _KERNEL
+        if sampled and self._generates:
+            peak = max(peak, trial.kept + shape.batch * self._widths.vocabulary * _SAMPLED_BYTES)
+        return _with_margin(trial.kept, peak - trial.kept)
+
+    def for_shape(self, shape: PassShape, *, kept: int = 1) -> int:
+        """The same for a pass of the plain library on an empty cache, with a margin.
+
+        What reads pictures or sound is taken to read such of its usual size.
+        """
+        layers = self._reader.fresh(shape.batch)
+        growth = sum(layer.growth(shape.tokens) for layer in layers)
+        if self._trace is not None:
+            cached = growth if self._widths.encoder_decoder else None
+            trial = hinted_trial(self._trace, shape, kept, cached)
+            if trial is not None:
+                return self._with_trial(trial, shape, sampled=True)
+        return _with_margin(growth, self._peak(layers, shape, Extras(kept)))
+
+    def longest_tokens(self, room_bytes: int, batch: int) -> int:
+        """The longest prompt of `batch` sequences that fits in `room_bytes`; 0 if none does.
+
+        A picture counts as one token.
+        """
+        pictures = self._trace is not None and "pixel" in main_input(self._trace.model)
+        return _largest(
+            lambda tokens: self.for_shape(PassShape(tokens, batch)) <= room_bytes,
+            most=1 if pictures else _MOST,
+        )
+
+    def largest_batch(self, room_bytes: int, tokens: int) -> int:
+        """How many prompts of `tokens` fit at once in `room_bytes`; 0 if not one does."""
+        return _largest(lambda batch: self.for_shape(PassShape(tokens, batch)) <= room_bytes)
+
+    def prefill_chunk(self, room_bytes: int, shape: PassShape) -> int | None:
+        """The largest `prefill_chunk_size` of `generate` with which a prompt of `shape` fits.
+
+        The cache of the whole prompt must fit in any case; None where it does not.
+        """
+        if shape.tokens <= 1 or not self._generates or self._widths.encoder_decoder:
+            return None
+        if self._chunked(shape, shape.tokens) <= room_bytes:
+            return shape.tokens
+        # From here on every chunk but the first has a mask: more tokens need more memory.
+        chunk = _largest(
+            lambda chunk: self._chunked(shape, chunk) <= room_bytes, most=shape.tokens - 1
+        )
+        return chunk or None
+
+    def _chunked(self, shape: PassShape, chunk: int) -> int:
+        """All that a prompt takes on in chunks: the last of them has the longest past."""
+        past = shape.tokens - chunk
+        before = [layer.after(shape.cached) for layer in self._reader.fresh(shape.batch)]
+        last = [layer.after(past) for layer in before]
+        growth = sum(
+            new.alike * (new.storage_after(chunk) - old.storage + old.state)
+            for new, old in zip(last, before, strict=True)
+        )
+        size = PassShape(chunk, shape.batch, shape.cached + past)
+        return _with_margin(growth, self._peak(last, size, Extras()))
+
+    def _cached(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], shape: PassShape
+    ) -> list[CachedLayers]:
+        """The layers of the self-attention cache; of none at all, as if it were fresh."""
+        own, _ = self_and_cross(cache_of(args, kwargs))
+        try:
+            return self._reader.read(own, shape.batch)
+        except Exception:
+            return self._reader.fresh(shape.batch)
+
+    def _growth(
+        self,
+        layers: Sequence[CachedLayers],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        shape: PassShape,
+    ) -> int:
+        cache = cache_of(args, kwargs)
+        if cache is None:
+            use = kwargs.get("use_cache")
+            if use is False or (use is None and not self._widths.use_cache):
+                return 0
+        growth = sum(layer.growth(shape.tokens) for layer in layers)
+        if self._widths.encoder_decoder:
+            if encodes_sound(kwargs):
+                return 0
+            growth += self._cross_growth(cache, kwargs, shape)
+        return growth
+
+    def _cross_growth(self, cache: Any, kwargs: Mapping[str, Any], shape: PassShape) -> int:
+        """The encoder's keys and values: cached once, in the first pass."""
+        _, cross = self_and_cross(cache)
+        if cross is None and cache is not None:
+            return 0
+        try:
+            layers = self._cross_reader.read(cross, shape.batch)
+        except Exception:
+            return 0
+        seen = encoder_positions(kwargs, self._widths.seen_by_encoder)
+        return sum(layer.growth(seen) for layer in layers if not layer.storage)
+
+    def _peak(self, layers: Sequence[CachedLayers], shape: PassShape, extras: Extras) -> int:
+        """The largest phase. What is alive: the embeddings, a layer's input, and its residual."""
+        w = self._widths
+        positions = shape.tokens * shape.batch
+        layers = [layer for layer in layers if layer.kind != NO_ROWS]
+        masks = [mask_elements(layer, shape, extras, w) for layer in layers]
+        item = w.item
+        mask = int(sum({layer.kind: m for layer, m in zip(layers, masks, strict=True)}.values()))
+        stream = 3 * w.hidden * item
+        norm = w.hidden * (item + 2 * _FP32)
+        forward = (w.hidden + w.inner) * item
+        block = positions * (stream + max(norm, forward, self._rotated))
+        scores = max(
+            (
+                positions * (stream + 2 * w.query * item)
+                + attention(layer, m, shape, w, fused=self._fused)
+                for layer, m in zip(layers, masks, strict=True)
+            ),
+            default=0,
+        )
+        # A mask of two values as it lives throughout: bool, or the scores' own type.
+        held = mask * (item if w.attention == "eager" else 1)
+        held += self._recorded(layers, shape, extras)
+        held += self._beside(positions)
+        return max(
+            max(block, scores) + held, self._head(shape, extras) + held, self._towers(extras)
+        )
+
+    def _beside(self, positions: int) -> int:
+        """What kernels take for so many positions, beside tensors."""
+        w, nbytes = self._widths, 0
+        if self._products is not None:
+            nbytes += self._products(positions)
+        if w.experts and w.item < _FP32 and positions > 1:
+            nbytes += min(2 * w.experts, 2 * positions, _MOST_KERNELS) * _KERNEL
+        return nbytes
+
+    def _head(self, shape: PassShape, extras: Extras) -> int:
+        """Logits, and what they come from or what `generate` makes of the last ones."""
+        w = self._widths
+        kept = extras.kept * shape.batch
+        logits = kept * w.vocabulary
+        nbytes = w.item * (1 + w.capped) * logits
+        hidden = (shape.tokens * shape.batch + kept) * w.hidden * w.item
+        # The loss takes them in fp32, and their logarithms.
+        loss = logits * 2 * _FP32 * extras.labels
+        return nbytes + max(hidden + loss, shape.batch * w.vocabulary * _SAMPLED_BYTES)
+
+    def _recorded(self, layers: Sequence[CachedLayers], shape: PassShape, extras: Extras) -> int:
+        """What a call has the library keep of every layer."""
+        w, nbytes = self._widths, 0
+        if extras.hidden_states:
+            nbytes += extras.hidden_states * shape.tokens * shape.batch * w.hidden * w.item
+        if extras.attentions:
+            nbytes += sum(
+                layer.alike * layer.attended(shape.tokens) * shape.tokens for layer in layers
+            ) * (shape.batch * w.heads * w.item)
+        return nbytes
+
+    def _towers(self, extras: Extras) -> int:
+        """A vision tower or an encoder: it runs before the first layer."""
+        w = self._widths
+        return (extras.patches * w.vision + extras.encoded * (4 * w.hidden + w.inner)) * w.item
+
+
+def _with_margin(growth: int, transient: int) -> int:
+    grown = max(0, growth)
+    holes = min(grown // 2, _HOLES_BYTES)
+    return int((grown + transient) * _MARGIN) + holes + _MARGIN_BYTES
+
+
+def _largest(fits: Callable[[int], bool], *, most: int = _MOST) -> int:
+    """The largest whole number up to `most` that fits, if all smaller ones do; 0 if none does."""
+    if not fits(1):
+        return 0
+    low, high = 1, 2
+    while high <= most and fits(high):
+        low, high = high, 2 * high
+    high = min(high, most + 1)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low

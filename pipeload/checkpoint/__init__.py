@@ -1,0 +1,1 @@
+"""Files, their entries, and reading them. No torch."""

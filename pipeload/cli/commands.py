@@ -1,0 +1,308 @@
+"""The command line: what can be typed. The work is done in the _cli files.
+
+Those are imported inside the commands, and torch with them: `--help` stays quick, and
+OMP_WAIT_POLICY is set before torch reads it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from functools import partial
+from typing import Annotated
+
+import typer
+
+from pipeload import __version__
+from pipeload._sizes import parse_size
+from pipeload.cli import options as opt
+from pipeload.cli.prompt import read_prompt
+from pipeload.cli.screen import Commands, load, replace_unprintable, reported
+
+DEMO_QUESTION = "What is the capital of France? Answer in one sentence."
+
+app = typer.Typer(
+    cls=Commands,
+    help="Run Hugging Face models larger than memory, their layers streamed from disk.",
+    epilog="A script of your own needs no change: "
+    "python -m pipeload --memory-limit 2GB script.py ...",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+@app.callback(invoke_without_command=True)
+def _root(
+    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+) -> None:
+    if version:
+        typer.echo(f"pipeload {__version__}")
+        raise typer.Exit
+    # While it waits, OpenMP would spin and take the cores from the threads that read. It looks at
+    # this variable once, when torch is imported.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+
+@app.command()
+def run(
+    model: opt.Model,
+    prompt: opt.Prompt = "-",
+    *,
+    memory_limit: opt.MemoryLimit = "auto",
+    device: opt.Device = "cpu",
+    host_memory_limit: opt.HostMemoryLimit = None,
+    max_new_tokens: opt.NewTokens = 128,
+    tokens: opt.RunTokens = None,
+    dtype: opt.DtypeOption = opt.Dtype.AUTO,
+    seed: opt.Seed = None,
+    temperature: opt.Temperature = None,
+    top_p: opt.TopP = None,
+    top_k: opt.TopK = None,
+    repetition_penalty: opt.RepetitionPenalty = None,
+    stop: opt.Stop = None,
+    system: opt.System = None,
+    no_chat_template: opt.NoChatTemplate = False,
+    io_mode: opt.IoModeOption = opt.IoMode.AUTO,
+    json: opt.Json = False,
+    quiet: opt.Quiet = False,
+    debug: opt.Debug = False,
+) -> None:
+    """Answer a prompt; the text appears token by token, statistics at the end on stderr."""
+    if system is not None and no_chat_template:
+        raise typer.BadParameter("--system needs the chat template; drop --no-chat-template.")
+    if temperature == 0 and not (seed is None and top_p is None and top_k is None):
+        raise typer.BadParameter(
+            "--temperature 0 takes the likeliest token always; drop --seed, --top-p and --top-k."
+        )
+    sizes = ("--max-new-tokens", "--tokens")
+    with reported(debug=debug, quiet=quiet or json, smaller_pass=sizes):
+        text = read_prompt(prompt)
+        load("from_pretrained")
+        from pipeload.cli import run as cli_run
+
+        cli_run.run(
+            cli_run.Request(
+                model=model,
+                prompt=text,
+                system=system,
+                memory_limit=memory_limit,
+                device=device,
+                host_memory_limit=host_memory_limit,
+                max_new_tokens=max_new_tokens,
+                tokens=tokens,
+                dtype=dtype.value,
+                seed=seed,
+                temperature=temperature,
+                top_p=top_p,
+                top_k=top_k,
+                repetition_penalty=repetition_penalty,
+                stop=tuple(stop or ()),
+                io_mode=io_mode.value,
+                chat_template=not no_chat_template,
+                json=json,
+            ),
+            debug=debug,
+        )
+
+
+@app.command()
+def plan(
+    model: opt.Model,
+    *,
+    memory_limit: opt.PlanLimits = None,
+    device: opt.Device = "cpu",
+    host_memory_limit: opt.HostMemoryLimit = None,
+    tokens: opt.Tokens = 256,
+    batch: opt.Batch = 1,
+    dtype: opt.DtypeOption = opt.Dtype.AUTO,
+    io_mode: opt.IoModeOption = opt.IoMode.AUTO,
+    disk_rate: opt.DiskRate = None,
+    json: opt.Json = False,
+    debug: opt.Debug = False,
+) -> None:
+    """Show what a memory limit buys: what stays in memory, what is read per token, how fast."""
+    with reported(debug=debug, quiet=json, smaller_pass=("--tokens", "--batch")):
+        load("from_pretrained")
+        from pipeload.cli import plan as cli_plan
+
+        cli_plan.show(
+            cli_plan.Request(
+                model=model,
+                memory_limits=memory_limit or ["auto"],
+                device=device,
+                host_memory_limit=host_memory_limit,
+                tokens=tokens,
+                batch=batch,
+                dtype=dtype.value,
+                io_mode=io_mode.value,
+                disk_rate=None if disk_rate is None else parse_size(disk_rate, name="--disk-rate"),
+                json=json,
+            ),
+            debug=debug,
+        )
+
+
+@app.command("eval")
+def evaluate(
+    models: opt.Models,
+    *,
+    text: opt.Text,
+    memory_limit: opt.MemoryLimit = "auto",
+    device: opt.Device = "cpu",
+    host_memory_limit: opt.HostMemoryLimit = None,
+    window: opt.WindowLength = None,
+    stride: opt.Stride = None,
+    batch: opt.WindowsPerPass = None,
+    max_tokens: opt.MaxTokens = None,
+    dtype: opt.DtypeOption = opt.Dtype.AUTO,
+    json: opt.Json = False,
+    quiet: opt.Quiet = False,
+    debug: opt.Debug = False,
+) -> None:
+    """Measure perplexity: how well models predict a text, by a sliding window."""
+    with reported(debug=debug, quiet=quiet or json, smaller_pass=("--window", "--batch")):
+        load("from_pretrained")
+        from pipeload.cli import evaluate as cli_evaluate
+
+        cli_evaluate.run(
+            cli_evaluate.Request(
+                models=tuple(models),
+                text=text,
+                memory_limit=memory_limit,
+                device=device,
+                host_memory_limit=host_memory_limit,
+                window=window,
+                stride=stride,
+                batch=batch,
+                max_tokens=max_tokens,
+                dtype=dtype.value,
+                json=json,
+            ),
+            debug=debug,
+        )
+
+
+@app.command()
+def demo(
+    *,
+    memory_limit: opt.DemoLimit = "auto",
+    device: opt.Device = "cpu",
+    host_memory_limit: opt.HostMemoryLimit = None,
+    folder: opt.DemoFolder = None,
+    json: opt.Json = False,
+    quiet: opt.Quiet = False,
+    debug: opt.Debug = False,
+) -> None:
+    """Try pipeload on a small real model, SmolLM2-135M-Instruct, with too little memory for it."""
+    with reported(debug=debug, quiet=quiet or json):
+        load("from_pretrained")
+        from pipeload.cli import plan as cli_plan
+        from pipeload.cli import run as cli_run
+
+        model = cli_plan.make_demo_model(folder)
+        if memory_limit == "auto":
+            memory_limit = str(
+                cli_plan.choose_limit(
+                    model, debug=debug, device=device, host_memory_limit=host_memory_limit
+                )
+            )
+        cli_run.run(
+            cli_run.Request(
+                model=model,
+                prompt=DEMO_QUESTION,
+                memory_limit=memory_limit,
+                device=device,
+                host_memory_limit=host_memory_limit,
+                max_new_tokens=64,
+                io_mode=cli_plan.past_the_cache(model),
+                json=json,
+            ),
+            debug=debug,
+        )
+
+
+@app.command()
+def bench(
+    model: opt.BenchModel = None,
+    *,
+    memory_limit: opt.BenchLimits = None,
+    device: opt.Device = "cpu",
+    host_memory_limit: opt.HostMemoryLimit = None,
+    new_tokens: opt.TimedTokens = 8,
+    rounds: opt.Rounds = 3,
+    json: opt.Json = False,
+    debug: opt.Debug = False,
+) -> None:
+    """Measure how close streaming comes to what this machine's disk and processor allow."""
+    with reported(debug=debug, quiet=json):
+        from pipeload.bench import measure as benchmark
+        from pipeload.cli import plan as cli_plan
+        from pipeload.cli.model import check_model
+
+        chosen = model or cli_plan.make_demo_model()
+        check_model(chosen)
+        benchmark.run(
+            model=chosen,
+            limits=memory_limit
+            or [
+                cli_plan.choose_limit(
+                    chosen, debug=debug, device=device, host_memory_limit=host_memory_limit
+                )
+            ],
+            device=device,
+            host_memory_limits=[host_memory_limit],
+            new_tokens=new_tokens,
+            rounds=rounds,
+            as_json=json,
+            progress=None if json else partial(typer.echo, err=True),
+        )
+
+
+@app.command()
+def quantize(
+    source: opt.Source,
+    target: opt.Target,
+    *,
+    method: opt.MethodOption = opt.Method.INT8,
+    group_size: opt.GroupSize = None,
+    zero_points: opt.ZeroPointsOption = None,
+    double_quant: opt.DoubleQuant = False,
+    memory_limit: opt.MemoryLimit = "auto",
+    max_shard_size: opt.ShardSize = "2GB",
+    json: opt.Json = False,
+    quiet: opt.Quiet = False,
+    debug: opt.Debug = False,
+) -> None:
+    """Make a quantised copy of a checkpoint; run again after a kill, it goes on."""
+    with reported(debug=debug, quiet=quiet or json):
+        load("quantize")
+        from pipeload.cli import quantise
+
+        quantise.run(
+            source,
+            target,
+            method=method.value,
+            group_size=group_size,
+            zero_points=None if zero_points is None else zero_points.value,
+            double_quant=double_quant,
+            memory_limit=memory_limit,
+            max_shard_size=max_shard_size,
+            json=json,
+            debug=debug,
+        )
+
+
+def command_names() -> list[str]:
+    """What can be typed after `pipeload`."""
+    commands = app.registered_commands
+    return [c.name or c.callback.__name__ for c in commands if c.callback is not None]
+
+
+def main() -> None:
+    """Run what was typed."""
+    replace_unprintable()
+    try:
+        app(prog_name="pipeload")
+    except KeyboardInterrupt:  # outside any command
+        sys.exit(130)

@@ -1,0 +1,221 @@
+"""`pipeload eval`: how well models predict a text, and what that took."""
+
+from __future__ import annotations
+
+import gc
+import json as json_module
+import sys
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import transformers
+
+import pipeload
+from pipeload._sizes import format_size
+from pipeload.cli.model import (
+    DTYPES,
+    check_model,
+    check_tokens,
+    explained,
+    load_tokenizer,
+    load_whole,
+)
+from pipeload.cli.report import describe_limits
+from pipeload.cli.screen import Screen, log, silence_libraries
+from pipeload.entry.loading import check_source, needs_of, refuse_quantised
+from pipeload.entry.request import make_request
+from pipeload.errors import CheckpointError, MemoryLimitError, OptionError
+from pipeload.evaluate import report
+from pipeload.evaluate.perplexity import measure, tokens_to_hint
+from pipeload.evaluate.progress import all_passes
+from pipeload.evaluate.text import Encoded, encode, read_text
+from pipeload.evaluate.text_windows import slide
+from pipeload.hf.takeover import peek
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    from pipeload.budget.pass_needs import PassNeeds
+    from pipeload.weights.device import Device
+
+WINDOW = 1024
+"""Tokens seen at once where nobody says; fewer where the model knows fewer positions."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What was typed."""
+
+    models: tuple[str, ...]
+    text: Path
+    memory_limit: int | str = "auto"
+    device: str = "cpu"
+    host_memory_limit: int | str | None = None
+    window: int | None = None
+    stride: int | None = None
+    batch: int | None = None
+    max_tokens: int | None = None
+    dtype: str = "auto"
+    json: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Subject:
+    """A model that is going to be measured, and the text as it reads it."""
+
+    name: str
+    weights: int
+    weight_bytes: int
+    positions: int | None
+    """The longest sequence that it was made for."""
+    encoded: Encoded
+    batch: int | None
+    """Windows per pass; None leaves it to the limit."""
+    needs: PassNeeds
+    forward: Callable[..., object]
+    """Of the model's class: how it can be called."""
+
+
+def run(request: Request, *, debug: bool) -> None:
+    """Measure one model after the other; the table, or one JSON object, goes to stdout.
+
+    Raises:
+        PipeloadError: something is wrong with a model, the text, the limit or an option.
+    """
+    silence_libraries(debug=debug)
+    text = read_text(request.text)
+    for model in request.models:
+        check_model(model)
+    asked = make_request(
+        request.memory_limit, device=request.device, host_memory_limit=request.host_memory_limit
+    )
+    device = asked.options.device
+    subjects = [_prepare(model, text, request, device) for model in request.models]
+    window = _choose_window(request, subjects)
+    stride = max(1, window // 2) if request.stride is None else request.stride
+    if stride > window:
+        raise OptionError(
+            f"--stride {stride} is more than the window of {window} tokens, so tokens between two "
+            f"windows would be left out. Give at most {window}."
+        )
+    table = report.Table(request.models)
+    rows: list[report.Row] = []
+    for subject in subjects:
+        alike = subject.encoded.same_tokens(subjects[0].encoded)
+        row = _evaluate(subject, request, window=window, stride=stride)
+        gc.collect()  # the next one needs its memory
+        rows.append(report.compared(row, rows[0] if rows else row, same_tokens=alike))
+        # For all of them the same, whatever "auto" meant.
+        request = replace(
+            request,
+            memory_limit=row.memory_limit,
+            host_memory_limit=None if device is None else row.host_memory_limit,
+        )
+        if not request.json:
+            sys.stdout.write((table.head() if len(rows) == 1 else "") + table.line(rows[-1]))
+            sys.stdout.flush()  # a model may take hours
+    if request.json:
+        result = {"text": str(request.text), "window": window, "stride": stride}
+        models = [row.as_dict() for row in rows]
+        sys.stdout.write(json_module.dumps(result | {"models": models}) + "\n")
+    else:
+        sys.stdout.write(report.notes(rows, shortened=request.max_tokens is not None))
+
+
+def _prepare(model: str, text: str, request: Request, device: Device | None) -> _Subject:
+    encoded = encode(load_tokenizer(model), text, most=request.max_tokens)
+    if len(encoded.ids) < 2:
+        raise OptionError(
+            f"{str(request.text)!r} makes fewer than 2 tokens with the tokenizer of {model!r}, and "
+            "the first has nothing before it, so it is not scored. Give a longer text."
+        )
+    options = {"dtype": DTYPES[request.dtype], "trust_remote_code": False}
+    with explained(model):
+        passed_on = check_source(model, options)
+        auto: Any = transformers.AutoModelForCausalLM
+        pending = peek(lambda: auto.from_pretrained(model, **passed_on), device)
+    if pending is None:
+        raise CheckpointError(f"{model!r} has no weights. Name a folder that holds some.")
+    if device is not None:
+        refuse_quantised(pending, device)  # now, not when those before it are measured
+    check_tokens(model, pending.model, int(encoded.ids.max()))
+    return _Subject(
+        model,
+        pending.weight_count(),
+        pending.checkpoint.total_bytes,
+        getattr(pending.model.config.get_text_config(), "max_position_embeddings", None),
+        encoded,
+        batch=request.batch or (1 if pending.couples_rows() else None),
+        needs=needs_of(pending, device),
+        forward=type(pending.model).forward,
+    )
+
+
+def _choose_window(request: Request, subjects: Sequence[_Subject]) -> int:
+    """The same for all models: figures of different windows do not compare."""
+    least = min(subjects, key=lambda subject: subject.positions or sys.maxsize)
+    positions = least.positions or sys.maxsize
+    if request.window is None:
+        return min(WINDOW, positions)
+    if request.window > positions:
+        raise OptionError(
+            f"--window {request.window} is longer than the {positions} positions that "
+            f"{least.name!r} was made for. Give at most {positions}."
+        )
+    return request.window
+
+
+def _evaluate(subject: _Subject, request: Request, *, window: int, stride: int) -> report.Row:
+    encoded = subject.encoded
+    tokens = len(encoded.ids)
+    windows = slide(tokens, window=window, stride=stride)
+    if tokens < window:
+        log.info("%d tokens, less than a window of %d: all are seen at once", tokens, window)
+    model = load_whole(
+        subject.name,
+        memory_limit=request.memory_limit,
+        device=request.device,
+        host_memory_limit=request.host_memory_limit,
+        tokens=tokens_to_hint(subject.needs, subject.forward, windows, subject.batch or 1),
+        batch=subject.batch or 1,
+        dtype=DTYPES[request.dtype],
+    )
+    handle = pipeload.handle(model)
+    log.info(
+        "%s: %d tokens in %d windows; %s, %s read per pass",
+        subject.name,
+        tokens,
+        len(windows),
+        describe_limits(handle.plan),
+        format_size(handle.plan.bytes_per_pass),
+    )
+    scored = sum(one.scored for one in windows)
+    try:
+        screen = Screen(subject.name, "tokens", time_left=True)
+        with all_passes(model, screen, scored) as shown:
+            losses = measure(
+                model,
+                handle,
+                encoded.ids,
+                windows,
+                batch=subject.batch,
+                pass_begins=shown.pass_begins,
+            )
+    except MemoryLimitError as error:
+        raise MemoryLimitError(
+            f"{subject.batch or 1} x {min(window, tokens)} tokens do not fit beside the weights "
+            f"of {subject.name!r} within {format_size(error.limit)}. --memory-limit "
+            f"{error.smallest_limit} is enough, and so may be a smaller --window or --stride.",
+            limit=error.limit,
+            smallest_limit=error.smallest_limit,
+        ) from error
+    return report.make_row(
+        subject.name,
+        losses,
+        handle.stats(),
+        weights=subject.weights,
+        weight_bytes=subject.weight_bytes,
+        text_tokens=tokens,
+        text_bytes=encoded.bytes_of(losses.scored),
+    )

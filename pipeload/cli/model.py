@@ -1,0 +1,125 @@
+"""A model that was named on the command line: checked, loaded whole, and its tokenizer."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import transformers
+
+import pipeload
+from pipeload.checkpoint.headers import lacking
+from pipeload.cli.screen import log
+from pipeload.errors import CheckpointError, OptionError, PipeloadError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+DTYPES = {"auto": "auto", "bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+
+
+def load_tokenizer(model: str) -> Any:
+    """The model's tokenizer.
+
+    Raises:
+        CheckpointError: the model has no tokenizer.
+    """
+    try:
+        return transformers.AutoTokenizer.from_pretrained(model, trust_remote_code=False)
+    except Exception as error:  # the library raises nearly anything here
+        raise CheckpointError(
+            f"{model!r} has no tokenizer that can be loaded ({first_line(error)}). It is needed to "
+            "make tokens of text: put tokenizer.json and its like beside the weights."
+        ) from error
+
+
+def check_model(model: str) -> None:
+    """Refuse what is no model before anything is loaded, or asked of the hub in vain.
+
+    Raises:
+        OptionError: there is no such folder or hub model.
+        CheckpointError: the folder holds no model, or its configuration cannot be read.
+    """
+    path = Path(model)
+    if path.is_dir():
+        if (path / "config.json").exists():
+            with explained(model):
+                transformers.AutoConfig.from_pretrained(model, trust_remote_code=False)
+        elif not (path / "adapter_config.json").exists():
+            raise CheckpointError(
+                f"folder {model!r} has no config.json, so it holds no model. Check the path."
+            )
+        return
+    if path.exists():
+        raise OptionError(f"{model!r} is a file. Name the folder that holds config.json.")
+    if model.startswith((".", "/", "~")) or model.endswith(("/", os.sep)) or model.count("/") > 1:
+        raise OptionError(f"there is no folder {model!r}. Check the path.")
+    log.info("no folder %r here: asking the model hub", model)
+    try:
+        transformers.AutoConfig.from_pretrained(model, trust_remote_code=False)
+    except Exception as error:  # as above
+        raise OptionError(
+            f"{model!r} is no folder here, and the hub gave no model: {first_line(error)}. Check "
+            "the name."
+        ) from error
+
+
+@contextlib.contextmanager
+def explained(model: str) -> Iterator[None]:
+    """Turn what the library raises while it loads `model` into one line.
+
+    Raises:
+        CheckpointError: it cannot be loaded.
+    """
+    try:
+        yield
+    except PipeloadError:
+        raise
+    except Exception as error:  # a configuration can make the library raise nearly anything
+        raise CheckpointError(
+            f"cannot load {model!r}: {first_line(error)}. Check the checkpoint; --debug shows "
+            "where it failed."
+        ) from error
+
+
+def first_line(error: BaseException) -> str:
+    """What a message says in its first line, or in two where the first only announces."""
+    kind = type(error).__name__
+    lines = str(error).strip().splitlines()
+    if not lines:
+        return kind
+    text = " ".join(line.strip() for line in lines[: 2 if lines[0].endswith(":") else 1])
+    said = isinstance(error, (OSError, ValueError, ImportError))  # others say little by themselves
+    return (text if said else f"{kind}: {text}").rstrip(" .:!")
+
+
+def load_whole(model: str, **options: Any) -> Any:
+    """A streamed model all of whose weights are in its checkpoint.
+
+    Raises:
+        CheckpointError: some are not. The library only warns of those, and makes them up.
+    """
+    with explained(model):
+        loaded, report = pipeload.from_pretrained(
+            model, trust_remote_code=False, output_loading_info=True, **options
+        )
+    if missing := sorted(report["missing_keys"]):
+        loaded.pipeload.remove()
+        raise lacking(model, missing)
+    return loaded
+
+
+def check_tokens(name: str, model: Any, largest: int) -> None:
+    """Refuse a tokenizer that makes tokens which the model does not know.
+
+    Raises:
+        CheckpointError: `largest` is such a token.
+    """
+    known = getattr(model.get_input_embeddings(), "num_embeddings", None)
+    if known is not None and largest >= known:
+        raise CheckpointError(
+            f"the tokenizer of {name!r} is another model's: it makes token {largest}, and the "
+            f"model knows {known}. Put its own tokenizer beside the weights."
+        )

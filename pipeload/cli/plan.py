@@ -1,0 +1,228 @@
+"""`pipeload plan` and the choices of `pipeload demo`: what a limit means on this disk."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import signal
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+import pipeload
+from pipeload._sizes import format_size
+from pipeload.checkpoint.files import FileSet, resolve_io_mode
+from pipeload.checkpoint.readers import run_jobs
+from pipeload.cli.model import DTYPES, check_model, explained, load_tokenizer
+from pipeload.cli.plan_text import shown
+from pipeload.cli.screen import log, silence_libraries
+from pipeload.demo.model import STAMP, default_model_folder, make_smollm2
+from pipeload.devices.make_plan import DevicePlan
+from pipeload.devices.open_device import open_device
+from pipeload.errors import CheckpointError, MemoryLimitError
+from pipeload.system.memory import peak_rss_bytes
+from pipeload.system.pages import PAGE
+from pipeload.weights.arena import Arena, Region, Work
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from pipeload.budget.plan import Plan
+
+# A probe reads this many pieces of this size: enough for a rate, little enough to be quick.
+_PROBE_PIECES = 16
+_PROBE_PIECE_BYTES = 8 << 20
+_PROBE_READERS = 8
+# A limit that is chosen lies this far from the smallest one to the one with which all fits.
+_CHOSEN_SHARE = 1 / 3
+_ENDLESS = 1 << 50
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What was typed."""
+
+    model: str
+    memory_limits: Sequence[str]
+    device: str
+    host_memory_limit: str | None
+    tokens: int
+    batch: int
+    dtype: str
+    io_mode: str
+    disk_rate: int | None
+    json: bool
+
+
+def show(request: Request, *, debug: bool) -> None:
+    """Print the plan to stdout; of several limits a table, in which some may be too small.
+
+    Raises:
+        PipeloadError: something is wrong with the model, an option, or every limit.
+    """
+    options: dict[str, Any] = {
+        "device": request.device,
+        "host_memory_limit": request.host_memory_limit,
+        "tokens": request.tokens,
+        "batch": request.batch,
+        "dtype": DTYPES[request.dtype],
+        "io_mode": request.io_mode,
+    }
+    with _as_when_running(request.model, debug=debug):
+        plans = [
+            _plan_or_refusal(request.model, memory_limit=limit, **options)
+            for limit in request.memory_limits
+        ]
+    if all(isinstance(plan, MemoryLimitError) for plan in plans):
+        assert isinstance(plans[-1], MemoryLimitError)  # noqa: S101 - for the type checker
+        raise plans[-1]
+    probed = request.disk_rate is None
+    rate = probe(checkpoint_files(request.model)) if probed else float(request.disk_rate or 0)
+    rated = [
+        plan if isinstance(plan, MemoryLimitError) else _at_rates(plan, rate, request.device)
+        for plan in plans
+    ]
+    text = shown(request.model, rated, batch=request.batch, probed=probed, as_json=request.json)
+    sys.stdout.write(text + "\n")
+
+
+def _plan_or_refusal(model: str, *, device: str, **options: Any) -> Plan | MemoryLimitError:
+    try:
+        return _plan(model, device=device, **options)
+    except MemoryLimitError as error:
+        if error.device is None and device not in {"cpu", "auto"}:
+            raise  # the host's limit, which is the same for all of them
+        return error
+
+
+def _at_rates(plan: Plan, disk_rate: float, device: str) -> Plan:
+    plan = replace(plan, disk_rate=disk_rate)
+    if isinstance(plan, DevicePlan) and (found := open_device(device)) is not None:
+        plan = replace(plan, link_rate=found.link_rate(), compute_rate=found.compute_rate())
+    return plan
+
+
+def probe(files: Sequence[Path]) -> float:
+    """Bytes per second past the page cache, from a few pieces spread over `files`.
+
+    Raises:
+        ReadError: the disk failed.
+    """
+    opened = FileSet(files, resolve_io_mode("auto", files, fits_cache=False))
+    arena = Arena(_PROBE_READERS * _PROBE_PIECE_BYTES, device=torch.device("cpu"), huge=True)
+    scratch = [arena.take(_PROBE_PIECE_BYTES) for _ in range(_PROBE_READERS)]
+    # Memory that was never written costs time at first touch, which is not the disk's.
+    arena.tensor(0, "U8", (arena.nbytes,), arena.nbytes).zero_()
+
+    def job(path: Path, first: int, stop: int) -> Work:
+        def read(region: Region | None) -> int:
+            assert region is not None  # noqa: S101 - every reader above has one
+            return opened.read_pages(path, first, stop, region.buffer(0, stop - first))
+
+        return read
+
+    try:
+        return run_jobs([job(*piece) for piece in _spread(files)], scratch, opened.stalls).rate
+    finally:
+        opened.close()
+
+
+def checkpoint_files(model: str) -> list[Path]:
+    """The safetensors files of a folder, or of a hub model that was downloaded before.
+
+    Raises:
+        CheckpointError: there are none.
+    """
+    folder = Path(model)
+    if not folder.is_dir():
+        from huggingface_hub import snapshot_download
+
+        folder = Path(
+            snapshot_download(model, allow_patterns=["*.safetensors"], local_files_only=True)
+        )
+    if files := sorted(folder.glob("*.safetensors")):
+        return files
+    raise CheckpointError(f"{model!r} has no safetensors files. Download the model again.")
+
+
+def make_demo_model(folder: Path | None = None) -> str:
+    """The demo's model, made if it is not there.
+
+    Raises:
+        OptionError: a package that it is made from is missing.
+    """
+    target = folder or default_model_folder()
+    if (target / STAMP).is_file():
+        return str(make_smollm2(target))
+    log.info("making SmolLM2-135M-Instruct in %s, once", target)
+    # In a process of its own: the memory it takes would count as this one's peak ever after.
+    with ProcessPoolExecutor(
+        1, multiprocessing.get_context("spawn"), signal.signal, (signal.SIGINT, signal.SIG_IGN)
+    ) as child:
+        return str(child.submit(make_smollm2, target).result())
+
+
+def choose_limit(model: str, *, debug: bool, **where: Any) -> int:
+    """A limit that holds only part of the layers. `where`: a device, and the host's limit with it.
+
+    Raises:
+        PipeloadError: something is wrong with the model.
+    """
+    with _as_when_running(model, debug=debug):
+        options = {"dtype": "auto", **where}
+        weights = _plan(model, memory_limit=_ENDLESS, **options).resident
+        try:
+            tight = _plan(model, memory_limit=1, **options)
+        except MemoryLimitError as error:  # a tenth more, as the process grows a little meanwhile
+            tight = _plan(model, memory_limit=error.smallest_limit * 11 // 10, **options)
+    whole = tight.floor_bytes + tight.reserve_bytes + weights
+    limit = tight.smallest_limit + round((whole - tight.smallest_limit) * _CHOSEN_SHARE)
+    if not isinstance(tight, DevicePlan):
+        # A CUDA build of torch took more while it was loaded, and that is the peak that is shown.
+        limit = max(limit, min(peak_rss_bytes(), whole - weights // 4))
+    log.info(
+        "%s are in use before; with all weights it would be %s."
+        if isinstance(tight, DevicePlan)
+        else "Python and its libraries take %s; with all weights it would be %s.",
+        format_size(tight.floor_bytes),
+        format_size(whole),
+    )
+    return limit
+
+
+def past_the_cache(model: str) -> str:
+    """How a model larger than memory is read; the small one would hide in the page cache."""
+    return resolve_io_mode("auto", checkpoint_files(model), fits_cache=False)
+
+
+@contextlib.contextmanager
+def _as_when_running(model: str, *, debug: bool) -> Iterator[None]:
+    """Keep in memory what `run` keeps there, so that the same limit is enough for both."""
+    silence_libraries(debug=debug)
+    check_model(model)
+    try:
+        tokenizer = load_tokenizer(model)
+    except CheckpointError:
+        tokenizer = None  # a plan needs none
+    yield
+    del tokenizer
+
+
+def _plan(model: str, **options: Any) -> Plan:
+    with explained(model):
+        return pipeload.plan(model, trust_remote_code=False, **options)
+
+
+def _spread(files: Sequence[Path]) -> list[tuple[Path, int, int]]:
+    """Pieces at even distances over all bytes of all files; each lies within one file."""
+    pieces = [
+        (path, first, min(first + _PROBE_PIECE_BYTES, -(-path.stat().st_size // PAGE) * PAGE))
+        for path in files
+        for first in range(0, path.stat().st_size, _PROBE_PIECE_BYTES)
+    ]
+    step = max(1.0, len(pieces) / _PROBE_PIECES)
+    return [pieces[int(index * step)] for index in range(min(len(pieces), _PROBE_PIECES))]

@@ -1,0 +1,208 @@
+"""`pipeload run`: one prompt, the answer as it comes, and what it took."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import sys
+import time
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+import pipeload
+from pipeload._sizes import counted
+from pipeload.cli.answer import Answer, StopAt
+from pipeload.cli.model import (
+    DTYPES,
+    check_model,
+    check_tokens,
+    first_line,
+    load_tokenizer,
+    load_whole,
+)
+from pipeload.cli.report import count, describe_plan
+from pipeload.cli.screen import first_pass, log, silence_libraries
+from pipeload.errors import OptionError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What was typed."""
+
+    model: str
+    prompt: str
+    memory_limit: str
+    device: str = "cpu"
+    host_memory_limit: str | None = None
+    max_new_tokens: int
+    tokens: int | None = None
+    """The longest sequence to keep memory free for; None is what can come of the prompt."""
+    system: str | None = None
+    dtype: str = "auto"
+    seed: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    repetition_penalty: float | None = None
+    stop: tuple[str, ...] = ()
+    io_mode: str = "auto"
+    chat_template: bool = True
+    json: bool = False
+
+    @property
+    def samples(self) -> bool:
+        """Whether tokens are drawn, and not the likeliest taken."""
+        asked = (self.seed, self.temperature or None, self.top_p, self.top_k)
+        return any(value is not None for value in asked)
+
+
+def run(request: Request, *, debug: bool) -> None:
+    """Print the answer to stdout and, unless quiet, the statistics to stderr.
+
+    Raises:
+        PipeloadError: something is wrong with the model, the limit or an option.
+    """
+    silence_libraries(debug=debug)
+    check_model(request.model)
+    tokenizer = load_tokenizer(request.model)
+    inputs = _encode(tokenizer, request)
+    prompt_tokens = int(inputs["input_ids"].shape[1])
+    if request.samples and request.seed is None:
+        request = replace(request, seed=secrets.randbelow(1 << 32))
+        log.info("sampling, as --seed %d does again", request.seed)
+    started = time.perf_counter()
+    model = _load(request, tokens=request.tokens or prompt_tokens + request.max_new_tokens)
+    check_tokens(request.model, model, int(inputs["input_ids"].max()))
+    beyond = _warn_of_positions(model, prompt_tokens, request.max_new_tokens)
+    log.info("%s", describe_plan(pipeload.handle(model).plan))
+    loaded = time.perf_counter()
+    with first_pass(model) as shown:
+        answer = Answer(
+            tokenizer,
+            model,
+            write=not request.json,
+            stops=request.stop,
+            on_first_token=shown.stop,
+        )
+        try:
+            _generate(model, tokenizer, inputs, answer, request)
+        except KeyboardInterrupt:  # what came until then is worth its figures
+            if answer.tokens:
+                answer.end()  # type: ignore[no-untyped-call]
+                _report(request, answer, prompt_tokens, loaded - started, loaded)
+            raise
+        except IndexError as error:
+            if not beyond:
+                raise
+            raise OptionError(
+                f"the model cannot go on behind its {beyond} positions. Give a shorter prompt, or "
+                f"ask for fewer tokens: --max-new-tokens {max(1, beyond - prompt_tokens)}."
+            ) from error
+    _report(request, answer, prompt_tokens, loaded - started, loaded)
+
+
+def _encode(tokenizer: Any, request: Request) -> dict[str, torch.Tensor]:
+    if request.chat_template and tokenizer.chat_template:
+        messages = [{"role": "user", "content": request.prompt}]
+        if request.system is not None:
+            messages.insert(0, {"role": "system", "content": request.system})
+        encoded = _apply_template(tokenizer, messages)
+    elif request.system is not None:
+        raise OptionError(
+            "--system was given, but the model's tokenizer has no chat template to put it in. "
+            "Leave it out."
+        )
+    else:
+        encoded = tokenizer(request.prompt, return_tensors="pt")
+    if encoded["input_ids"].shape[1] == 0:
+        raise OptionError("the tokenizer makes no token of this prompt. Give another one.")
+    return {name: encoded[name] for name in ("input_ids", "attention_mask") if name in encoded}
+
+
+def _apply_template(tokenizer: Any, messages: list[dict[str, str]]) -> Any:
+    try:
+        return tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
+    except Exception as error:  # a template is a program
+        raise OptionError(
+            f"the model's chat template does not take this ({first_line(error)}). Leave --system "
+            "out, or pass --no-chat-template."
+        ) from error
+
+
+def _load(request: Request, *, tokens: int) -> Any:
+    return load_whole(
+        request.model,
+        memory_limit=request.memory_limit,
+        device=request.device,
+        host_memory_limit=request.host_memory_limit,
+        tokens=tokens,
+        io_mode=request.io_mode,
+        dtype=DTYPES[request.dtype],
+    )
+
+
+def _warn_of_positions(model: Any, prompt_tokens: int, new_tokens: int) -> int:
+    """How many positions the model was made for, if the answer may go beyond; else 0."""
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if not isinstance(positions, int) or not 0 < positions < prompt_tokens + new_tokens:
+        return 0
+    log.warning(
+        "the model was made for %d positions: the prompt has %s, the answer may take %d more, and "
+        "what lies beyond is likely to be wrong",
+        positions,
+        counted(prompt_tokens, "token"),
+        new_tokens,
+    )
+    return positions
+
+
+def _generate(
+    model: Any,
+    tokenizer: Any,
+    inputs: dict[str, torch.Tensor],
+    answer: Answer,
+    request: Request,
+) -> None:
+    settings: dict[str, Any] = {"repetition_penalty": request.repetition_penalty}
+    if request.samples:
+        torch.manual_seed(request.seed or 0)
+        settings |= {name: getattr(request, name) for name in ("temperature", "top_p", "top_k")}
+    if request.stop:
+        prompt_tokens = inputs["input_ids"].shape[1]
+        settings["stopping_criteria"] = [
+            StopAt(tokenizer, request.stop, prompt_tokens=prompt_tokens)
+        ]
+    model.generate(
+        **{name: values.to(model.device) for name, values in inputs.items()},
+        **{name: value for name, value in settings.items() if value is not None},
+        max_new_tokens=request.max_new_tokens,
+        do_sample=request.samples,
+        streamer=answer,
+    )
+
+
+def _report(
+    request: Request, answer: Answer, prompt_tokens: int, load_seconds: float, loaded: float
+) -> None:
+    """`loaded`: when, by the clock that the answer looks at."""
+    figures = count(
+        answer.handle,
+        answer.first_stats,
+        prompt_tokens=prompt_tokens,
+        new_tokens=answer.tokens,
+        load_seconds=load_seconds,
+        first_token_seconds=answer.first_token_at - loaded,
+        later_seconds=answer.last_token_at - answer.first_token_at,
+    )
+    if request.json:
+        result = {"model": request.model, "text": answer.text, "seed": request.seed}
+        sys.stdout.write(json.dumps(result | figures.as_dict(), ensure_ascii=False) + "\n")
+        return
+    if not answer.text.strip():
+        came = counted(answer.tokens, "token")
+        log.warning("the answer is empty: %s came, and no text before the end", came)
+    log.info("%s", "\n" + figures.table())

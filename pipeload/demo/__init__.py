@@ -1,0 +1,1 @@
+"""A small real model, made from what a Python package brings."""

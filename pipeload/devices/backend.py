@@ -1,0 +1,97 @@
+"""What a model on a device is put together from, and the choice between it and the CPU."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+from pipeload.budget.plan import SLOTS
+from pipeload.devices.governor import DeviceGovernor
+from pipeload.devices.host_tier import Hosting
+from pipeload.devices.resident import DevicePlace
+from pipeload.devices.restore import DeviceRestorer
+from pipeload.devices.seats import DeviceSeat
+from pipeload.devices.slots import DeviceSlot, SlotSize
+from pipeload.engine.backend import CpuTarget
+from pipeload.hf import marks
+from pipeload.weights.placement import make_scratch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    import torch
+    from torch import nn
+
+    from pipeload.budget.make_plan import Build
+    from pipeload.budget.plan import Plan
+    from pipeload.checkpoint.files import FileSet
+    from pipeload.engine.backend import PlacesLike, Target
+    from pipeload.prefetch.dispatcher import MakePlace
+    from pipeload.weights.arena import Region
+    from pipeload.weights.device import Device
+    from pipeload.weights.layout import Layout, Weight
+    from pipeload.weights.placement import Convert, Place
+
+
+class DeviceTarget:
+    """A device: weights are copied there."""
+
+    def __init__(self, device: Device, build: Build) -> None:
+        self._device = device
+        size, hosting = SlotSize(build.plan.units), Hosting(device)
+        self._slots = [DeviceSlot(device, size) for _ in range(SLOTS)]
+        self.where = device.where
+        self.place: MakePlace = hosting.place
+        self.governor = partial(DeviceGovernor, size=size, slots=self._slots, hosting=hosting)
+        self.seat = partial(DeviceSeat, device)
+        self.restorer = partial(DeviceRestorer, device)
+
+    def places(
+        self, files: FileSet, convert: Convert, _wholes: list[Weight], _mapped: list[Path] | None
+    ) -> PlacesLike:
+        """Memory of the device."""
+        return _DevicePlaces(self._device, files, convert)
+
+    def slots(self, _build: Build) -> list[DeviceSlot]:
+        """Staging and memory of the device."""
+        return self._slots
+
+    def scratch(self, plan: Plan) -> list[Region | None]:
+        """What stays passes through it."""
+        return make_scratch(plan.readers)
+
+    def needs_scratch(self, _layout: Layout) -> bool:
+        """What stays passes through it."""
+        return True
+
+    def settle(self, model: nn.Module, undo: list[Callable[[], None]]) -> None:
+        """Move what pipeload does not fill, and say where the model is, as pipelines ask."""
+        for module in model.modules():
+            for parameter in module.parameters(recurse=False):
+                if parameter.device != self.where and not parameter.is_meta:
+                    parameter.data = parameter.data.to(self.where)
+            for name, buffer in list(module.named_buffers(recurse=False)):
+                if buffer.device != self.where:
+                    module._buffers[name] = buffer.to(self.where)  # noqa: SLF001 - its own
+        marks.place(model, self.where, undo)
+
+
+class _DevicePlaces:
+    """Each layout gets memory of its own on the device."""
+
+    def __init__(self, device: Device, files: FileSet, convert: Convert) -> None:
+        self._device, self._files, self._convert = device, files, convert
+
+    def make(self, layout: Layout) -> Place:
+        """Memory for a layout."""
+        return DevicePlace(layout, self._device, self._files, self._convert)
+
+    def whole(self, weight: Weight) -> torch.Tensor:
+        """No weight is cut by rows on a device."""
+        raise NotImplementedError(weight.name)
+
+
+def make_target(build: Build) -> Target:
+    """What a model of that plan is built for."""
+    return CpuTarget() if build.device is None else DeviceTarget(build.device, build)

@@ -1,0 +1,105 @@
+"""The way back to a plain model on its device."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pipeload._sizes import format_size
+from pipeload.checkpoint.readers import run_jobs
+from pipeload.devices.views import flat
+from pipeload.errors import MemoryLimitError, UnsupportedOperationError
+from pipeload.weights.layout import lay_out
+from pipeload.weights.placement import CAST_CHUNK_BYTES, make_scratch
+from pipeload_hooks import Binding, bind, is_placeholder
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    import torch
+    from torch import nn
+
+    from pipeload.engine.backend import PlacesLike
+    from pipeload.engine.streamer import Streamer
+    from pipeload.weights.device import Device
+    from pipeload.weights.layout import Weight
+    from pipeload_hooks import Companion
+
+
+class DeviceRestorer:
+    """Puts real weights into a model's parameters, all of them on the device."""
+
+    def __init__(
+        self,
+        device: Device,
+        places: PlacesLike,
+        streamer: Streamer,
+        parameters: Mapping[str, tuple[nn.Parameter, Weight]],
+        companions: Mapping[str, Sequence[Companion]],
+    ) -> None:
+        """As for `Restorer`; `places` gives weights memory on the device."""
+        self._device, self._places, self._streamer = device, places, streamer
+        self._parameters, self._companions = parameters, companions
+
+    def __call__(self, _model: nn.Module) -> None:
+        """Nothing changes when this raises.
+
+        Raises:
+            MemoryLimitError: the whole model does not fit the device's limit.
+            CheckpointChangedError: a file that is to be read was changed.
+            ReadError: the disk failed, or does not answer, or the device has less memory.
+            UnsupportedOperationError: a forward pass is running.
+        """
+        streamer = self._streamer
+        if streamer.busy:
+            raise UnsupportedOperationError(
+                "remove() was called while a forward pass is running. Let it end first."
+            )
+        streamer.rest()
+        gone = {
+            name: weight
+            for name, (parameter, weight) in self._parameters.items()
+            if is_placeholder(parameter)
+        }
+        need = sum(weight.nbytes for weight in gone.values())
+        limit, held = streamer.governor.plan.memory_limit, self._device.allocated_bytes()
+        # The buffers go once the model is a plain one.
+        if need and held + need > limit:
+            raise MemoryLimitError(
+                f"remove() must hold {format_size(need)} of weights on {self._device.where} beside "
+                f"{format_size(held)} in use, over the limit of {limit} bytes. The model still "
+                f"streams; load it with at least {held + need} bytes.",
+                limit=limit,
+                smallest_limit=held + need,
+            )
+        if gone:
+            streamer.files.check_unchanged()
+        made = self._read([weight for weight in gone.values() if weight.group is None])
+        made |= self._borrow({name for name, weight in gone.items() if weight.group is not None})
+        parameters = {name: parameter for name, (parameter, _) in self._parameters.items()}
+        bind(Binding(parameters, self._companions).pair(made))
+
+    def _read(self, weights: Sequence[Weight]) -> dict[str, torch.Tensor]:
+        """In pieces: a mapped file would count as host memory until all of it is read."""
+        places = [self._places.make(lay_out([weight])) for weight in weights]
+        jobs = [job for place in places for job in place.read_jobs(CAST_CHUNK_BYTES)]
+        # Not the readers' own: they may be reading ahead.
+        scratch = make_scratch(self._streamer.governor.plan.readers)
+        run_jobs(jobs, scratch, self._streamer.files.stalls)
+        return {name: view for place in places for name, view in place.views.items()}
+
+    def _borrow(self, names: set[str]) -> dict[str, torch.Tensor]:
+        """What is made together with others while it is read."""
+        made: dict[str, torch.Tensor] = {}
+        for index, unit in enumerate(self._streamer.prefetcher.units):
+            here = {weight.name for weight in unit.plan.streamed.weights}
+            here |= {weight.name for weight in unit.plan.resident_weights}
+            if here := here & names:
+                with self._streamer.borrowed(index) as views:
+                    self._device.synchronize()  # the last copies
+                    made.update((name, self._put(views[name])) for name in here)
+        return made
+
+    def _put(self, values: torch.Tensor) -> torch.Tensor:
+        memory = self._device.allocate(values.numel() * values.element_size())
+        self._device.copy_now(memory, flat(values))
+        return memory.view(values.dtype).view(values.shape)

@@ -1,0 +1,129 @@
+"""Where a model computes, as far as building it goes: the CPU, or a device.
+
+Chosen once, when a model is put together. What runs afterwards knows nothing of it: places,
+buffers, seats and governors are simply of one kind or of the other.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from pipeload.budget.governor import Governor
+from pipeload.budget.plan import SLOTS
+from pipeload.engine.restore import Restorer
+from pipeload.engine.seats import Seat
+from pipeload.prefetch.prefetcher import place_streamed
+from pipeload.weights.arena import Arena, Region
+from pipeload.weights.layout import lay_out
+from pipeload.weights.placement import make_scratch
+from pipeload.weights.residents import Places
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    from torch import nn
+
+    from pipeload.budget.make_plan import Build
+    from pipeload.budget.plan import Plan
+    from pipeload.checkpoint.files import FileSet
+    from pipeload.prefetch.dispatcher import MakePlace
+    from pipeload.prefetch.slots import Buffer
+    from pipeload.weights.layout import Layout, Weight
+    from pipeload.weights.placement import Convert, Place
+
+_CPU = torch.device("cpu")
+
+
+class PlacesLike(Protocol):
+    """Gives weights that stay their memory."""
+
+    def make(self, layout: Layout) -> Place:
+        """Memory for a layout: one piece of a unit, or everything that is pinned."""
+
+    def whole(self, weight: Weight) -> torch.Tensor:
+        """A weight that is cut by rows, whose ranges are all there."""
+
+
+class Target(Protocol):
+    """The parts that a streaming model is made of."""
+
+    @property
+    def where(self) -> torch.device:
+        """The device of its parameters."""
+
+    @property
+    def place(self) -> MakePlace:
+        """Puts a unit's streamed part into a buffer."""
+
+    def places(
+        self,
+        files: FileSet,
+        convert: Convert,
+        wholes: list[Weight],
+        mapped: list[Path] | None,
+        /,
+    ) -> PlacesLike:
+        """As `Places` takes them."""
+
+    def slots(self, build: Build, /) -> Sequence[Buffer]:
+        """The buffers."""
+
+    def scratch(self, plan: Plan) -> list[Region | None]:
+        """Working memory, one entry per reader."""
+
+    def needs_scratch(self, layout: Layout, /) -> bool:
+        """Whether reading it takes working memory."""
+
+    @property
+    def governor(self) -> Callable[..., Governor]:
+        """Makes one, of what `Governor` takes."""
+
+    @property
+    def seat(self) -> Callable[..., Seat]:
+        """Makes one, of what `Seat` takes."""
+
+    @property
+    def restorer(self) -> Callable[..., Callable[[nn.Module], None]]:
+        """Makes what puts real weights back, of the model's places and what `Restorer` takes."""
+
+    def settle(self, model: nn.Module, undo: list[Callable[[], None]], /) -> None:
+        """Have all else that the model consists of be where its weights are."""
+
+
+class CpuTarget:
+    """The processor: weights are where they were read to."""
+
+    def __init__(self) -> None:
+        self.where = _CPU
+        self.place: MakePlace = place_streamed
+        self.governor, self.seat = Governor, Seat
+
+    def places(
+        self, files: FileSet, convert: Convert, wholes: list[Weight], mapped: list[Path] | None
+    ) -> PlacesLike:
+        """Memory of the process, or the mapped files."""
+        return Places(files, convert, wholes, mapped)
+
+    def slots(self, build: Build) -> list[Region]:
+        """Address space for the largest unit, all of it streamed; pages come as they are used."""
+        largest = max(lay_out(spec.weights).nbytes for spec in build.parts.specs)
+        arena = Arena(SLOTS * largest, device=_CPU, huge=True)
+        return [arena.take(largest) for _ in range(SLOTS)]
+
+    def scratch(self, plan: Plan) -> list[Region | None]:
+        """Only where weights are cast."""
+        return make_scratch(plan.readers) if plan.scratch_bytes else [None] * plan.readers
+
+    def needs_scratch(self, layout: Layout) -> bool:
+        """Only where weights are cast."""
+        return bool(layout.casts)
+
+    def restorer(self, _places: PlacesLike, *parts: Any) -> Callable[[nn.Module], None]:
+        """What it puts back comes from the files themselves."""
+        return Restorer(*parts)
+
+    def settle(self, _model: nn.Module, _undo: list[Callable[[], None]]) -> None:
+        """It is."""

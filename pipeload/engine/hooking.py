@@ -1,0 +1,132 @@
+"""The hooks on one model: around its sites and tables, and where its passes begin and end."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any, Protocol
+
+from torch import nn
+
+from pipeload_hooks import Attachment, SplitSource, attach, attach_split
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from torch.utils.hooks import RemovableHandle
+
+    from pipeload.engine.seats import Seat
+    from pipeload.engine.table_seats import Passes, TableSeat
+
+
+class Source(SplitSource, Protocol):
+    """What sites and tables call."""
+
+    def enter(self, module: nn.Module | None) -> None:
+        """An embedding is about to run."""
+
+    def leave(self, module: nn.Module | None) -> None:
+        """It has run."""
+
+
+class Hooks:
+    """Puts hooks on and takes them off. It holds modules weakly."""
+
+    def __init__(
+        self,
+        seats: Sequence[Seat],
+        tables: Sequence[TableSeat],
+        pass_modules: Sequence[nn.Module],
+    ) -> None:
+        """`pass_modules` are those at which a pass may begin, the outermost first."""
+        self._seats, self._tables = seats, tables
+        self._pass_modules = [weakref.ref(module) for module in pass_modules]
+        self._attachment = Attachment()
+        self._pass_hooks: list[RemovableHandle] = []
+        self._entries = [weakref.ref(module) for module in self._find_entries()]
+
+    def _find_entries(self) -> Iterator[nn.Module]:
+        """What a call of each model runs first of its weights, as far as their order tells."""
+        modules = {seat.module(): seat for seat in self._seats}
+        models = [reference() for reference in self._pass_modules]
+        for model in models:
+            inner = [] if model is None else list(model.modules())[1:]
+            for module in inner:
+                if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+                    continue  # nobody calls it
+                if not modules.keys().isdisjoint(module.modules()):
+                    seat = modules.get(module)
+                    # What is cut by rows is no place to learn that it is to be cut.
+                    if module not in models and (seat is None or seat.whole is None):
+                        yield module
+                    break
+
+    def sites(self) -> list[int]:
+        """Sites that carry hooks."""
+        return self._attachment.sites()
+
+    def outermost(self) -> nn.Module | None:
+        """The model, None when it is gone."""
+        return self._pass_modules[0]() if self._pass_modules else None
+
+    def begins_at(self, module: nn.Module) -> bool:
+        """Whether a call of it is a pass by itself."""
+        return any(reference() is module for reference in self._pass_modules)
+
+    def site_of(self, module: nn.Module) -> int | None:
+        """The site that a module is, None if it is none."""
+        return next((i for i, seat in enumerate(self._seats) if seat.module() is module), None)
+
+    def attach_sites(self, source: Source) -> None:
+        """Around every site and every table that carries none."""
+        hooked = set(self._attachment.sites())
+        for index, seat in enumerate(self._seats):
+            module = seat.module()
+            if index in hooked or module is None or not seat.parameters:
+                continue
+            if seat.whole is not None and isinstance(module, nn.Linear):
+                self._attachment.add(index, *attach_split(module, index, source))
+            else:
+                self._attachment.add(index, *attach(module, index, source))
+        passes: Passes = source
+        for table in self._tables:
+            table.attach(passes)
+
+    def attach_passes(self, begin: Callable[..., Any], end: Callable[..., Any]) -> None:
+        """In place of those that were, where a pass may begin."""
+        self._detach_passes()
+        for module in filter(None, (reference() for reference in self._pass_modules)):
+            # Before the hooks of its sites.
+            self._pass_hooks += [
+                module.register_forward_pre_hook(begin, prepend=True, with_kwargs=True),
+                module.register_forward_hook(end, always_call=True),
+            ]
+
+    def attach_settled(self, begin: Callable[..., Any], arrive: Callable[..., Any]) -> None:
+        """In place of those that were: at the model, and wherever a call past its hooks arrives."""
+        self._detach_passes()
+        inner = dict.fromkeys((*self._pass_modules[1:], *self._entries))
+        for reference, hook in ((self._pass_modules[0], begin), *((at, arrive) for at in inner)):
+            if (module := reference()) is not None:
+                self._pass_hooks.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+
+    def detach_site(self, index: int) -> None:
+        """Nothing is left to do for it."""
+        self._attachment.remove(index)
+
+    def detach_shared_tables(self) -> None:
+        """Their rows are all in the weight of a head now."""
+        names = {name for seat in self._seats if seat.shared for name in seat.parameters}
+        for table in self._tables:
+            if not names.isdisjoint(table.parameters):
+                table.detach()
+
+    def detach(self) -> None:
+        """Take all off."""
+        self._attachment.remove()
+        for table in self._tables:
+            table.detach()
+        self._detach_passes()
+
+    def _detach_passes(self) -> None:
+        while self._pass_hooks:
+            self._pass_hooks.pop().remove()

@@ -1,0 +1,100 @@
+"""What streaming cannot do exactly is refused, in words."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from torch import nn
+
+from pipeload.errors import UnsupportedModelError, UnsupportedOperationError
+from pipeload_hooks import EvictedWeightWatch, inside_compiled_call
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from pipeload.engine.seats import Seat
+    from pipeload.engine.table_seats import TableSeat
+
+
+_AS_IT_IS = (
+    "block was not running, so its values are on disk. This model uses block weights from outside "
+    "the block and cannot be streamed; load it without pipeload."
+)
+_ADAPTED = (
+    "module was not running, so its values are on disk: an adapter uses them beside that module. "
+    "Call handle.remove() (pipeload.handle(model).remove()), then pipeload.wrap(model) while this "
+    "adapter is active: what it uses is then in memory whenever it runs."
+)
+
+Call = tuple[int, tuple[bool, ...], frozenset[tuple[str, bool]]]
+"""How a model is called: which module of it, and with which arguments, each one token or not."""
+
+
+def call_of(module: nn.Module, args: Sequence[object], kwargs: Mapping[str, object]) -> Call:
+    """The same for two calls that differ in nothing but values, and in how many tokens there are.
+
+    What a model reads depends on that: a picture has a tower run that text alone has not, and
+    models with a state go another way where one token continues it.
+    """
+    named = ((name, _is_single(value)) for name, value in kwargs.items() if value is not None)
+    return id(module), tuple(map(_is_single, args)), frozenset(named)
+
+
+def arguments_alone(
+    module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+    """What a part of a model that is called by itself is called with, as a pass of a whole one.
+
+    A block has no logits.
+    """
+    is_head = isinstance(module, nn.Linear)
+    return args, kwargs if is_head else {**kwargs, "logits_to_keep": 1}
+
+
+def _is_single(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() > 1 and value.shape[1] == 1
+
+
+def make_watch(
+    seats: Sequence[Seat],
+    tables: Sequence[TableSeat],
+    *,
+    adapted: Callable[[], bool],
+    ended: Callable[[], bool],
+) -> EvictedWeightWatch:
+    """Refuses whatever reads a weight of these while it is evicted, but rows of a table.
+
+    `adapted` tells whether modules were added to the model, so that they may be what reads it;
+    `ended` whether the pass of the calling thread died.
+    """
+    owners: list[Seat | TableSeat] = [*seats, *tables]
+    names = {id(p): name for owner in owners for name, p in owner.parameters.items()}
+    rows = {id(p): table for table in tables for p in table.parameters.values()}
+
+    def refuse(function: str, name: str) -> NoReturn:
+        raise UnsupportedModelError(
+            f"{function}() was called on the weight {name!r} while its "
+            + (_ADAPTED if adapted() else _AS_IT_IS)
+        )
+
+    return EvictedWeightWatch(names, refuse, rows, ended)
+
+
+def refuse_compiled() -> None:
+    """Raise if the model is called from a function that torch.compile made."""
+    if inside_compiled_call():
+        raise UnsupportedOperationError(
+            "torch.compile cannot trace a streamed model, whose weights come and go. Call the "
+            "model itself, or call pipeload.handle(model).remove() before torch.compile if it "
+            "fits in memory."
+        )
+
+
+def refuse_recording(name: str) -> NoReturn:
+    """Training is not possible: weights are overwritten before backward could use them."""
+    raise UnsupportedOperationError(
+        f"autograd is recording: the input of block {name!r} requires grad, but streamed weights "
+        "are gone by the time of backward. For inference, wrap the call in torch.no_grad() or "
+        "torch.inference_mode(). Training a streamed model is not possible."
+    )

@@ -1,0 +1,120 @@
+"""The way back from a streaming model to a plain one."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from safetensors import safe_open
+
+from pipeload._sizes import format_size
+from pipeload.errors import MemoryLimitError, UnsupportedOperationError
+from pipeload.system.memory import rss_bytes
+from pipeload_hooks import Binding, bind, is_placeholder
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from torch import nn
+
+    from pipeload.engine.streamer import Streamer
+    from pipeload.weights.layout import Weight
+    from pipeload_hooks import Companion
+
+
+class Restorer:
+    """Puts real weights back into a model's parameters."""
+
+    def __init__(
+        self,
+        streamer: Streamer,
+        parameters: Mapping[str, tuple[nn.Parameter, Weight]],
+        companions: Mapping[str, Sequence[Companion]],
+    ) -> None:
+        """`parameters` are all that pipeload fills, by name, with where their values come from.
+
+        `companions` are what goes with those that are quantised.
+        """
+        self._streamer = streamer
+        self._parameters = parameters
+        self._companions = companions
+        self._versions = {name: p._version for name, (p, _) in parameters.items()}  # noqa: SLF001
+
+    def __call__(self, _model: nn.Module) -> None:
+        """Nothing changes when this raises.
+
+        Raises:
+            MemoryLimitError: what cannot be mapped does not fit the limit.
+            CheckpointChangedError: a file was changed; its weights would be others.
+            UnsupportedOperationError: a forward pass is running.
+        """
+        if self._streamer.busy:
+            raise UnsupportedOperationError(
+                "remove() was called while a forward pass is running. Let it end first."
+            )
+        self._streamer.rest()
+        self._streamer.files.check_unchanged()
+        with torch.inference_mode(False):  # else parameters would be inference tensors for good
+            made = self._make_converted()
+            made.update(self._map_raw())
+            made.update(self._edited())
+        parameters = {name: parameter for name, (parameter, _) in self._parameters.items()}
+        bind(Binding(parameters, self._companions).pair(made))
+
+    def _edited(self) -> dict[str, torch.Tensor]:
+        """What the model itself has changed in place, as it would have on a plain one."""
+        return {
+            name: parameter.data
+            for name, (parameter, _) in self._parameters.items()
+            if parameter._version != self._versions[name]  # noqa: SLF001
+            and not is_placeholder(parameter)
+        }
+
+    def _make_converted(self) -> dict[str, torch.Tensor]:
+        """Copies of the streamed weights that the file does not hold as they are."""
+        # What is, not what is planned: a unit that was in use then has kept its parts.
+        plans = [unit.plan for unit in self._streamer.prefetcher.units]
+        need = sum(w.nbytes for plan in plans for w in plan.streamed.weights if not w.raw)
+        limit, held = self._streamer.governor.plan.memory_limit, rss_bytes()
+        if need and held + need > limit:
+            raise MemoryLimitError(
+                f"remove() must hold {format_size(need)} of cast or converted weights beside "
+                f"{format_size(held)} in use, over the limit of {limit} bytes. The model still "
+                f"streams; load it with at least {held + need} bytes.",
+                limit=limit,
+                smallest_limit=held + need,
+            )
+        made: dict[str, torch.Tensor] = {}
+        for index, plan in enumerate(plans):
+            passing = {weight.name for weight in plan.streamed.weights}
+            weights = [w for w in (*plan.resident_weights, *plan.streamed.weights) if not w.raw]
+            if not weights:
+                continue
+            with self._streamer.borrowed(index) as views:
+                for weight in weights:
+                    view = views[weight.name]
+                    if weight.whole is not None:
+                        whole = made.setdefault(weight.whole, self._empty(weight.whole))
+                        whole[weight.first_row : weight.first_row + view.shape[0]].copy_(view)
+                    else:
+                        made[weight.name] = view.clone() if weight.name in passing else view
+        return made
+
+    def _empty(self, name: str) -> torch.Tensor:
+        parameter, _ = self._parameters[name]
+        return torch.empty(parameter.shape, dtype=parameter.dtype)
+
+    def _map_raw(self) -> dict[str, torch.Tensor]:
+        """Lazily mapped tensors for everything that is in the file as it is."""
+        by_file: dict[Path, list[Weight]] = {}
+        for _, weight in self._parameters.values():
+            if weight.raw:
+                by_file.setdefault(weight.sources[0].file, []).append(weight)
+        mapped: dict[str, torch.Tensor] = {}
+        for file, weights in by_file.items():
+            with safe_open(self._streamer.files.reopen_name(file), framework="pt") as opened:
+                mapped.update(
+                    (weight.name, opened.get_tensor(weight.sources[0].name)) for weight in weights
+                )
+        return mapped

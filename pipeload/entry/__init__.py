@@ -1,0 +1,1 @@
+"""Ways in: `from_pretrained`, `wrap`, `plan`, `streaming`, scripts and notebooks."""

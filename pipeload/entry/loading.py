@@ -1,0 +1,310 @@
+"""Answers a `from_pretrained`: the library builds the model, its weights are streamed."""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from pipeload._sizes import format_size
+from pipeload.budget.accounts import ACCOUNTANT
+from pipeload.budget.cut import Divider, NothingToStreamError, Touched
+from pipeload.budget.make_plan import make_plan
+from pipeload.budget.pass_needs import PassNeeds
+from pipeload.budget.reserve import reserve_bytes
+from pipeload.budget.trial_run import probe_usage
+from pipeload.checkpoint.headers import check_folder
+from pipeload.devices.accounts import account_of
+from pipeload.devices.backend import make_target
+from pipeload.devices.make_plan import make_device_plan
+from pipeload.engine.assembly import Assembly
+from pipeload.engine.forks import give_back_inherited
+from pipeload.errors import MemoryLimitError, UnsupportedModelError
+from pipeload.hf import arguments, takeover
+from pipeload.system.memory import keep_few_kernels, return_freed_memory, rss_bytes
+from pipeload.system.openmp import advise_openmp
+from pipeload.weights.arena import DTYPE_CODES, DTYPES
+from pipeload.weights.device import aligned
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from torch import nn
+
+    from pipeload.budget.make_plan import Build
+    from pipeload.entry.request import Request
+    from pipeload.hf.library import PendingLoad
+    from pipeload.weights.device import Device
+    from pipeload.weights.layout import Weight
+
+_log = logging.getLogger("pipeload")
+
+
+class Loading:
+    """An `Intercept` that streams every model it is asked for."""
+
+    def __init__(self, request: Request, *, lenient: bool) -> None:
+        """`lenient`: a model that has nothing to stream is loaded plainly, if it fits the limit."""
+        self.request = request
+        self._lenient = lenient
+        self.loaded = False
+        """Whether any model was loaded."""
+
+    def __call__(
+        self,
+        load: Callable[..., Any],
+        pretrained_model_name_or_path: str | os.PathLike[str] | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """Load one model, streamed. `load` is the library's own function."""
+        check_limits(self.request)
+        device = self.request.options.device
+        passed_on = check_source(pretrained_model_name_or_path, kwargs, device)
+        advise_openmp()
+        built: list[Assembly] = []
+
+        def stream(pending: PendingLoad) -> Any:
+            self.loaded = True
+            try:
+                assembly, report = assemble(pending, self.request)
+            except NothingToStreamError as error:
+                return self._load_plainly(pending, error)
+            built.append(assembly)
+            return report
+
+        with takeover.take_over_loading(stream, device, self.request.options.read_timeout):
+            result = load(pretrained_model_name_or_path, *args, **passed_on)
+        for assembly in built:
+            assembly.finish(result[0] if isinstance(result, tuple) else result)
+        return result
+
+    def _load_plainly(self, pending: PendingLoad, error: NothingToStreamError) -> Any:
+        if not self._lenient:
+            raise error
+        name = type(pending.model).__name__
+        nbytes = sum(p.numel() * p.element_size() for p in pending.model.parameters())
+        limit, held = self.request.options.memory_limit, rss_bytes()
+        if held + nbytes > limit:
+            raise MemoryLimitError(
+                f"{name} has nothing that could be streamed, and takes {format_size(nbytes)} "
+                f"beside {format_size(held)} in use, over the limit of {limit} bytes. Set at least "
+                f"{held + nbytes} bytes.",
+                limit=limit,
+                smallest_limit=held + nbytes,
+            ) from error
+        _log.info("%s has nothing that could be streamed: loaded as a whole", name)
+        return pending.load_rest(())
+
+
+def check_limits(request: Request) -> None:
+    """Whether a model may be loaded beside those that stream.
+
+    Raises:
+        OptionError: they have other limits.
+    """
+    options = request.options
+    give_back_inherited()
+    ACCOUNTANT.check_limit(options.memory_limit)
+    if options.device is not None:
+        account_of(options.device).check_limit(options.device_limit)
+
+
+def check_source(
+    pretrained: str | os.PathLike[str] | None,
+    kwargs: Mapping[str, Any],
+    device: Device | None = None,
+) -> dict[str, Any]:
+    """What is handed to the library. Looks at a local folder; hub ids are the library's to resolve.
+
+    Raises:
+        CheckpointError: weights are missing, malformed or pickled.
+        OptionError: an argument means nothing here.
+        UnsupportedModelError: weights are to be quantised.
+    """
+    if pretrained is None:
+        raise arguments.no_checkpoint()
+    passed_on = arguments.adapt(kwargs, None if device is None else device.where)
+    folder = Path(pretrained) / (kwargs.get("subfolder") or "")
+    adapter = Path(pretrained) / ((kwargs.get("adapter_kwargs") or {}).get("subfolder") or "")
+    if folder.is_dir() or str(pretrained).endswith(("/", os.sep)):  # no hub id ends so
+        check_folder(folder, variant=kwargs.get("variant"), adapter=adapter)
+    return passed_on
+
+
+def needs_of(pending: PendingLoad, device: Device | None) -> PassNeeds:
+    """What passes of a model that is about to be loaded take."""
+    model = pending.model
+    return PassNeeds(model, model.config, products=pending.products(), fused=fuses(device, model))
+
+
+def fuses(device: Device | None, model: Any) -> bool:
+    """Whether attention of a model of the library's is one kernel where it computes."""
+    return device is None or device.fuses_attention(model.dtype)
+
+
+def assemble(pending: PendingLoad, request: Request) -> tuple[Assembly, Any]:
+    """Plan a model that is on the meta device, and have its weights read, or left to the library.
+
+    Returns it, hooks to come, and the library's loading report.
+    """
+    needs = needs_of(pending, request.options.device)
+    build = plan_beside_others(
+        partial(plan_pending, pending, needs, request), request.options.device
+    )
+    assembly = Assembly(
+        pending, build, make_target(build), needs, request.hint, pressure=request.pressure
+    )
+    return assembly, pending.load_rest([weight.name for weight in build.parts.weights])
+
+
+def plan_beside_others(make: Callable[[], Build], device: Device | None) -> Build:
+    """A plan for a model that is really to be loaded: others give back what is over their share."""
+    account = ACCOUNTANT if device is None else account_of(device)
+    for _ in range(2):  # first what it cannot do without, then its share of the rest
+        if not ACCOUNTANT.clients:
+            break
+        try:
+            build = make()
+            wants = build.residency.smallest, build.residency.everything
+            given = account.make_room(wants, build.plan.resident - build.plan.pinned_bytes)
+        except MemoryLimitError as error:
+            short = error.smallest_limit - error.limit
+            asked = ACCOUNTANT if error.device is None else account
+            given = asked.make_room((short, short), 0)
+        if not given:
+            break
+    try:
+        return make()
+    except MemoryLimitError as error:
+        if error.device is None:
+            error.args = (f"{error.args[0]}{ACCOUNTANT.name_holders()}",)
+        raise
+
+
+def plan_pending(pending: PendingLoad, needs: PassNeeds, request: Request) -> Build:
+    """Plan a model that is on the meta device."""
+    model = pending.model
+    tied = model.all_tied_weights_keys or {}
+    device = request.options.device
+    if device is not None:
+        refuse_quantised(pending, device)
+    if pending.disable_mmap:
+        request = replace(request, options=replace(request.options, may_map=False))
+    return plan_model(
+        model,
+        pending.weights(),
+        tied,
+        model,
+        pending.files,
+        needs=needs,
+        request=request,
+        statistics_bytes=pending.statistics_bytes(aligned if device is None else device.takes),
+    )
+
+
+def refuse_quantised(pending: PendingLoad, device: Device) -> None:
+    """Refuse a checkpoint whose form is not streamed to devices.
+
+    Raises:
+        UnsupportedModelError: it is quantised, and not by bitsandbytes.
+    """
+    if pending.own_formats or pending.quantised_by not in {None, "bitsandbytes"}:
+        raise UnsupportedModelError(
+            f"this checkpoint is quantised by {pending.quantised_by!r}, which is streamed to the "
+            f"CPU alone so far, not to {device.where}. Leave device out, or stream the float "
+            "checkpoint."
+        )
+
+
+def _refuse_dtypes(model: nn.Module, weights: Mapping[str, Weight], device: Device) -> None:
+    codes = {name: weight.dtype for name, weight in weights.items()}
+    codes |= {name: DTYPE_CODES.get(b.dtype, "") for name, b in model.named_buffers()}
+    lacking = [name for name, code in codes.items() if code in device.lacks]
+    if lacking:
+        name = lacking[0]
+        raise UnsupportedModelError(
+            f"{len(lacking)} tensors of this model are of a dtype that {device.where} has none of "
+            f"({name!r} first: {DTYPES[codes[name]]}). Pass another one (dtype=torch.float32), or "
+            "leave device out to stream to the CPU."
+        )
+
+
+def call_vector_functions() -> None:
+    """Have MKL set up its vector functions in one thread.
+
+    The first large `cos()` or `sin()` of a process, with two threads, is now and then wrong in the
+    half of one of them, by up to 1.5e-4: in 5 of 850 fresh processes of torch alone. After a small
+    one, which one thread computes, it was right in 400 of 400.
+    """
+    one = torch.zeros(1)
+    for function in (torch.cos, torch.sin, torch.exp):
+        function(one)
+
+
+def plan_model(
+    model: nn.Module,
+    weights: Mapping[str, Weight],
+    tied: Mapping[str, str],
+    probed: nn.Module | None,
+    files: Sequence[Path],
+    *,
+    needs: PassNeeds,
+    request: Request,
+    leaving: int = 0,
+    statistics_bytes: int = 0,
+) -> Build:
+    """Plan a model.
+
+    Args:
+        model: it.
+        weights: what can be read of it, by name.
+        tied: names of parameters that share another one's memory, and that one's.
+        probed: the same on the meta device, None if there is no such thing.
+        files: the checkpoint's.
+        needs: of its passes.
+        request: what the user asked for.
+        leaving: bytes that this process holds and will not when the model is streamed.
+        statistics_bytes: of quantised weights, always there.
+
+    Raises:
+        MemoryLimitError: the limit is too small; says the smallest that works.
+        UnsupportedModelError: there is nothing to stream, or the device lacks a dtype.
+        OptionError: the files refuse the way of reading that was asked for.
+    """
+    return_freed_memory()
+    keep_few_kernels()
+    call_vector_functions()
+    device = request.options.device
+    if device is not None:
+        _refuse_dtypes(model, weights, device)
+    divider = Divider(
+        model, weights, tied, blocks_alone=device is not None, beside_bytes=statistics_bytes
+    )
+
+    def touched() -> Touched | None:
+        usage = probe_usage(probed) if probed is not None else None
+        if usage is None:
+            return None
+        ran = frozenset(usage.executed)
+        # Nothing was learnt about modules that did not run.
+        idle = (n for n, _ in model.named_parameters() if n.rpartition(".")[0] not in ran)
+        return Touched(usage.touched_outside, frozenset(idle), usage.touched_past_block)
+
+    if device is not None:
+        return make_device_plan(
+            divider,
+            touched,
+            files,
+            request.hint.pass_bytes(needs),
+            request.options,
+            buffers=sum(b.numel() * b.element_size() for b in model.buffers()),
+            leaving=leaving,
+        )
+    reserve = reserve_bytes(needs, request.hint, request.options.memory_limit)
+    return make_plan(divider, touched, files, reserve, request.options, leaving=leaving)

@@ -1,0 +1,1 @@
+"""`pipeload eval`: how well a model predicts a text."""

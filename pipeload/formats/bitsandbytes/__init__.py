@@ -1,0 +1,1 @@
+"""Weights that bitsandbytes has quantised."""

@@ -1,0 +1,142 @@
+"""Fills tensors with dequantised 4-bit values: compiled where there is a compiler, else with torch.
+
+The compiled one (`kernel.c`) needs AVX2 and a `cc` that knows OpenMP. It takes half a second to
+make, once for a process, in a folder that is gone when it is loaded. Its threads are torch's own.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import shutil
+import subprocess
+import tempfile
+import threading
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+_SOURCE = Path(__file__).with_name("kernel.c")
+_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+DTYPES = frozenset(_KINDS)
+"""What can be filled."""
+BLOCK_STEP = 16
+"""Values of a block come in multiples of this many."""
+_OPTIONS = ("-O3", "-fPIC", "-fopenmp")
+_COMPILE_SECONDS = 60
+_CHUNK = 1 << 18  # values whose indices and products stay in a processor's cache
+_FEW_THREADS = 4  # with more of them the library's own is as fast as one thread with tables
+
+
+class Scratch(threading.local):
+    """Memory that each thread keeps: fresh pages take longer than their filling."""
+
+    def __init__(self) -> None:
+        """Empty at first."""
+        self._bytes = torch.empty(0, dtype=torch.uint8)
+
+    def take(self, nbytes: int) -> torch.Tensor:
+        """uint8 [nbytes], until the next call."""
+        if self._bytes.numel() < nbytes:
+            with torch.inference_mode(False):  # else it could not be written to outside of it
+                self._bytes = torch.empty(nbytes, dtype=torch.uint8)
+        return self._bytes[:nbytes]
+
+
+_NUMBERS, _PRODUCTS = Scratch(), Scratch()
+_FLOAT = torch.float32
+
+
+class Fill(Protocol):
+    """Dequantises."""
+
+    def __call__(self, packed: torch.Tensor, absmax: torch.Tensor, out: torch.Tensor) -> None:
+        """Fill `out`: contiguous, of one of `DTYPES`.
+
+        Args:
+            packed: uint8 [n / 2], contiguous; the first value of each byte is in its high half.
+            absmax: fp32 [n / block size], contiguous.
+            out: n values, whole blocks.
+        """
+
+
+def make_fill(codes: torch.Tensor, blocksize: int) -> Fill | None:
+    """The fastest one there is here; None if none would be faster than the library's.
+
+    Args:
+        codes: fp32 [16], what the numbers stand for.
+        blocksize: how many values share a factor; a multiple of `BLOCK_STEP`.
+    """
+    library = compiled()
+    if library is not None:
+        return compiled_fill(library, codes, blocksize)
+    return torch_fill(codes, blocksize) if torch.get_num_threads() <= _FEW_THREADS else None
+
+
+def compiled_fill(library: ctypes.CDLL, codes: torch.Tensor, blocksize: int) -> Fill:
+    """One of `compiled()`."""
+    codes = codes.clone()
+
+    def fill(packed: torch.Tensor, absmax: torch.Tensor, out: torch.Tensor) -> None:
+        addresses = [tensor.data_ptr() for tensor in (packed, absmax, codes, out)]
+        library.fill(*addresses, out.numel() // blocksize, blocksize, _KINDS[out.dtype])
+
+    return fill
+
+
+def torch_fill(codes: torch.Tensor, blocksize: int) -> Fill:
+    """By a table of the two values that a byte stands for, moved as one integer of 8 bytes.
+
+    Only a lookup of such in one dimension is quick: 0.5 ns each, on one thread; other forms of it
+    take three times as long.
+    """
+    pairs = torch.cartesian_prod(codes, codes).view(torch.int64).view(-1)
+    chunk = max(1, _CHUNK // blocksize) * blocksize
+
+    def fill(packed: torch.Tensor, absmax: torch.Tensor, out: torch.Tensor) -> None:
+        flat, total = out.view(-1), out.numel()
+        size = min(chunk, total)
+        numbers = _NUMBERS.take(2 * size).view(torch.int32)
+        products = flat[:0] if out.dtype == torch.float32 else _PRODUCTS.take(4 * size).view(_FLOAT)
+        for start in range(0, total, chunk):
+            stop = min(total, start + chunk)
+            made = flat[start:stop]
+            values = made if out.dtype == torch.float32 else products[: stop - start]
+            index = numbers[: (stop - start) // 2]
+            index.copy_(packed[start // 2 : stop // 2])
+            torch.index_select(pairs, 0, index, out=values.view(torch.int64))
+            scale = absmax[start // blocksize : stop // blocksize]
+            values.view(-1, blocksize).mul_(scale[:, None])
+            if values is not made:
+                made.copy_(values)
+
+    return fill
+
+
+@functools.cache
+def compiled() -> ctypes.CDLL | None:
+    """The kernel; None without a compiler, on other processors, or if anything goes wrong."""
+    compiler = shutil.which(os.environ.get("CC") or "cc")
+    if compiler is None:
+        return None
+    try:
+        with tempfile.TemporaryDirectory(prefix="pipeload-") as folder:
+            part, whole = Path(folder, "nf4.o"), Path(folder, "nf4.so")
+            # In two steps: linked without OpenMP, it takes the one that torch has loaded.
+            _run(compiler, *_OPTIONS, "-c", str(_SOURCE), "-o", str(part))
+            _run(compiler, "-shared", str(part), "-o", str(whole))
+            library = ctypes.CDLL(str(whole))
+        library.supported.argtypes, library.supported.restype = [], ctypes.c_int
+        library.fill.argtypes = [*[ctypes.c_void_p] * 4, *[ctypes.c_int64] * 2, ctypes.c_int]
+        library.fill.restype = None
+        return library if library.supported() else None
+    except (OSError, subprocess.SubprocessError, AttributeError):
+        return None
+
+
+def _run(*command: str) -> None:
+    subprocess.run(  # noqa: S603 - the compiler that the user has
+        command, check=True, capture_output=True, timeout=_COMPILE_SECONDS
+    )

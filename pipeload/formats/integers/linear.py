@@ -1,0 +1,278 @@
+"""Linears with int8 and int4 weights, computed on the CPU.
+
+Few rows of input by the kernels of torch's core, many as `wide_product` says.
+"""
+
+from __future__ import annotations
+
+import abc
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import nn
+
+from pipeload.errors import UnsupportedModelError
+from pipeload.formats.integers import wide_product
+from pipeload.formats.integers.order import (
+    ROW_STEP,
+    kernel_order,
+    reorder,
+    unpack,
+    unpack_transposed,
+)
+from pipeload.formats.integers.rounding import GROUPS, from_int4
+from pipeload.formats.integers.wide_product import Block, Sizes
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_COLUMN_STEP = 16  # the int8 kernel leaves out, or reads beyond, what is no whole vector
+INT8_ALIGNMENT = 16
+"""[Note: addresses] The int8 kernel for bf16 on AVX512 ends the process when its weight does not
+begin at a multiple of 16 bytes, or its input at one of 32 (torch 2.13). Fresh tensors begin at one
+of 64; mapped files and slices may not. Bits do not depend on it.
+"""
+_INPUT_ALIGNMENT = 64
+
+
+class PackedLinear(nn.Linear, abc.ABC):
+    """What both have in common. A Linear, so that whoever looks for those finds it."""
+
+    bits: ClassVar[int]
+    statistics: ClassVar[str]
+    """Name of the parameter that goes with the weight."""
+
+    def __init__(self, in_features: int, out_features: int, *, bias: bool, path: str = "") -> None:
+        """Without its weight. `path` is what errors call it."""
+        nn.Module.__init__(self)
+        self.in_features, self.out_features, self.path = in_features, out_features, path
+        if bias:
+            self.bias = nn.Parameter(torch.empty(out_features))
+        else:
+            self.register_parameter("bias", None)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """`input`: [..., in] in the dtype of the statistics; returns [..., out].
+
+        Raises:
+            UnsupportedModelError: the weight is on disk.
+        """
+        self._refuse_placeholder()
+        rows = _aligned(input.reshape(-1, self.in_features).contiguous(), _INPUT_ALIGNMENT)
+        if torch.is_grad_enabled() and input.requires_grad:
+            made: torch.Tensor = _Product.apply(rows, self)  # type: ignore[no-untyped-call]
+        else:
+            made = self.product(rows)
+        made = made.view(*input.shape[:-1], self.out_features)
+        return made if self.bias is None else made + self.bias
+
+    def product(self, rows: torch.Tensor) -> torch.Tensor:
+        """[n, out] of contiguous and aligned [n, in], without the bias."""
+        if len(rows) <= wide_product.most_by_kernel(self.bits, rows.dtype):
+            return self.by_kernel(rows)
+        return wide_product.multiply(rows, self.out_features, self.block)
+
+    @property
+    def sizes(self) -> Sizes:
+        """What its products' needs depend on."""
+        dtype = self.get_parameter(self.statistics).dtype
+        return Sizes(self.out_features, self.in_features, self.bits, dtype)
+
+    @abc.abstractmethod
+    def by_kernel(self, rows: torch.Tensor) -> torch.Tensor:
+        """[n, out] of contiguous and aligned [n, in], without the bias."""
+
+    @abc.abstractmethod
+    def block(self, start: int, stop: int, dtype: torch.dtype) -> Block:
+        """Rows of the weight as floats; `start` is a multiple of 64."""
+
+    @abc.abstractmethod
+    def dequantised(self) -> torch.Tensor:
+        """The weight as fp32 of [out, in]."""
+
+    @abc.abstractmethod
+    def settle(self) -> None:
+        """Make a weight that was just loaded one that the kernel here can read."""
+
+    def extra_repr(self) -> str:
+        """For `print(model)`."""
+        return f"{super().extra_repr()}, bits={self.bits}"
+
+    def _refuse_placeholder(self) -> None:
+        # An integer that is not there reads as zero, which nobody would notice.
+        if not any(self.weight.stride()):
+            raise UnsupportedModelError(
+                f"the module {self.path!r} was called while its block was not running, so its "
+                f"int{self.bits} weight is on disk. Call the model itself, or load it without "
+                "pipeload."
+            )
+
+
+class PartedLinear(nn.Linear):
+    """A large one: ranges of its rows are modules of their own, which come and go one by one.
+
+    A Linear, so that whoever looks for those finds it.
+    """
+
+    def __init__(self, parts: Sequence[PackedLinear], *, bias: bool, dtype: torch.dtype) -> None:
+        """`parts`, without biases, in the order of their rows. `dtype`: of the bias."""
+        nn.Module.__init__(self)
+        self.in_features = parts[0].in_features
+        self.out_features = sum(part.out_features for part in parts)
+        self.parts = nn.ModuleList(parts)
+        if bias:
+            self.bias = nn.Parameter(torch.empty(self.out_features, dtype=dtype))
+        else:
+            self.register_parameter("bias", None)
+
+    @property
+    def weight(self) -> nn.Parameter:  # type: ignore[override]
+        """The first part's: for those who ask where, or of which dtype, a Linear is."""
+        return self.parts[0].weight  # type: ignore[return-value]
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """`input`: [..., in]; returns [..., out]."""
+        made = torch.cat([part(input) for part in self.parts], -1)
+        return made if self.bias is None else made + self.bias
+
+
+class Int8Linear(PackedLinear):
+    """weight: int8 of [out, in]; scale: [out]."""
+
+    bits = 8
+    statistics = "scale"
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool,
+        dtype: torch.dtype = torch.float32,
+        path: str = "",
+    ) -> None:
+        """Without values. `dtype`: of scale and bias, bf16, fp16 or fp32."""
+        super().__init__(in_features, out_features, bias=bias, path=path)
+        empty = torch.empty((out_features, in_features), dtype=torch.int8)
+        self.weight = nn.Parameter(empty, requires_grad=False)
+        self.scale = nn.Parameter(torch.empty(out_features, dtype=dtype), requires_grad=False)
+        if self.bias is not None:
+            self.bias.data = self.bias.data.to(dtype)
+
+    @staticmethod
+    def fits(out_features: int, in_features: int) -> bool:
+        """Whether the kernel computes such a weight rightly."""
+        return out_features > 0 and in_features > 0 and in_features % _COLUMN_STEP == 0
+
+    def by_kernel(self, rows: torch.Tensor) -> torch.Tensor:
+        """[n, out] of [n, in], without the bias."""
+        multiply = torch._weight_int8pack_mm  # noqa: SLF001 - has no other name
+        return multiply(rows, self.weight, self.scale)
+
+    def block(self, start: int, stop: int, dtype: torch.dtype) -> Block:
+        """Integers as they are, which bf16 has as well, and scales for the products."""
+        return Block(self.weight[start:stop].to(dtype).t(), self.scale[start:stop].to(dtype))
+
+    def dequantised(self) -> torch.Tensor:
+        """The weight as fp32 of [out, in]."""
+        return self.weight.float() * self.scale.float()[:, None]
+
+    def settle(self) -> None:
+        """Copy a weight that does not begin where the kernel can read."""
+        self.weight.data = _aligned(self.weight.data, INT8_ALIGNMENT)
+
+
+class Int4Linear(PackedLinear):
+    """weight: uint8 of [out, in / 2] in `order`; scales_and_zeros: [in / group, out, 2]."""
+
+    bits = 4
+    statistics = "scales_and_zeros"
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool,
+        group_size: int,
+        order: str,
+        dtype: torch.dtype = torch.float32,
+        path: str = "",
+    ) -> None:
+        """Without values.
+
+        Args:
+            in_features: a multiple of the group.
+            out_features: a multiple of 16.
+            bias: whether it has one.
+            group_size: 32, 64 or 128.
+            order: that its weight will be loaded in, a key of `order.ORDERS`.
+            dtype: of scales, zeros and bias: bf16, fp16 or fp32.
+            path: what errors call it.
+        """
+        super().__init__(in_features, out_features, bias=bias, path=path)
+        self.group_size, self.order = group_size, order
+        empty = torch.empty((out_features, in_features // 2), dtype=torch.uint8)
+        self.weight = nn.Parameter(empty, requires_grad=False)
+        shape = (in_features // group_size, out_features, 2)
+        self.scales_and_zeros = nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
+        if self.bias is not None:
+            self.bias.data = self.bias.data.to(dtype)
+
+    @staticmethod
+    def fits(out_features: int, in_features: int, group_size: int) -> bool:
+        """Whether the kernel takes such a weight."""
+        return (
+            group_size in GROUPS
+            and min(out_features, in_features) > 0
+            and out_features % ROW_STEP == 0
+            and in_features % group_size == 0
+        )
+
+    def by_kernel(self, rows: torch.Tensor) -> torch.Tensor:
+        """[n, out] of [n, in], without the bias."""
+        multiply: Any = torch.ops.aten._weight_int4pack_mm_for_cpu  # noqa: SLF001 - the same
+        made: torch.Tensor = multiply(rows, self.weight, self.group_size, self.scales_and_zeros)
+        return made
+
+    def block(self, start: int, stop: int, dtype: torch.dtype) -> Block:
+        """Dequantised in fp32, then rounded once."""
+        scale, zero = self.scales_and_zeros[:, start:stop, None].float().unbind(-1)
+        scale, zero = scale.transpose(1, 2), zero.transpose(1, 2)
+        values = unpack_transposed(self.weight[start:stop], self.order).float()
+        grouped = values.view(-1, self.group_size, stop - start)
+        grouped.mul_(scale).add_(zero - 8 * scale)
+        return Block(values.to(dtype), None)
+
+    def settle(self) -> None:
+        """Put a weight that was made on another kind of processor into this one's order."""
+        wanted = kernel_order()
+        if self.order != wanted:
+            self._refuse_placeholder()
+            made = torch.empty_like(self.weight)
+            reorder(self.weight, made, self.order, wanted)
+            self.weight.data, self.order = made, wanted
+
+    def dequantised(self) -> torch.Tensor:
+        """The weight as fp32 of [out, in]."""
+        return from_int4(unpack(self.weight, self.order), self.scales_and_zeros)
+
+
+def _aligned(tensor: torch.Tensor, alignment: int) -> torch.Tensor:
+    """Itself, or a copy that begins where the kernels can read: see [Note: addresses]."""
+    return tensor if tensor.data_ptr() % alignment == 0 else tensor.clone()
+
+
+class _Product(torch.autograd.Function):
+    """The kernels have no derivative of their own. The weight gets no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, module: PackedLinear) -> torch.Tensor:
+        ctx.module = module
+        return module.product(rows)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        module: PackedLinear = ctx.module
+        module._refuse_placeholder()  # noqa: SLF001 - of the same family
+        return grad @ module.dequantised().to(grad.dtype), None

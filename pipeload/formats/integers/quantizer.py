@@ -1,0 +1,175 @@
+"""Tells transformers how to load checkpoints that `pipeload quantize` has made, and to save them.
+
+By its official ways (`register_quantizer`), so that plain `from_pretrained` loads them too.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from transformers.quantizers.auto import (
+    AUTO_QUANTIZER_MAPPING,
+    register_quantization_config,
+    register_quantizer,
+)
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from pipeload.errors import OptionError
+from pipeload.formats.integers.linear import Int4Linear, Int8Linear, PackedLinear, PartedLinear
+from pipeload.formats.integers.order import BLOCK_ROWS, ORDERS, kernel_order
+from pipeload.formats.integers.rounding import GROUPS, ZERO_POINTS
+from pipeload.weights.row_cuts import RowRange, row_ranges
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
+METHOD = "pipeload"
+
+
+class PipeloadConfig(QuantizationConfigMixin):
+    """`quantization_config` in config.json."""
+
+    def __init__(
+        self,
+        bits: int = 8,
+        *,
+        group_size: int | None = None,
+        method: str = "rtn",
+        order: str | None = None,
+        part_bytes: int | None = None,
+        modules_to_not_convert: Sequence[str] = (),
+        **_: Any,
+    ) -> None:
+        """What a checkpoint says, checked.
+
+        Args:
+            bits: 8 or 4.
+            group_size: of int4, 32, 64 or 128.
+            method: how integers were made; says nothing to whoever loads them.
+            order: that int4 weights are stored in: see `order`.
+            part_bytes: the most that a weight, or one of the parts it is stored in, takes.
+            modules_to_not_convert: paths of Linears, or of what holds them, that are floats.
+            **_: what later versions may add.
+
+        Raises:
+            OptionError: one of them means nothing.
+        """
+        self.quant_method: Any = METHOD  # the library has an enum of its own there
+        self.bits, self.group_size, self.method, self.order = bits, group_size, method, order
+        self.part_bytes = part_bytes
+        self.modules_to_not_convert = list(modules_to_not_convert)
+        allowed: dict[str, tuple[object, ...]] = {"bits": (8, 4), "method": ZERO_POINTS}
+        if bits == 4:
+            allowed |= {"group_size": GROUPS, "order": tuple(ORDERS)}
+        for name, values in allowed.items():
+            if getattr(self, name) not in values:
+                raise OptionError(
+                    f"quantization_config has {name}={getattr(self, name)!r}, which this version "
+                    f"of pipeload does not know. Choose one of {', '.join(map(str, values))}; if "
+                    "the checkpoint says it, take a newer pipeload."
+                )
+        if part_bytes is not None and not (isinstance(part_bytes, int) and part_bytes > 0):
+            raise OptionError(
+                f"quantization_config has part_bytes={part_bytes!r}. Give a number of bytes, or "
+                "None."
+            )
+
+    def keeps(self, path: str) -> bool:
+        """Whether the Linear at `path` is left as it is."""
+        return any(f"{path}.".startswith(f"{kept}.") for kept in self.modules_to_not_convert)
+
+    def fits(self, module: nn.Linear) -> bool:
+        """Whether the kernel takes a weight of its shape."""
+        if self.bits == 8:
+            return Int8Linear.fits(module.out_features, module.in_features)
+        group = self.group_size or 0
+        return Int4Linear.fits(module.out_features, module.in_features, group)
+
+    def parts(self, rows: int, columns: int) -> tuple[RowRange, ...]:
+        """Rows of the parts that a weight of that shape is stored in: mostly one."""
+        row_bytes = columns * self.bits // 8
+        if self.part_bytes is None or rows * row_bytes <= self.part_bytes:
+            return (RowRange(0, rows),)
+        most = self.part_bytes // row_bytes // BLOCK_ROWS * BLOCK_ROWS
+        return row_ranges(rows, max(2 * BLOCK_ROWS, most))
+
+    def make(self, module: nn.Linear, path: str) -> PackedLinear | PartedLinear:
+        """What takes the place of `module`, on the meta device as well."""
+        bias, dtype = module.bias is not None, module.weight.dtype
+        columns = module.in_features
+        parts = self.parts(module.out_features, columns)
+        if len(parts) == 1:
+            return self._packed(columns, module.out_features, bias=bias, dtype=dtype, path=path)
+        made = [
+            self._packed(columns, stop - start, bias=False, dtype=dtype, path=f"{path}.parts.{i}")
+            for i, (start, stop) in enumerate(parts)
+        ]
+        return PartedLinear(made, bias=bias, dtype=dtype)
+
+    def _packed(self, *sizes: int, **options: Any) -> PackedLinear:
+        if self.bits == 8:
+            return Int8Linear(*sizes, **options)
+        group, order = self.group_size or 0, self.order or ""
+        return Int4Linear(*sizes, group_size=group, order=order, **options)
+
+
+class PipeloadQuantizer(HfQuantizer):
+    """Puts `PackedLinear`s where Linears were; weights are loaded as they are stored."""
+
+    requires_calibration = True  # it loads what is quantised, and quantises nothing
+    quantization_config: PipeloadConfig
+
+    def validate_environment(
+        self, *_args: Any, device_map: dict[str, Any] | None = None, **_kwargs: Any
+    ) -> None:
+        """Refuse devices that the kernels do not run on."""
+        places = device_map.values() if isinstance(device_map, dict) else ()
+        for place in map(str, places):
+            if place not in {"cpu", "meta"}:
+                raise OptionError(
+                    f"int{self.quantization_config.bits} checkpoints of pipeload are computed on "
+                    f"the CPU alone, and device_map has {place!r}. Leave it out."
+                )
+
+    def _process_model_before_weight_loading(
+        self, model: nn.Module, dtype: torch.dtype | None = None, **_kwargs: Any
+    ) -> None:
+        import torch
+
+        config = self.quantization_config
+        with torch.device("meta"):
+            for path, module in list(model.named_modules()):
+                if type(module) is nn.Linear and not config.keeps(path) and config.fits(module):
+                    made = config.make(module, path)
+                    made.train(module.training)
+                    parent, _, name = path.rpartition(".")
+                    setattr(model.get_submodule(parent), name, made)
+
+    def _process_model_after_weight_loading(self, model: nn.Module, **_kwargs: Any) -> nn.Module:
+        for module in model.modules():
+            if isinstance(module, PackedLinear):
+                module.settle()
+        if self.quantization_config.bits == 4:
+            # It is saved with what its weights are from now on.
+            self.quantization_config.order = kernel_order()
+        return model
+
+    def is_serializable(self) -> bool:
+        """Saved as it was loaded."""
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        """Adapters may be trained on top of it."""
+        return True
+
+
+# Here, not in a function for whoever imports this: the import of the library above may have asked
+# for this very module, which it then got half made.
+if METHOD not in AUTO_QUANTIZER_MAPPING:
+    register_quantization_config(METHOD)(PipeloadConfig)
+    register_quantizer(METHOD)(PipeloadQuantizer)

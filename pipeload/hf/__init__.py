@@ -1,0 +1,1 @@
+"""Private parts of transformers, with the version that they were seen in."""

@@ -1,0 +1,1 @@
+"""`pipeload quantize`: makes checkpoints."""

@@ -1,0 +1,159 @@
+"""The forms that `pipeload.quantize` makes: who loads them, what fits them, how a tensor is made.
+
+[Note: calibration] None looks at data. One that does would have its statistics of activations,
+which belong to one module, in `IntegerForm.step`: there the `Rounding` of each weight is chosen,
+and a function that has seen the module's inputs may stand in its place.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
+
+from transformers import BitsAndBytesConfig
+from transformers.pytorch_utils import Conv1D
+
+from pipeload.formats.integers.order import kernel_order
+from pipeload.formats.integers.quantizer import METHOD, PipeloadConfig
+from pipeload.formats.integers.rounding import Rounding, to_int4, to_int8
+from pipeload.formats.repack import TILE_ROWS
+from pipeload.hf.library import left_by_the_library
+from pipeload.quantiser import four_bits
+from pipeload.quantiser.tensor import Recipe, quantised
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import nn
+
+    from pipeload.checkpoint.headers import TensorEntry
+    from pipeload.quantiser.shards import Step
+    from pipeload.quantiser.tensor import Reading
+
+
+PART_BYTES = 16 << 20
+"""The most that an integer weight takes in one piece: two pieces have to fit beside each other when
+it is streamed. More than what one thread at a time is busy with, less than a laptop would miss."""
+
+
+class Form(Protocol):
+    """What a checkpoint is to become."""
+
+    name: str
+    """"int8" and the like."""
+    loaded_by: str
+    """The library's name of what loads it."""
+    wants: str
+    """What fits, in words."""
+    description: str
+    """For people."""
+    order: str | None
+    """That int4 rows are stored in."""
+
+    def fits(self, module: nn.Linear) -> bool:
+        """Whether a weight of its shape can be quantised."""
+
+    def step(self, entry: TensorEntry, module: nn.Linear, reading: Reading) -> Step:
+        """A weight's tensors, as they come from the source."""
+
+    def parts(self, module: nn.Linear) -> int:
+        """In how many its weight is stored."""
+
+    def config(self, model: Any, kept: Sequence[str]) -> dict[str, Any]:
+        """`quantization_config` of config.json; `kept`: paths of Linears that are left."""
+
+
+class IntegerForm:
+    """int8 or int4 for torch's own kernels."""
+
+    loaded_by = METHOD
+
+    def __init__(self, bits: int, *, group: int, zero_points: str) -> None:
+        """`group` and `zero_points` are int4's."""
+        int4 = bits == 4
+        self.name = f"int{bits}"
+        self.order = kernel_order() if int4 else None
+        self._config = PipeloadConfig(
+            bits=bits,
+            group_size=group if int4 else None,
+            method=zero_points if int4 else "rtn",
+            order=self.order,
+            part_bytes=PART_BYTES,
+        )
+        if int4:
+            self.wants = f"rows that are a multiple of 16, and columns of {group}"
+            zeros = "zero points optimised without data (half-quadratic)"
+            rounded = "rounded to nearest" if zero_points == "rtn" else zeros
+            self.description = f"int4, asymmetric, groups of {group}, {rounded}"
+        else:
+            self.wants = "columns that are a multiple of 16"
+            self.description = "int8, symmetric, one scale for each row, rounded to nearest"
+
+    def fits(self, module: nn.Linear) -> bool:
+        """Whether the kernel takes it."""
+        return self._config.fits(module)
+
+    def step(self, entry: TensorEntry, module: nn.Linear, reading: Reading) -> Step:
+        """In the dtype that is stored."""
+        c = self._config
+        rounding: Rounding = to_int8
+        if c.bits == 4:
+            rounding = partial(to_int4, group=c.group_size or 0, zero_points=c.method)
+        recipe = Recipe(rounding, c.bits, c.group_size or 0, c.order or "")
+        return quantised(entry, recipe, c.parts(*entry.shape), reading)
+
+    def parts(self, module: nn.Linear) -> int:
+        """More than one for large weights."""
+        return len(self._config.parts(module.out_features, module.in_features))
+
+    def config(self, model: Any, kept: Sequence[str]) -> dict[str, Any]:
+        """Names everything that is kept."""
+        self._config.modules_to_not_convert = list(kept)
+        return self._config.to_dict()
+
+
+class FourBitForm:
+    """NF4 or FP4 of bitsandbytes, as the library saves what it quantises."""
+
+    loaded_by = "bitsandbytes"
+    wants = "rows that are a multiple of 32, and columns of 64"
+    order: str | None = None
+
+    def __init__(self, kind: str, *, double: bool) -> None:
+        """Raises OptionError without bitsandbytes."""
+        four_bits.require()
+        self.name, self._double = kind, double
+        twice = ", statistics quantised as well" if double else ""
+        self.description = f"{kind.upper()} of bitsandbytes, blocks of 64{twice}"
+
+    def fits(self, module: nn.Linear) -> bool:
+        """Others can be packed, but not computed with where bitsandbytes has its own kernels.
+
+        With AVX512-BF16 its modules fail at whatever is no whole tile, in plain models as well.
+        """
+        rows, columns = module.weight.shape
+        return min(rows, columns) > 0 and rows % TILE_ROWS == 0 and columns % four_bits.BLOCK == 0
+
+    def step(self, entry: TensorEntry, module: nn.Linear, reading: Reading) -> Step:
+        """In the dtype that the library would load the weight in."""
+        recipe = four_bits.Recipe(self.name, self._double, module.weight.dtype)
+        return four_bits.quantised(entry, recipe, reading)
+
+    def parts(self, module: nn.Linear) -> int:
+        """One."""
+        return 1
+
+    def config(self, model: Any, kept: Sequence[str]) -> dict[str, Any]:
+        """Names what is kept only where the library would not keep the same by itself."""
+        others = [path for path, module in model.named_modules() if isinstance(module, Conv1D)]
+        kept = [*kept, *others]
+        alike = {*kept} == left_by_the_library(model)
+        config = BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type=self.name,
+            bnb_4bit_use_double_quant=self._double,
+            bnb_4bit_compute_dtype=model.dtype,
+            llm_int8_skip_modules=None if alike else kept,
+        )
+        written: dict[str, Any] = config.to_dict()
+        return written | {"quant_method": self.loaded_by}

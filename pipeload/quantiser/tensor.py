@@ -1,0 +1,121 @@
+"""Quantises or copies one stored tensor, in pieces of rows: the bytes that a shard is made of."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from pipeload.errors import CheckpointError
+from pipeload.formats.integers.linear import Int4Linear, Int8Linear
+from pipeload.formats.integers.order import BLOCK_ROWS, pack
+from pipeload.quantiser.shards import Step, Tensor
+from pipeload.weights.arena import DTYPES
+from pipeload.weights.stored import read_pieces
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from pipeload.checkpoint.files import FileSet
+    from pipeload.checkpoint.headers import TensorEntry
+    from pipeload.formats.integers.rounding import Rounding
+    from pipeload.weights.row_cuts import RowRange
+
+
+class Reading(NamedTuple):
+    """From where weights are read, and how much of one."""
+
+    files: FileSet
+    items: int
+    """At once."""
+
+
+class Recipe(NamedTuple):
+    """How one weight is quantised."""
+
+    rounding: Rounding
+    bits: int
+    group: int
+    order: str
+
+
+def copied(entry: TensorEntry, files: FileSet) -> Step:
+    """A tensor as it is."""
+    tensor = Tensor(entry.name, entry.dtype, entry.shape, entry.nbytes)
+    return Step((tensor,), partial(read_pieces, entry, files))
+
+
+def quantised(
+    entry: TensorEntry, recipe: Recipe, parts: Sequence[RowRange], reading: Reading
+) -> Step:
+    """A weight of [rows, columns] as integers, and what goes with it; one after the other part."""
+    stem = entry.name.removesuffix("weight")
+    stems = [stem] if len(parts) == 1 else [f"{stem}parts.{i}." for i in range(len(parts))]
+    rows = [_rows(entry, *part) for part in parts]
+    tensors = [
+        made for part, stem in zip(rows, stems, strict=True) for made in _made(part, stem, recipe)
+    ]
+    return Step(tuple(tensors), partial(_quantised_pieces, rows, recipe, reading))
+
+
+def _rows(entry: TensorEntry, start: int, stop: int) -> TensorEntry:
+    """Some rows of a stored weight."""
+    rows, columns = entry.shape
+    size = entry.nbytes // rows
+    first, last = entry.start + start * size, entry.start + stop * size
+    return replace(entry, shape=(stop - start, columns), start=first, stop=last)
+
+
+def _made(entry: TensorEntry, stem: str, recipe: Recipe) -> tuple[Tensor, Tensor]:
+    rows, columns = entry.shape
+    item = DTYPES[entry.dtype].itemsize
+    if recipe.bits == 8:
+        weight = Tensor(f"{stem}weight", "I8", entry.shape, rows * columns)
+        return weight, Tensor(f"{stem}{Int8Linear.statistics}", entry.dtype, (rows,), rows * item)
+    weight = Tensor(f"{stem}weight", "U8", (rows, columns // 2), rows * columns // 2)
+    shape = (columns // recipe.group, rows, 2)
+    nbytes = shape[0] * rows * 2 * item
+    return weight, Tensor(f"{stem}{Int4Linear.statistics}", entry.dtype, shape, nbytes)
+
+
+def _quantised_pieces(
+    parts: Sequence[TensorEntry], recipe: Recipe, reading: Reading
+) -> Iterator[memoryview]:
+    for part in parts:
+        extras: list[torch.Tensor] = []
+        for weight in read_weight(part, reading):
+            values, extra = recipe.rounding(weight)
+            extras.append(extra)
+            yield bytes_of(values if recipe.bits == 8 else pack(values, recipe.order))
+        yield bytes_of(torch.cat(extras, 0 if recipe.bits == 8 else 1))
+
+
+def read_weight(entry: TensorEntry, reading: Reading) -> Iterator[torch.Tensor]:
+    """A weight's rows, about so many items at once, in memory that the next ones overwrite.
+
+    Multiples of 64 rows, and then the rest.
+
+    Raises:
+        CheckpointError: a value is not finite.
+        ReadError: as `read_pieces`.
+    """
+    _, columns = entry.shape
+    step = max(BLOCK_ROWS, reading.items // columns // BLOCK_ROWS * BLOCK_ROWS)
+    dtype = DTYPES[entry.dtype]
+    for piece in read_pieces(entry, reading.files, step * columns * dtype.itemsize):
+        weight = torch.frombuffer(piece, dtype=dtype).view(-1, columns)
+        if not bool(weight.isfinite().all()):
+            raise CheckpointError(
+                f"tensor {entry.name!r} in {str(entry.file)!r} holds values that are not finite, "
+                "and no integer stands for those. Download the checkpoint again, or stream it as "
+                "it is."
+            )
+        yield weight
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """What a tensor holds, in order."""
+    view: memoryview = tensor.reshape(-1).view(torch.uint8).numpy().data
+    return view

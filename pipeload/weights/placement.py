@@ -1,0 +1,196 @@
+"""A layout at a place in an arena: the reads that fill it and the tensors that show it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from pipeload.system.pages import PAGE, ceil_page, floor_page
+from pipeload.weights.arena import DTYPES, Arena, Region
+from pipeload.weights.layout import Cast, Conversion, Extent, Layout, Weight
+
+if TYPE_CHECKING:
+    from pipeload.checkpoint.files import FileSet
+    from pipeload.checkpoint.headers import TensorEntry
+    from pipeload.weights.arena import Work
+
+CAST_CHUNK_BYTES = 4 << 20
+
+Convert = Callable[[Conversion, Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]], None]
+"""Runs the library's operations on stored tensors by checkpoint key, into weights by name."""
+
+
+# The plan has memory for one at a time.
+_one_conversion = threading.Lock()
+
+
+class Place(Protocol):
+    """Weights at their place: tensors that show them and jobs that fill them."""
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the layout."""
+
+    @property
+    def views(self) -> Mapping[str, torch.Tensor]:
+        """The weights by name."""
+
+    def read_jobs(self, chunk_bytes: int) -> list[Work]:
+        """Reads of at most `chunk_bytes`. They may run in any order and at once."""
+
+    def convert_jobs(self) -> list[Work]:
+        """What is to be done once all reads are."""
+
+    @property
+    def quick(self) -> bool:
+        """Whether these take no time, so that no reader is needed for them. Known after reads."""
+
+    def drop(self) -> None:
+        """Give the memory back to the system. The views show nothing of use from then on."""
+
+
+class Placement:
+    """Views are prepared once; filling is a list of independent jobs."""
+
+    quick = False
+
+    def __init__(self, layout: Layout, region: Region, files: FileSet, convert: Convert) -> None:
+        self._layout = layout
+        self._region = region
+        self._files = files
+        self._convert = convert
+        self.nbytes = layout.nbytes
+        self.views: dict[str, torch.Tensor] = dict(self._make_views())
+
+    def read_jobs(self, chunk_bytes: int) -> list[Work]:
+        """Reads of at most `chunk_bytes`, in file order. They may run in any order and at once."""
+        jobs = [
+            job for extent in self._layout.extents for job in self._extent_jobs(extent, chunk_bytes)
+        ]
+        for cast in self._layout.casts:
+            jobs += self._cast_jobs(cast, chunk_bytes)
+        return jobs
+
+    def convert_jobs(self) -> list[Work]:
+        """What is to be done once all reads are."""
+        return [
+            partial(self._run_conversion, conversion) for conversion in self._layout.conversions
+        ]
+
+    def drop(self) -> None:
+        """Give the memory back to the system. The views read as zeros from then on."""
+        for weight, offset in self._placed():
+            if weight.whole is None:
+                self._region.discard()
+            else:  # its first and last page hold rows of its neighbours
+                self._region.arena.discard(self._region.offset + offset, weight.nbytes)
+
+    def _placed(self) -> list[tuple[Weight, int]]:
+        placed = list(self._layout.raw) + [
+            (cast.weight, cast.offset) for cast in self._layout.casts
+        ]
+        for conversion in self._layout.conversions:
+            placed += zip(conversion.weights, conversion.offsets, strict=True)
+        return placed
+
+    def _make_views(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for weight, offset in self._placed():
+            yield (
+                weight.name,
+                self._region.tensor(offset, weight.dtype, weight.shape, weight.nbytes),
+            )
+
+    def _extent_jobs(self, extent: Extent, chunk_bytes: int) -> Iterator[Work]:
+        first, stop, offset = extent.pages
+        for start in range(first, stop, chunk_bytes):
+            end = min(start + chunk_bytes, stop)
+            into = self._region.buffer(offset + start - first, end - start)
+            yield partial(self._read, extent, start, end, into)
+
+    def _read(
+        self, extent: Extent, start: int, end: int, into: memoryview, _scratch: Region | None
+    ) -> int:
+        return self._files.read_pages(extent.file, start, end, into)
+
+    def _cast_jobs(self, cast: Cast, chunk_bytes: int) -> Iterator[Work]:
+        (source,) = cast.weight.sources
+        if (repacked := cast.weight.repacked) is not None:
+            rows, width = cast.weight.shape
+            step = repacked.rows(width)
+            for start in range(0, rows, step):
+                stop = min(start + step, rows)
+                yield partial(self._read_repacked, cast, source, start, stop)
+            return
+        elements = cast.weight.nbytes // DTYPES[cast.weight.dtype].itemsize
+        step = min(chunk_bytes, CAST_CHUNK_BYTES) // DTYPES[source.dtype].itemsize
+        for start in range(0, elements, step):
+            yield partial(self._read_cast, cast, source, start, min(start + step, elements))
+
+    def _read_cast(
+        self, cast: Cast, source: TensorEntry, start: int, stop: int, scratch: Region | None
+    ) -> int:
+        item = DTYPES[source.dtype].itemsize
+        scratch = scratch_of(scratch)
+        count, at = read_into(scratch, self._files, source, start * item, stop * item)
+        stored = scratch.tensor(at, source.dtype, (stop - start,), (stop - start) * item)
+        self.views[cast.weight.name].view(-1)[start:stop].copy_(stored)
+        return count
+
+    def _read_repacked(
+        self, cast: Cast, source: TensorEntry, start: int, stop: int, scratch: Region | None
+    ) -> int:
+        repacked = cast.weight.repacked
+        assert repacked is not None  # noqa: S101 - only then there is such a job
+        rows, width = stop - start, cast.weight.shape[1]
+        scratch = scratch_of(scratch)
+        count, at = read_into(scratch, self._files, source, start * width, stop * width)
+        stored = scratch.tensor(at, cast.weight.dtype, (rows, width), rows * width)
+        repacked.fill(stored, self.views[cast.weight.name][start:stop])
+        return count
+
+    def _run_conversion(self, conversion: Conversion, _scratch: Region | None) -> int:
+        stored = {
+            source.name: self._region.tensor(offset, source.dtype, source.shape, source.nbytes)
+            for source, offset in conversion.sources
+        }
+        with _one_conversion:
+            self._convert(conversion, stored, self.views)
+        return 0
+
+
+def scratch_of(scratch: Region | None) -> Region:
+    """The reader's own: a plan with such reads always makes one."""
+    assert scratch is not None  # noqa: S101 - see above
+    return scratch
+
+
+def read_into(
+    scratch: Region, files: FileSet, source: TensorEntry, start: int, stop: int
+) -> tuple[int, int]:
+    """Read a tensor's bytes from `start` to `stop`, which may lie anywhere in a page.
+
+    Returns how many bytes were read, and where the first one lies in the scratch.
+    """
+    begin, end = source.start + start, source.start + stop
+    first, last = floor_page(begin), ceil_page(end)
+    count = files.read_pages(source.file, first, last, scratch.buffer(0, last - first))
+    return count, begin - first
+
+
+SCRATCH_BYTES = CAST_CHUNK_BYTES + 2 * PAGE
+"""Working memory that one reader needs for casts: a chunk that starts anywhere in a page."""
+
+
+def scratch_bytes(readers: int) -> int:
+    """What so many readers need."""
+    return readers * ceil_page(SCRATCH_BYTES)
+
+
+def make_scratch(readers: int) -> list[Region | None]:
+    """Working memory for so many readers."""
+    arena = Arena(scratch_bytes(readers), device=torch.device("cpu"), huge=True)
+    return [arena.take(SCRATCH_BYTES) for _ in range(readers)]
