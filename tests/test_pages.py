@@ -17,6 +17,7 @@ ALL = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "ERRORS.md", ROOT / "examples" /
 _FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\]\((?!\w+://)([^)\s]*)\)")
 _FILE = re.compile(r"(?<![\w./])(?:tests|docs|examples|hooks|\.ci)/[\w./-]*\w\.\w+")
+_ROOM_FILE = re.compile(r"`([a-z_]+/[a-z_/]+\.py)`")
 _TARGET = re.compile(r"`make (\w+)`")
 
 
@@ -58,6 +59,11 @@ def test_files_and_targets_that_are_named(page: Path) -> None:
     """A file and a target of make are there under the name that stands in a text."""
     text = page.read_text(encoding="utf-8")
     missing = [name for name in _FILE.findall(text) if not (ROOT / name).exists()]
+    missing += [
+        name
+        for name in _ROOM_FILE.findall(text)
+        if not ((ROOT / "pipeload" / name).exists() or (ROOT / name).exists())
+    ]
     assert not missing
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     targets = re.findall(r"^(\w+):", makefile, re.MULTILINE)
