@@ -158,6 +158,13 @@ def empty(model_type: str, class_name: str, note: str) -> Line:
     return Line(model_type, class_name, "", "", "", "", "", "", "", note)
 
 
+def _fill(meta: torch.nn.Module, model: torch.nn.Module) -> None:
+    """Buffers have their values by the time of a pass, whatever a skeleton has."""
+    for name, value in model.named_buffers():
+        owner, _, leaf = name.rpartition(".")
+        setattr(meta.get_submodule(owner), leaf, value.clone())
+
+
 class _Trial:
     """A model in one dtype."""
 
@@ -168,6 +175,7 @@ class _Trial:
         self._old = [one for one in old if one.use == "forward" and one[:3] == about]
         with torch.device("meta"):
             self._meta = type(model)(copy.deepcopy(model.config)).to(model.dtype).eval()
+        _fill(self._meta, model)
 
     def lines(self, say: Callable[[str], None], *, quick: bool) -> list[Line]:
         """Every kind of pass with every kind of inputs, or one."""

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from transformers import LlamaForCausalLM
 
 from pipeload import MemoryLimitError
 from tests.models import load_plain
-from tests.streaming import IDS, assert_nothing_held, load_streamed, streamer_of
+from tests.streaming import IDS, WAIT_SECONDS, assert_nothing_held, load_streamed, streamer_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -116,3 +118,34 @@ def test_a_tracer_still_sees_the_call(folder: Path) -> None:
         sys.settrace(before)
     assert len(set(lines)) > 2
     assert torch.equal(traced, forwarded(model))
+
+
+class Encoder(LlamaForCausalLM):
+    """As code that comes with a checkpoint."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return super().forward(*args, **kwargs)
+
+    def encode(self) -> torch.Tensor:
+        """Its last part runs in a thread that it waits for."""
+        with torch.inference_mode():
+            hidden = self.model(IDS)[0]
+
+            def head() -> torch.Tensor:
+                with torch.inference_mode():
+                    made: torch.Tensor = self.lm_head(hidden)
+                return made
+
+            with ThreadPoolExecutor(1) as pool:
+                pool.submit(head).result(WAIT_SECONDS)
+            return head()
+
+
+@pytest.mark.parametrize("spare", [0, ALL])
+def test_a_call_that_waits_for_another_thread(folder: Path, spare: int) -> None:
+    """Between its parts the model is free for others."""
+    model = load_streamed(folder, spare=spare, auto_class=Encoder)
+    wanted = forwarded(load_plain(folder))
+    for _ in range(3):
+        assert torch.equal(model.encode(), wanted)
+        assert_nothing_held(model)

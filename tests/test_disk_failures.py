@@ -215,7 +215,7 @@ def test_a_file_that_cannot_be_opened(folder: Path, monkeypatch: pytest.MonkeyPa
 
     def refuse(path: Any, flags: int, *args: Any, **kwargs: Any) -> int:
         if str(path) == victim:
-            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), victim)
+            raise OSError(errno.EACCES, os.strerror(errno.EACCES), victim)
         return original(path, flags, *args, **kwargs)
 
     monkeypatch.setattr(os, "open", refuse)

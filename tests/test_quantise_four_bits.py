@@ -184,7 +184,7 @@ def test_without_bitsandbytes(
 
 def test_options_that_mean_nothing(source: Callable[[str], Path], tmp_path: Path) -> None:
     """Double quantisation is bitsandbytes' own."""
-    with pytest.raises(OptionError, match="double_quant is of nf4 and fp4"):
+    with pytest.raises(OptionError, match="double_quant=True is of nf4 and fp4"):
         pipeload.quantize(source("llama"), tmp_path / "made", double_quant=True)
 
 

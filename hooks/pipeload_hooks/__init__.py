@@ -34,7 +34,7 @@ from pipeload_hooks._split import (
     computes_linear,
     restore_split,
 )
-from pipeload_hooks._trial import MOST_COMPUTED, Repeated, Trial, try_out
+from pipeload_hooks._trial import MOST_COMPUTED, Repeated, TooLongError, Trial, try_out
 from pipeload_hooks._usage import Usage, observe_usage
 from pipeload_hooks._watch import EvictedWeightWatch, discard_ended
 
@@ -55,6 +55,7 @@ __all__ = [
     "Repeated",
     "RowSource",
     "SplitSource",
+    "TooLongError",
     "TreeWatch",
     "Trial",
     "Usage",

@@ -72,7 +72,8 @@ def _convolution(args: Sequence[Any], made: Sequence[Tensor]) -> int:
     given, weight, transposed = args[0], args[1], args[6]
     weights, whole = nbytes_of(weight), nbytes_of(given)
     if given.dim() == 4 and given.is_contiguous(memory_format=torch.channels_last):
-        return 0 if given.is_contiguous() and given.shape[1] > 1 else weights
+        orders = 1 if weight[0, 0].numel() == 1 else 2  # channels last, then as the kernel reads
+        return 0 if given.is_contiguous() and given.shape[1] > 1 else orders * weights
     moved = whole if given.shape[1] > _COLOURS else 0
     gathered = 0 if given.is_contiguous() else whole
     return weights + gathered + max(moved, nbytes_of(made[0])) * (2 if transposed else 1)

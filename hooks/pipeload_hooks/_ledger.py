@@ -22,6 +22,8 @@ class Ledger:
         self.kernels: set[object] = set()
         """What kernels are compiled for: convolutions, by their sizes."""
         self._known: set[int] = set()
+        self._unknown: set[int] = set()
+        self._shared: set[int] = set()
         self._ahead = 0
         self._since = 0
 
@@ -36,11 +38,29 @@ class Ledger:
             key = storage._cdata
             if key not in old and key not in self._known:
                 nbytes = storage.nbytes()
+                if nbytes < tensor.nbytes:
+                    nbytes = tensor.nbytes
+                    self._shared.add(key)
                 self._known.add(key)
                 self.live += nbytes
                 weakref.finalize(storage, self._leave, key, nbytes).atexit = False
         self._since = max(self._since, self.live + beside)
         self.peak = max(self.peak, self.live + self._ahead + beside)
+
+    def forget(self, tensor: Tensor) -> None:
+        """It has memory behind it, but what should have been written there is not known."""
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._unknown:
+            self._unknown.add(storage._cdata)
+            weakref.finalize(storage, self._unknown.discard, storage._cdata).atexit = False
+
+    def is_unknown(self, tensor: Tensor) -> bool:
+        """Whether it has no values, or none that hold."""
+        return tensor.is_meta or tensor.untyped_storage()._cdata in self._unknown
+
+    def stands_for_many(self, tensor: Tensor) -> bool:
+        """Whether it was made of one number: nothing can be written to it."""
+        return tensor.untyped_storage()._cdata in self._shared
 
     def begin(self) -> None:
         """From here on `since` is measured anew."""
@@ -58,4 +78,5 @@ class Ledger:
 
     def _leave(self, key: int, nbytes: int) -> None:
         self._known.discard(key)
+        self._shared.discard(key)
         self.live -= nbytes

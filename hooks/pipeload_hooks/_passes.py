@@ -54,7 +54,7 @@ class PassGate:
             if self._owner == me and self._alive(sys._getframe(), module):
                 self._entered.append(module)
                 return False
-            while self._owner not in (None, me) and not self._owner_is_dead():
+            while self._owner not in (None, me) and not (self._rests() or self._owner_is_dead()):
                 self._changed.wait(_POLL_SECONDS)
             self._owner, self._entered = me, [module]
             return True
@@ -77,6 +77,20 @@ class PassGate:
         """The pass that has just begun is a marked call's, and lasts as long as that."""
         with self._lock:
             self._entered.insert(0, mark)
+
+    def step_in(self, module: nn.Module) -> bool:
+        """A part of the calling thread's pass runs until it is left; False where that has no pass.
+
+        Between its parts a marked call's pass may be another thread's: the call may wait for it.
+        """
+        with self._lock:
+            if self.owned():
+                self._entered.append(module)
+                return True
+            return False
+
+    def _rests(self) -> bool:
+        return len(self._entered) == 1 and isinstance(self._entered[0], Mark)
 
     @property
     def lent_to(self) -> Mark | None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map
 
 from pipeload_hooks._kernels import attend, beside
@@ -27,6 +27,14 @@ if TYPE_CHECKING:
 
 MOST_COMPUTED = 1 << 17
 """Elements of the largest tensor that is computed."""
+
+
+MOST_OPERATIONS = 50_000
+"""Of one trial. Some models look at each of thousands of pictures by itself."""
+
+
+class TooLongError(RuntimeError):
+    """A trial had more operations than it may."""
 
 
 class Trial(NamedTuple):
@@ -67,7 +75,7 @@ def try_out(run: Callable[[], Any], repeated: Iterable[Repeated] = ()) -> Trial:
             torch.inference_mode(mode=False),
             torch.no_grad(),
             torch.random.fork_rng(devices=()),
-            _Attention(ledger),
+            _Calls(ledger),
             _Counting(ledger),
         ):
             output = run()
@@ -97,8 +105,15 @@ def _repeat(ledger: Ledger, repeated: Repeated) -> Iterable[RemovableHandle]:
         yield block.register_forward_hook(partial(ended, block is last))
 
 
-class _Attention(TorchFunctionMode):
-    """Answers for the kernel that a CPU has for attention: without it scores are written out."""
+_FROM_NUMBERS = (torch.tensor, torch.as_tensor)
+_RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
+
+
+class _Calls(TorchFunctionMode):
+    """Answers for the kernel that a CPU has for attention: without it scores are written out.
+
+    And for tensors of given numbers, which are known.
+    """
 
     def __init__(self, ledger: Ledger) -> None:
         super().__init__()
@@ -114,6 +129,11 @@ class _Attention(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is nn.functional.scaled_dot_product_attention:
             return attend(self._ledger, *args, **kwargs)
+        if func in _FROM_NUMBERS and "device" in kwargs:
+            kwargs = {**kwargs, "device": "cpu"}  # the numbers are not looked at for another
+        if getattr(func, "__name__", "") in _RECURRENT:  # which want their first state beside it
+            with _disable_current_modes():
+                args, kwargs = tree_map(_without_values, (args, kwargs))
         return func(*args, **kwargs)
 
 
@@ -123,6 +143,7 @@ class _Counting(TorchDispatchMode):
     def __init__(self, ledger: Ledger) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._ledger = ledger
+        self._left = MOST_OPERATIONS
 
     def __torch_dispatch__(
         self,
@@ -131,19 +152,32 @@ class _Counting(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
+        self._left -= 1
+        if self._left < 0:
+            raise TooLongError(f"A trial of more than {MOST_OPERATIONS} operations.")
         kwargs = dict(kwargs or {})
         given = tensors_in((args, kwargs))
-        if all(tensor.is_meta for tensor in given) and given:
-            output = _for_sizes(func, args, kwargs)
-        elif any(tensor.is_meta for tensor in given):
-            output = _mixed(func, args, kwargs)
-        else:
-            output = _for_values(func, args, kwargs, given)
+        output = self._run(func, args, kwargs, given)
         made = tensors_in(output)
         if func is torch.ops.aten.convolution.default:
             self._ledger.kernels.add((given[0].shape, given[1].shape))
         self._ledger.enter(made, given, beside(func, args, made))
         return output
+
+    def _run(self, func: Any, args: Any, kwargs: dict[str, Any], given: Sequence[Tensor]) -> Any:
+        unknown = [tensor for tensor in given if self._ledger.is_unknown(tensor)]
+        real = bool(args) and isinstance(args[0], Tensor) and not args[0].is_meta
+        if func._schema.is_mutable and real and (unknown or self._ledger.stands_for_many(args[0])):
+            self._ledger.forget(args[0])
+            return args[0]
+        if not unknown:
+            output = _constant(func, args, kwargs, given)
+            return _for_values(func, args, kwargs, given) if output is None else output
+        if all(tensor.is_meta for tensor in given):
+            return _for_sizes(func, args, kwargs)
+        if func.is_view and real:  # it shares what is not known
+            return func(*args, **kwargs)
+        return _mixed(func, *tree_map(partial(_if_known, unknown), (args, kwargs)))
 
 
 def tensors_in(value: Any) -> list[Tensor]:
@@ -182,8 +216,12 @@ def _flag(_func: Any, given: Tensor) -> bool:
 
 
 def _nonzero(_func: Any, given: Tensor) -> Tensor:
-    """As many as there can be."""
-    return given.new_empty((given.numel(), given.dim()), dtype=torch.long)
+    """As many as there can be; of what was found in a picture, one in every line."""
+    if given.dim() == 1 and given.numel() <= MOST_COMPUTED:
+        return torch.arange(given.numel()).unsqueeze(1)
+    picture = given.dtype is torch.bool and given.dim() == 2 and given.numel()
+    many = max(given.shape) if picture else given.numel()
+    return given.new_empty((many, given.dim()), dtype=torch.long)
 
 
 def _index(func: Any, given: Tensor, indices: Sequence[Tensor | None], *others: Any) -> Any:
@@ -215,8 +253,6 @@ def _mixed(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """What is real among the arguments is only looked at where the result's size depends on it."""
     if func._schema.name in _INDEXING:
         args = (args[0], _numbers(args[1]), *args[2:])
-    if func._schema.is_mutable and not args[0].is_meta:
-        return args[0]  # it has no values any more, but nobody could tell
     args, kwargs = tree_map(_without_values, (args, kwargs))
     return _for_sizes(func, args, kwargs)
 
@@ -241,8 +277,51 @@ def _without_values(value: Any) -> Any:
     return value
 
 
+def _if_known(unknown: Sequence[Tensor], value: Any) -> Any:
+    return _without_values(value) if any(value is one for one in unknown) else value
+
+
+def _constant(func: Any, args: Any, kwargs: dict[str, Any], given: Sequence[Tensor]) -> Any:
+    """Large, and of one number alone, which stands for all; None where the result is not.
+
+    A mask that hides nothing is known, whatever its size.
+    """
+    if not given and func._schema.name in _FILLED:
+        size, args = torch.Size(args[0]), ([], *args[1:])
+    elif given and _is_by_number(func) and all(map(_is_constant, given)):
+        size = torch.broadcast_shapes(*(tensor.shape for tensor in given))
+    else:
+        return None
+    if size.numel() <= MOST_COMPUTED:
+        return None
+    here = {"device": torch.device("cpu")} if "device" in kwargs else {}
+    made = func(*tree_map(_one_of, args), **(tree_map(_one_of, kwargs) | here))
+    return made.expand(size)
+
+
+_FILLED = ("aten::ones", "aten::full")
+_COPIES = ("aten::clone", "aten::_to_copy")
+
+
+def _is_by_number(func: Any) -> bool:
+    named = func._schema.name in _COPIES or torch.Tag.pointwise in func.tags
+    return named and not func._schema.is_mutable and len(func._schema.returns) == 1
+
+
+def _is_constant(tensor: Tensor) -> bool:
+    return not any(
+        step for size, step in zip(tensor.shape, tensor.stride(), strict=True) if size > 1
+    )
+
+
+def _one_of(value: Any) -> Any:
+    return value.as_strided((), ()) if isinstance(value, Tensor) else value
+
+
 def _for_values(func: Any, args: Any, kwargs: dict[str, Any], given: Sequence[Tensor]) -> Any:
     here = kwargs | {"device": torch.device("cpu")} if "device" in kwargs else kwargs
+    if func.is_view:
+        return func(*args, **here)
     if not given or any(tensor.numel() > MOST_COMPUTED for tensor in given) or _grows(func, given):
         there, sizes = tree_map(_without_values, (args, kwargs))
         if "device" in sizes or not given:

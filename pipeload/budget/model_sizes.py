@@ -263,8 +263,8 @@ def _inner(model: nn.Module, text: Any, hidden: int) -> int:
 
 def _logits(model: Any, vocabulary: int) -> int:
     """Logits of one position; none where no module is wide enough to make them."""
-    heads = (m for m in model.modules() if getattr(m, "out_features", 0) >= vocabulary)
-    return vocabulary if next(heads, None) is not None else 0
+    widest = max((size_of(module, "out_features") for module in model.modules()), default=0)
+    return vocabulary if widest >= vocabulary else 0
 
 
 def _vision(config: Any) -> int:

@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from pipeload.budget.kv_cache import is_cache, self_and_cross
 from pipeload.budget.trial_run import like_lists, with_float_products
 from pipeload.budget.twin_blocks import bare_memo, short_copy
-from pipeload_hooks import MOST_COMPUTED, Repeated, Trial, try_out
+from pipeload_hooks import MOST_COMPUTED, Repeated, TooLongError, Trial, try_out
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable
@@ -135,6 +135,8 @@ class PassTrace:
                 return trial
             _log.debug("%s cannot be tried: %r", type(self._whole).__name__, trial.error)
             trials.append(trial)
+            if isinstance(trial.error, TooLongError):
+                break
         return max(trials, key=lambda trial: trial.peak)
 
     def _skeletons(self) -> list[_Skeleton]:

@@ -225,7 +225,7 @@ class Streamer:
         again = site in self._inside
         if not again and (self._held or self._lent):
             again = self._gate.died()
-        if not again and self._gate.owned():
+        if not again and (self._gate.step_in(module) if self._lent else self._gate.owned()):
             return
         if site is not None:  # ids for an embedding say nothing of blocks
             args, kwargs = arguments_alone(module, *arguments_of(module))
@@ -236,12 +236,16 @@ class Streamer:
             raise
         if self._gate.is_outermost(module):
             self._alone = id(module)
-        else:
+        elif not self._lent:
             self._gate.leave(module)
 
     def leave(self, module: nn.Module | None) -> None:
         """The site that `enter` was called for has run."""
-        if module is not None and self._alone == id(module):
+        if module is None:
+            return
+        if self._lent:
+            self._gate.leave(module)
+        elif self._alone == id(module):
             self._end(module, (), None)
 
     def refuse_recording(self, site: int) -> NoReturn:
@@ -396,7 +400,7 @@ class Streamer:
         return self.governor.forget()
 
     def abandon(self) -> None:
-        """Give the memory of the weights back: they read as NaN."""
+        """Give the memory of the weights back: all are evicted, for good."""
         for seat in self._seats:
             seat.evict()
         for table in self.tables:

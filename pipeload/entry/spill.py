@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import shutil
@@ -13,6 +12,7 @@ import torch
 
 from pipeload._sizes import format_size
 from pipeload.checkpoint.headers import read_header
+from pipeload.checkpoint.writer import Tensor, is_odd, make_header
 from pipeload.errors import OptionError
 from pipeload.system.mounts import network_mount
 from pipeload.system.owned_files import WHOLE, delete_abandoned, make_owned
@@ -21,12 +21,11 @@ from pipeload.weights.arena import DTYPE_CODES
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
-    from typing import Any, BinaryIO
+    from typing import BinaryIO
 
     from pipeload.checkpoint.headers import TensorEntry
 
 _log = logging.getLogger("pipeload")
-_ALIGN = 64
 _CHUNK_BYTES = 16 << 20
 
 
@@ -115,22 +114,13 @@ def _give_up(path: Path, lock: int | None, owner: int) -> None:
 
 
 def _write(file: BinaryIO, tensors: Mapping[str, torch.Tensor]) -> None:
-    """The safetensors format: the library's writer would copy all of them in memory first."""
-    # Odd sizes last: what is before them lies as plain tensors do, on multiples of 64 bytes.
-    names = sorted(tensors, key=lambda name: (_nbytes(tensors[name]) % _ALIGN != 0, name))
-    table: dict[str, Any] = {}
-    end = 0
-    for name in names:
-        tensor = tensors[name]
-        table[name] = {
-            "dtype": DTYPE_CODES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [end, end := end + _nbytes(tensor)],
-        }
-    header = json.dumps(table, separators=(",", ":")).encode()
-    header += b" " * (-(8 + len(header)) % _ALIGN)
-    file.write(len(header).to_bytes(8, "little") + header)
-    for name in names:
+    made = [
+        Tensor(name, DTYPE_CODES[tensor.dtype], tuple(tensor.shape), _nbytes(tensor))
+        for name, tensor in tensors.items()
+    ]
+    made.sort(key=lambda tensor: (is_odd(tensor.nbytes), tensor.name))
+    file.write(make_header(made))
+    for name, *_ in made:
         flat = tensors[name].detach().contiguous().reshape(-1).view(torch.uint8)
         for first in range(0, flat.numel(), _CHUNK_BYTES):
             file.write(flat[first : first + _CHUNK_BYTES].numpy().data)

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from pipeload.checkpoint.writer import Tensor
 from pipeload.errors import OptionError
-from pipeload.quantiser.shards import Step, Tensor
+from pipeload.quantiser.shards import Step
 from pipeload.quantiser.tensor import bytes_of, read_weight
 from pipeload.weights.arena import DTYPE_CODES
 

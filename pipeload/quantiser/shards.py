@@ -16,6 +16,7 @@ import stat
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pipeload._sizes import format_size
+from pipeload.checkpoint.writer import is_odd, make_header
 from pipeload.errors import OptionError, PipeloadError
 from pipeload.system.folder_lock import LOCK, FolderLock
 
@@ -25,19 +26,10 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
+    from pipeload.checkpoint.writer import Tensor
+
 MANIFEST = "pipeload-quantise.json"
-_ALIGN = 64
 _SPARE_BYTES = 16 << 20  # for everything beside the shards
-
-
-class Tensor(NamedTuple):
-    """One that a shard holds."""
-
-    name: str
-    dtype: str
-    """A safetensors code."""
-    shape: tuple[int, ...]
-    nbytes: int
 
 
 class Step(NamedTuple):
@@ -63,8 +55,7 @@ def divide(steps: Sequence[Step], shard_bytes: int) -> list[list[Step]]:
             room = shard_bytes
         shards[-1].append(step)
         room -= step.nbytes
-    # Odd sizes last: what is before them begins at a multiple of 64 bytes.
-    return [sorted(shard, key=lambda step: step.nbytes % _ALIGN != 0) for shard in shards]
+    return [sorted(shard, key=lambda step: is_odd(step.nbytes)) for shard in shards]
 
 
 class Output:
@@ -258,18 +249,7 @@ def _let_others_read(folder: Path) -> None:
 
 
 def _header(shard: Sequence[Step]) -> bytes:
-    table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for tensor in (tensor for step in shard for tensor in step.tensors):
-        offsets = [end, end := end + tensor.nbytes]
-        table[tensor.name] = {
-            "dtype": tensor.dtype,
-            "shape": list(tensor.shape),
-            "data_offsets": offsets,
-        }
-    header = json.dumps(table, separators=(",", ":")).encode()
-    header += b" " * (-(8 + len(header)) % _ALIGN)
-    return len(header).to_bytes(8, "little") + header
+    return make_header(tensor for step in shard for tensor in step.tensors)
 
 
 def _read(path: Path) -> object:

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from pipeload.checkpoint.writer import Tensor
 from pipeload.errors import CheckpointError
 from pipeload.formats.integers.linear import Int4Linear, Int8Linear
 from pipeload.formats.integers.order import BLOCK_ROWS, pack
-from pipeload.quantiser.shards import Step, Tensor
+from pipeload.quantiser.shards import Step
 from pipeload.weights.arena import DTYPES
 from pipeload.weights.stored import read_pieces
 
