@@ -6,6 +6,7 @@ supplies the weights; `attach` calls it around every block.
 
 from __future__ import annotations
 
+from pipeload_hooks._answers import MOST_COMPUTED, UnknownValueError
 from pipeload_hooks._attach import Attachment, attach, inside_compiled_call
 from pipeload_hooks._binding import (
     Binding,
@@ -34,7 +35,7 @@ from pipeload_hooks._split import (
     computes_linear,
     restore_split,
 )
-from pipeload_hooks._trial import MOST_COMPUTED, Repeated, TooLongError, Trial, try_out
+from pipeload_hooks._trial import Repeated, TooLongError, Trial, try_out
 from pipeload_hooks._usage import Usage, observe_usage
 from pipeload_hooks._watch import EvictedWeightWatch, discard_ended
 
@@ -58,6 +59,7 @@ __all__ = [
     "TooLongError",
     "TreeWatch",
     "Trial",
+    "UnknownValueError",
     "Usage",
     "WeightSource",
     "arguments_of",

@@ -21,7 +21,14 @@ from torch.overrides import TorchFunctionMode
 from pipeload.budget.kv_cache import is_cache, self_and_cross
 from pipeload.budget.trial_run import like_lists, with_float_products
 from pipeload.budget.twin_blocks import bare_memo, short_copy
-from pipeload_hooks import MOST_COMPUTED, Repeated, TooLongError, Trial, try_out
+from pipeload_hooks import (
+    MOST_COMPUTED,
+    Repeated,
+    TooLongError,
+    Trial,
+    UnknownValueError,
+    try_out,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable
@@ -34,6 +41,8 @@ _REMEMBERED = 64
 """Sizes of input whose trials are kept."""
 _FEW = 64
 """Numbers of a tensor that are taken to say how large something is: a grid, a length."""
+_MOST_MISSING = 4.0
+"""So many times what was counted is taken, at most, where a trial ended early."""
 
 _WORDS = "input_ids"
 _HOOKED = "_output_capturing_hooks_installed"
@@ -125,8 +134,9 @@ class PassTrace:
         """Of few blocks; of all where the model does not run with few."""
         trials: list[Trial] = []
         for skeleton in self._skeletons():
+            part = skeleton.model.get_submodule(path)
             call = partial(
-                skeleton.model.get_submodule(path),
+                part,
                 *_without_values(args),
                 **_without_values(kwargs),
             )
@@ -134,7 +144,7 @@ class PassTrace:
             if trial.error is None:
                 return trial
             _log.debug("%s cannot be tried: %r", type(self._whole).__name__, trial.error)
-            trials.append(trial)
+            trials.append(_ended_early(trial, part))
             if isinstance(trial.error, TooLongError):
                 break
         return max(trials, key=lambda trial: trial.peak)
@@ -162,6 +172,18 @@ def trace_of(model: nn.Module) -> PassTrace | None:
     except Exception as error:  # attributes may be anything
         _log.debug("%s cannot be copied: %r", type(model).__name__, error)
         return None
+
+
+def _ended_early(trial: Trial, part: nn.Module) -> Trial:
+    """What it may have come to: the more, the more of the weights had yet to be used.
+
+    Where the model itself refuses its arguments, a pass ends there, too.
+    """
+    if not isinstance(trial.error, (UnknownValueError, RuntimeError)):
+        return trial
+    weights = sum(1 for _ in part.parameters())
+    missing = min(_MOST_MISSING, max(1.0, weights / max(1, trial.weights)))
+    return trial._replace(peak=int(trial.peak * missing))
 
 
 def _config(module: nn.Module) -> Any:

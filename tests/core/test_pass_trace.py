@@ -263,6 +263,31 @@ def test_what_cannot_be_tried_is_estimated_all_the_same() -> None:
     assert needs.for_pass((), {"input_ids": ids(200)}) >= before
 
 
+def test_a_trial_that_ends_early_counts_for_more() -> None:
+    """By as much as weights are missing; not where a real pass would end, too."""
+    model = torch.nn.Sequential(*(torch.nn.Linear(64, 64, bias=False) for _ in range(3)))
+    call, one = (torch.zeros(100, 64),), 100 * 64 * 4
+    cases = ((1, RuntimeError, 3), (2, RuntimeError, 1.5), (1, TypeError, 1))
+    for index, error, times in cases:
+        trace = PassTrace(model, torch.float32)
+        trace.model[index].forward = mock.Mock(side_effect=error)
+        ended = trace.of("", call, {})
+        assert ended is not None
+        assert isinstance(ended.error, error)
+        assert ended.peak == int(times * one * min(2, index))
+
+
+def test_a_model_whose_features_have_names() -> None:
+    """A backbone gives stages, by their names, and no logits."""
+    from transformers import ResNetBackbone, ResNetConfig
+
+    sizes: dict[str, Any] = {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1]}
+    model = on_meta(ResNetBackbone, ResNetConfig(**sizes))
+    model.out_features = ["stage1", "stage2"]
+    call = {"pixel_values": torch.zeros(2, 3, 64, 64)}
+    assert PassNeeds(model, model.config).for_pass((), call) > 0
+
+
 class Paced(torch.nn.Module):
     """Looks at a buffer that has its value only once weights are there."""
 

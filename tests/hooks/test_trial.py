@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import gc
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
-from pipeload_hooks import Repeated, try_out
+from pipeload_hooks import Repeated, TooLongError, _trial, try_out
 
 KB = 1 << 10
 
@@ -75,7 +76,8 @@ def test_questions_about_unknown_values_have_the_usual_answer() -> None:
 
 def test_a_number_that_nobody_knows_ends_the_trial() -> None:
     """What was counted until then is told, with what was raised."""
-    trial = try_out(lambda: range(int((meta(KB) + 1).max().item())))
+    states = meta(KB)
+    trial = try_out(lambda: range(int(((states + 1) * 2).max().item())))
     assert isinstance(trial.error, ValueError)
     assert trial.peak >= 2 * KB * 4
 
@@ -153,3 +155,81 @@ def test_experts_in_one_product() -> None:
     rows, weights, ends = meta(12, 16), meta(4, 16, 24), torch.tensor([3, 6, 9, 12]).int()
     trial = try_out(lambda: torch._grouped_mm(rows, weights, offs=ends))
     assert trial.output.shape == (12, 24)
+
+
+def test_a_large_mask_of_one_number_is_known() -> None:
+    """It is counted, but takes no memory; what is written to it is not known any more."""
+    weight = meta(KB)
+
+    def run(*, written: bool) -> torch.Tensor:
+        mask = torch.ones(KB, KB, device=weight.device)
+        if written:
+            mask[:, 9:] = 0
+        return weight.new_empty(int((mask[:, None].long() * 2)[0, 0].sum().item()))
+
+    trial = try_out(lambda: run(written=False))
+    assert trial.error is None
+    assert trial.output.shape == (2 * KB,)
+    assert 4 * KB * KB <= trial.peak < 33 * KB * KB
+    assert isinstance(try_out(lambda: run(written=True)).error, ValueError)
+
+
+def test_what_was_written_from_unknown_values_is_unknown() -> None:
+    """Else no expert would ever be chosen; all are, and each has its number."""
+    chosen, experts = meta(64, 1, dtype=torch.long), {str(n): n for n in range(8)}
+
+    def run() -> list[int]:
+        hits = torch.zeros(64, 8, dtype=torch.long).scatter_(1, chosen, 1)
+        assert len(torch.where(hits.t()[3])[0]) == 64
+        return [experts[f"{index[0]}"] for index in hits.sum(0).nonzero()]
+
+    assert try_out(run).output == list(range(8))
+
+
+def test_numbers_that_are_given_are_known() -> None:
+    """Wherever they are wanted."""
+    states = meta(4)
+    trial = try_out(lambda: torch.tensor([[1, 2, 3]], device=states.device).tolist())
+    assert trial.output == [[1, 2, 3]]
+
+
+def test_what_is_found_in_a_picture_is_no_point_of_it() -> None:
+    """One in every line; what is found in a row may be all of it."""
+    scores = meta(48, 64)
+    assert try_out((scores > 0).nonzero).output.shape == (64, 2)
+    assert try_out((scores[0] > 0).nonzero).output.shape == (64, 1)
+
+
+def test_recurrent_layers_run() -> None:
+    """Their first state is small, and would be known."""
+    layer = nn.LSTM(8, 8, 2, device="meta")
+    assert try_out(lambda: layer(meta(16, 2, 8))[0]).output.shape == (16, 2, 8)
+
+
+@pytest.mark.parametrize(("kernel", "orders"), [(1, 1), (3, 2)])
+def test_weights_for_channels_that_come_last(kernel: int, orders: int) -> None:
+    """They are put in order, twice where a kernel has more than one place; the next is alike."""
+    first = nn.Conv2d(256, 256, kernel, padding="same", bias=False, device="meta")
+    weights = first.weight.nbytes
+
+    def run() -> torch.Tensor:
+        return first(meta(1, 4, 4, 256).permute(0, 3, 1, 2))  # type: ignore[no-any-return]
+
+    trial = try_out(run)
+    small = 2 * trial.kept
+    assert orders * weights <= trial.peak <= orders * weights + small
+    assert trial.output.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_a_trial_has_an_end() -> None:
+    """Some models look at thousands of pictures, one after the other."""
+
+    def run() -> None:
+        states = meta(8)
+        while True:
+            states = states + 1
+
+    with mock.patch.object(_trial, "MOST_OPERATIONS", 99):
+        trial = try_out(run)
+    assert isinstance(trial.error, TooLongError)
+    assert trial.peak == 2 * 8 * 4
