@@ -18,7 +18,16 @@ from pipeload.errors import CheckpointError
 from tests.test_cli import invoke
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from typing import Any
+
+
+@pytest.fixture(autouse=True)
+def _interrupts_arrive() -> Iterator[None]:
+    """Also where the tests themselves were started with Ctrl-C ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 class Terminal(io.StringIO):
@@ -94,7 +103,7 @@ def test_an_interrupt_while_the_command_line_itself_loads(monkeypatch: pytest.Mo
     """Nothing of it is there yet."""
 
     def stop(name: str, *args: Any, **kwargs: Any) -> Any:
-        if name == "pipeload" and args[2:3] and args[2] == ("cli",):
+        if name == "pipeload.cli" and args[2:3] and args[2] == ("commands",):
             raise KeyboardInterrupt
         return real(name, *args, **kwargs)
 
