@@ -381,6 +381,16 @@ class Dispatcher:
             ticket.settle(error)
         self._tickets.clear()
         self._pool.join(_JOIN_SECONDS)
+        self._forget_loads()
+
+    def _forget_loads(self) -> None:
+        """What was being read counts as never begun: nobody hears of it after the end."""
+        for unit in self.units:
+            if unit.state is UnitState.LOADING:
+                self._give_slot_back(unit)
+                self.counters.resident_bytes -= sum(place.nbytes for place in unit.home.unread)
+                unit.state = UnitState.ON_DISK
+        self._loading = self._jobs = 0
 
 
 def dispatch(dispatcher: Dispatcher) -> None:

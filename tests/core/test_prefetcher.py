@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
 from typing import TYPE_CHECKING
 
 import pytest
@@ -132,6 +133,24 @@ def test_a_block_in_use_may_be_asked_for_again(rig: Rig) -> None:
     rig.prefetcher.release(0)
     rig.prefetcher.release(0)
     rig.run(0, 1, 2, 3, 4, 5)
+
+
+def test_an_end_in_the_middle_of_a_read(rig: Rig) -> None:
+    """What was being read is begun anew: after a new start nobody waits for it."""
+    rig.files.opened.clear()
+    rig.run(0)
+    rig.files.wait_for_read(2)
+    closing = in_thread(rig.prefetcher.close)
+    deadline = time.monotonic() + WAIT_SECONDS
+    while not rig.dispatcher._pool._closed.is_set() and time.monotonic() < deadline:
+        time.sleep(0.001)
+    rig.files.opened.set()
+    closing.result(WAIT_SECONDS)
+    rig.prefetcher.start()
+    units = rig.prefetcher.units
+    plans, slot_bytes = [unit.plan for unit in units], units[0].plan.streamed.nbytes
+    in_thread(rig.prefetcher.resplit, plans, slot_bytes).result(WAIT_SECONDS)
+    rig.run(1, 2, 3, 4, 5, 0, 1)
 
 
 def test_a_failed_read_is_raised_and_tried_again(rig: Rig) -> None:
