@@ -77,7 +77,8 @@ class PassNeeds:
         self._rotated = rotated(self._widths)
         self._reader = CacheReader(self._widths.layers, self._widths.item)
         self._cross_reader = CacheReader(self._widths.layers, self._widths.item)
-        self._trace = trace_of(model)
+        # Trials take attention to be one kernel, as it is on processors.
+        self._trace = trace_of(model) if fused else None
         self._short_by = 1.0
         self._generates: bool = getattr(model, "can_generate", bool)()
         alone = not self._widths.encoder_decoder and config.get_text_config() is config
