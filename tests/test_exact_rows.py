@@ -142,12 +142,11 @@ def test_a_refusal_says_what_is_whole(
     assert "'lm_head.weight'" in text
     assert "torch.float32" in text
     assert "dtype=" in text
-    sizes = re.search(
-        r"holds ([\d.]+) MB .* needs ([\d.]+) MB.* take ([\d.]+) MB"
-        r".*unit, '.*', ([\d.]+) MB, .*else ([\d.]+) MB",
-        text.replace("0 bytes", "0 MB").replace("kB", "MB"),
-    )
-    assert sizes, text
+    units = {"bytes": 1.0, "kB": 1e3, "MB": 1e6, "GB": 1e9}
+    made_of = text[text.index("This process holds") : text.index("The smallest limit")]
+    sizes = [float(n) * units[u] for n, u in re.findall(r"([\d.]+) (bytes|kB|MB|GB)", made_of)]
+    assert len(sizes) == 5
+    assert sum(sizes) == pytest.approx(error.value.smallest_limit, rel=0.01)
 
 
 @pytest.mark.parametrize("where", ["object", "class"])

@@ -8,6 +8,8 @@ import time
 import weakref
 from typing import TYPE_CHECKING, Any, NoReturn
 
+import torch
+
 from pipeload.engine.hooking import Hooks
 from pipeload.engine.pass_log import PassLog
 from pipeload.engine.refusals import (
@@ -33,7 +35,6 @@ from pipeload_hooks import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 
-    import torch
     from torch import nn
 
     from pipeload.budget.governor import Governor
@@ -486,6 +487,8 @@ class Streamer:
         """A part of a model that is all resident is called: perhaps past the model's hooks."""
         found = None
         if module is not self._hooks.outermost():
+            if torch.compiler.is_compiling():
+                return  # the stack is not the model's then
             found = self._callers.find(module)
         if isinstance(found, Caller):
             if not found.mark.begins(module, again=self._hooks.begins_at(module)):
