@@ -51,9 +51,10 @@ CALLS = {
 }
 ALLOWED = {
     # The user's own script, which `python -m pipeload` is asked to run.
-    *(("script", "runpy"), ("script", "exec")),
+    *(("script", "runpy"), ("script", "exec"), ("script", "compile")),
     ("_lookup", "compile"),  # the source of a running function, to be compared and never run
-    ("__init__", "importlib.import_module"),  # of names that stand in that file
+    # Of names that stand in these files.
+    *(("__init__", "importlib.import_module"), ("everywhere", "importlib.import_module")),
 }
 
 
