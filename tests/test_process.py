@@ -346,6 +346,7 @@ def test_a_mapping_that_is_refused_to_a_thread(
     folder: Path, refusing: NoMappings, expected: Reference
 ) -> None:
     """More is to be kept, and cannot: refused from then on with the reason; a new one works."""
+    before = our_threads()
     model = load_streamed(folder, spare=700_000)
     limit = model.pipeload.plan.memory_limit
     model.pipeload.set_memory_limit(limit - 700_000)
@@ -357,7 +358,7 @@ def test_a_mapping_that_is_refused_to_a_thread(
     for _ in range(2):
         with pytest.raises(UnsupportedOperationError, match=refusal):
             logits(model)
-    wait_for_threads(set())
+    wait_for_threads(before)
     model.pipeload.remove()
     assert torch.equal(logits(model), expected[0])
     check(load_streamed(folder), expected)
