@@ -36,6 +36,10 @@ FLOOR_BYTES = 8_000_000_000
 IDS = torch.arange(3, 20)[None]
 
 
+def _not_probed(_model: object) -> None:
+    """Not a mock's: that would remember the model."""
+
+
 @contextlib.contextmanager
 def steady_floor(*, modules: bool = False) -> Iterator[None]:
     """Plans made inside all start from the same process size, and share it with no other model.
@@ -50,7 +54,7 @@ def steady_floor(*, modules: bool = False) -> Iterator[None]:
         mock.patch.object(make_plan, "SMALLEST_SLACK_BYTES", 0),
         contextlib.nullcontext()
         if modules
-        else mock.patch.object(loading, "probe_usage", lambda _model: None),  # a mock keeps it
+        else mock.patch.object(loading, "probe_usage", _not_probed),
     ):
         yield
 
