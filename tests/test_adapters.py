@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import re
 from typing import TYPE_CHECKING, Any
 
@@ -576,16 +577,17 @@ def test_adapters_stay_and_are_counted(lab: Lab, monkeypatch: pytest.MonkeyPatch
 
 def test_a_large_adapter_takes_memory_from_the_weights(smollm2_bf16: Path) -> None:
     """Put on later, it is seen in what the process holds: residents yield at the next pass."""
+    gc.collect()  # what others left would take the adapter in, and nobody need yield
     ACCOUNTANT.forget_all()
-    limit = pipeload.smallest_limit(smollm2_bf16) + 150_000_000
+    limit = pipeload.smallest_limit(smollm2_bf16) + 220_000_000
     model = pipeload.from_pretrained(smollm2_bf16, memory_limit=limit, dtype="auto")
     for _ in range(3):
         logits(model)
     before = model.pipeload.plan.resident
-    config = lora(r=128, target_modules=["q_proj", "gate_proj", "up_proj", "down_proj"])
+    config = lora(r=192, target_modules=["q_proj", "gate_proj", "up_proj", "down_proj"])
     adapted = peft.get_peft_model(model, config).eval()
     nbytes = sum(p.numel() * p.element_size() for n, p in model.named_parameters() if "lora" in n)
-    assert nbytes > 60_000_000
+    assert nbytes > 150_000_000
     logits(adapted)
     assert model.pipeload.plan.resident < before - nbytes // 2
     model.pipeload.remove()

@@ -130,9 +130,13 @@ def _use(model: Any) -> None:
     logits(model)
 
 
-def test_a_model_cannot_be_sent_to_another_process(folder: Path, expected: Reference) -> None:
-    """Neither it nor a part of it: its weights are on disk."""
-    model = load_streamed(folder)
+@pytest.mark.parametrize("spare", [0, pytest.param(10_000_000, id="everything in memory")])
+def test_a_model_cannot_be_sent_to_another_process(
+    folder: Path, expected: Reference, spare: int
+) -> None:
+    """Neither it nor a part of it: its weights are on disk, or may be after the next pass."""
+    model = load_streamed(folder, spare=spare)
+    check(model, expected)
     child = multiprocessing.get_context("spawn").Process(target=_use, args=(model,))
     with pytest.raises(UnsupportedOperationError, match="cannot be pickled"):
         child.start()
