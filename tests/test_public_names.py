@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import inspect
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -11,6 +12,7 @@ import pytest
 
 import pipeload
 from pipeload import errors
+from pipeload.entry.options import GivenOptions
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -100,12 +102,32 @@ def options_of(function: Any) -> dict[str, str]:
     return options
 
 
-@pytest.mark.parametrize("function", [pipeload.from_pretrained, pipeload.plan])
+@pytest.mark.parametrize(
+    "function", [pipeload.from_pretrained, pipeload.wrap, pipeload.streaming, pipeload.plan]
+)
 def test_every_option_is_described(function: Any) -> None:
     """In the docstring, in the order of the signature."""
     parameters = list(inspect.signature(function).parameters)
     described = list(options_of(function))
     assert described == parameters
+
+
+LACKING = {
+    "from_pretrained": {"disk_rate"},
+    "wrap": {"disk_rate"},
+    "streaming": {"disk_rate"},
+    "plan": {"pressure", "read_timeout"},
+}
+
+
+@pytest.mark.parametrize("name", LACKING)
+def test_options_have_one_meaning(name: str) -> None:
+    """What is passed on is what is asked for by name, with one default in all functions."""
+    known = {field.name: field.default for field in dataclasses.fields(GivenOptions)}
+    parameters = inspect.signature(PUBLIC[name]).parameters
+    taken = {name: parameters[name].default for name in known if name in parameters}
+    assert known.keys() - taken.keys() == LACKING[name]
+    assert taken == {name: known[name] for name in taken}
 
 
 UNITS = {

@@ -13,6 +13,7 @@ import torch
 import pipeload
 from pipeload import OptionError, ReadError
 from pipeload.checkpoint import files
+from pipeload.entry.options import GivenOptions
 from pipeload.entry.request import make_request
 from tests.models import load_plain
 from tests.streaming import (
@@ -212,19 +213,19 @@ def test_who_says_how_long(
     monkeypatch.delenv("PIPELOAD_READ_TIMEOUT", raising=False)
     if variable is not None:
         monkeypatch.setenv("PIPELOAD_READ_TIMEOUT", variable)
-    assert make_request(1, read_timeout=option).options.read_timeout == seconds
+    assert make_request(GivenOptions(1, read_timeout=option)).options.read_timeout == seconds
 
 
 @pytest.mark.parametrize("option", [-1, float("nan"), float("inf"), "soon", True, [1]])
 def test_a_time_that_is_none(option: Any) -> None:
     with pytest.raises(OptionError, match=r"read_timeout=.* must be seconds, 0 or more"):
-        make_request(1, read_timeout=option)
+        make_request(GivenOptions(1, read_timeout=option))
 
 
 def test_a_variable_that_is_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PIPELOAD_READ_TIMEOUT", "soon")
     with pytest.raises(OptionError, match="PIPELOAD_READ_TIMEOUT='soon' must be seconds"):
-        make_request(1)
+        make_request(GivenOptions(1))
 
 
 def test_a_network_mount_that_stops_answering(

@@ -23,6 +23,7 @@ from pipeload.cli.model import (
 from pipeload.cli.report import describe_limits
 from pipeload.cli.screen import Screen, log, silence_libraries
 from pipeload.entry.loading import check_source, needs_of, refuse_quantised
+from pipeload.entry.options import GivenOptions
 from pipeload.entry.request import make_request
 from pipeload.errors import CheckpointError, MemoryLimitError, OptionError
 from pipeload.evaluate import report
@@ -87,10 +88,11 @@ def run(request: Request, *, debug: bool) -> None:
     text = read_text(request.text)
     for model in request.models:
         check_model(model)
-    asked = make_request(
+    given = GivenOptions(
         request.memory_limit, device=request.device, host_memory_limit=request.host_memory_limit
     )
-    device = asked.options.device
+    options = make_request(given).options
+    device = options.device
     subjects = [_prepare(model, text, request, device) for model in request.models]
     window = _choose_window(request, subjects)
     stride = max(1, window // 2) if request.stride is None else request.stride

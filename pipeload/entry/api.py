@@ -12,6 +12,7 @@ from pipeload.devices.accounts import account_of
 from pipeload.engine.forks import give_back_inherited
 from pipeload.engine.handle import Handle
 from pipeload.entry.loading import Loading, check_source, needs_of, plan_pending
+from pipeload.entry.options import GivenOptions
 from pipeload.entry.request import make_request
 from pipeload.entry.wrap import wrap as wrap_model
 from pipeload.errors import MemoryLimitError, OptionError
@@ -93,18 +94,7 @@ def from_pretrained(
         OptionError: an option means nothing.
         ReadError: the disk failed, or does not answer.
     """
-    request = make_request(
-        memory_limit,
-        tokens=tokens,
-        batch=batch,
-        io_mode=io_mode,
-        readers=readers,
-        pressure=pressure,
-        read_timeout=read_timeout,
-        device=device,
-        host_memory_limit=host_memory_limit,
-        enclosing=_enclosing(),
-    )
+    request = make_request(GivenOptions.among(locals()), _enclosing())
     passed_on = check_source(pretrained, kwargs, request.options.device)
     loading = Loading(request, lenient=False)
     with intercept_loading(loading):
@@ -169,18 +159,7 @@ def wrap(
         OptionError: an option means nothing, or the model is not on the CPU, or streamed already.
         ReadError: the disk failed, or does not answer.
     """
-    request = make_request(
-        memory_limit,
-        tokens=tokens,
-        batch=batch,
-        io_mode=io_mode,
-        readers=readers,
-        pressure=pressure,
-        read_timeout=read_timeout,
-        device=device,
-        host_memory_limit=host_memory_limit,
-        enclosing=_enclosing(),
-    )
+    request = make_request(GivenOptions.among(locals()), _enclosing())
     wrap_model(model, request, checkpoint, spill_dir, kwargs)
     return model
 
@@ -220,18 +199,7 @@ def streaming(
     Raises:
         OptionError: an option means nothing.
     """
-    request = make_request(
-        memory_limit,
-        tokens=tokens,
-        batch=batch,
-        io_mode=io_mode,
-        readers=readers,
-        pressure=pressure,
-        read_timeout=read_timeout,
-        device=device,
-        host_memory_limit=host_memory_limit,
-        enclosing=_enclosing(),
-    )
+    request = make_request(GivenOptions.among(locals()), _enclosing())
     with intercept_loading(Loading(request, lenient=True)):
         yield
 
@@ -251,7 +219,7 @@ def stream_everywhere(memory_limit: int | str | None, **options: Any) -> None:
     if memory_limit is None:
         intercept_everywhere(None)
         return
-    request = make_request(memory_limit, **options)
+    request = make_request(GivenOptions(memory_limit, **options))
     if ACCOUNTANT.clients:
         ACCOUNTANT.set_limit(request.options.memory_limit)
     if (device := request.options.device) is not None and account_of(device).clients:
@@ -295,17 +263,7 @@ def plan(
         UnsupportedModelError: as for `from_pretrained`.
         OptionError: as for `from_pretrained`.
     """
-    request = make_request(
-        memory_limit,
-        tokens=tokens,
-        batch=batch,
-        io_mode=io_mode,
-        readers=readers,
-        disk_rate=disk_rate,
-        device=device,
-        host_memory_limit=host_memory_limit,
-        enclosing=_enclosing(),
-    )
+    request = make_request(GivenOptions.among(locals()), _enclosing())
     where = request.options.device
     give_back_inherited()
     passed_on = check_source(pretrained, kwargs, where)

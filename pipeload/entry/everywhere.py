@@ -15,12 +15,16 @@ import os
 import sys
 from typing import Any
 
+from pipeload.entry.options import OPTIONS
 from pipeload.errors import OptionError
 from pipeload.hf.patch import Patch
 from pipeload.system.on_import import when_imported
 
-_OPTIONS = ("tokens", "batch", "io_mode", "readers", "pressure", "device", "host_memory_limit")
-"""What PIPELOAD_TOKENS and its like in the environment say, where nothing else does."""
+_VARIABLES = [name for name in OPTIONS if name not in {"memory_limit", "read_timeout", "disk_rate"}]
+"""What PIPELOAD_TOKENS and its like in the environment say, where nothing else does.
+
+Of the three others two have variables that count everywhere, and one is of `plan` alone.
+"""
 _API = "pipeload.entry.api"
 _MODELS = "transformers.modeling_utils"
 
@@ -59,7 +63,7 @@ def stream_when_imported(memory_limit: int | str, **options: Any) -> None:
 
 
 def _from_environment() -> dict[str, int | str]:
-    said = {name: os.environ.get(_variable(name), "").strip() for name in _OPTIONS}
+    said = {name: os.environ.get(_variable(name), "").strip() for name in _VARIABLES}
     return {name: int(text) if text.isdecimal() else text for name, text in said.items() if text}
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pipeload.budget.accounts import ACCOUNTANT, host_limit_alone
@@ -17,8 +17,7 @@ from pipeload.errors import OptionError
 from pipeload.system.memory import parse_limit
 
 if TYPE_CHECKING:
-    import torch
-
+    from pipeload.entry.options import GivenOptions
     from pipeload.weights.device import Device
 
 LIMIT_VARIABLE = "PIPELOAD_MEMORY_LIMIT"
@@ -36,70 +35,65 @@ class Request:
     pressure: bool
 
 
-def make_request(
-    memory_limit: int | str = "auto",
-    *,
-    tokens: int = 256,
-    batch: int = 1,
-    io_mode: str = "auto",
-    readers: int | None = None,
-    pressure: str = "off",
-    disk_rate: float | None = None,
-    read_timeout: float | str | None = "auto",
-    device: str | torch.device | None = None,
-    host_memory_limit: int | str | None = None,
-    enclosing: Request | None = None,
-) -> Request:
+def make_request(given: GivenOptions, enclosing: Request | None = None) -> Request:
     """Check what was asked for.
 
     Args:
-        memory_limit: as for `pipeload.from_pretrained`.
-        tokens: as there.
-        batch: as there.
-        io_mode: as there.
-        readers: as there.
-        pressure: as there.
-        disk_rate: bytes per second to predict with.
-        read_timeout: as for `pipeload.from_pretrained`.
-        device: as for `pipeload.from_pretrained`.
-        host_memory_limit: as there.
-        enclosing: what this is a part of.
+        given: what the user gave.
+        enclosing: the request of the `streaming` context that this is made in.
 
     Raises:
         OptionError: something means nothing.
     """
-    for name, value in (("tokens", tokens), ("batch", batch)):
+    _check(given)
+    outer = None if enclosing is None else enclosing.options
+    device = None if outer is None else outer.device
+    if given.device is not None:
+        device = open_device(given.device)
+    timeout = resolve_timeout(given.read_timeout)
+    hint = PassHint(given.tokens, given.batch)
+    if device is None:
+        if given.host_memory_limit is not None:
+            raise host_limit_alone(given.host_memory_limit)
+        process_limit, device_bytes = given.memory_limit, 0
+    else:
+        if given.pressure == "auto":
+            raise OptionError(
+                f"pressure='auto' gives weights back to the host, and on {device.where} it holds "
+                "none that could be. Leave it out."
+            )
+        process_limit = "auto" if given.host_memory_limit is None else given.host_memory_limit
+        device_bytes = _device_limit(device, given.memory_limit, outer)
+    limit, found_out = _resolve_limit(process_limit, outer)
+    options = Options(
+        limit,
+        given.io_mode,
+        given.readers,
+        given.disk_rate,
+        timeout,
+        device=device,
+        device_limit=device_bytes,
+        found_out=found_out,
+    )
+    return Request(options, hint, given.pressure == "auto")
+
+
+def _check(given: GivenOptions) -> None:
+    """Refuse what means nothing whatever the machine is."""
+    for name, value in (("tokens", given.tokens), ("batch", given.batch)):
         if not _is_whole(value) or value < 1:
             raise OptionError(f"{name}={value!r} must be a whole number of at least 1.")
+    readers = given.readers
     if readers is not None and not (_is_whole(readers) and 1 <= readers <= _MAX_READERS):
         raise OptionError(
             f"readers={readers!r} must be a whole number from 1 to {_MAX_READERS}, or None."
         )
-    if io_mode not in IO_MODES:
-        raise OptionError(f"io_mode={io_mode!r} is unknown. Choose one of {', '.join(IO_MODES)}.")
-    if pressure not in _PRESSURES:
-        raise OptionError(f"pressure={pressure!r} is unknown. Choose one of 'off', 'auto'.")
-    outer = None if enclosing is None else enclosing.options
-    found = None if outer is None else outer.device
-    if device is not None:
-        found = open_device(device)
-    timeout = resolve_timeout(read_timeout)
-    if found is None:
-        if host_memory_limit is not None:
-            raise host_limit_alone(host_memory_limit)
-        limit, found_out = _resolve_limit(memory_limit, outer)
-        options = Options(limit, io_mode, readers, disk_rate, timeout, found_out=found_out)
-        return Request(options, PassHint(tokens, batch), pressure == "auto")
-    if pressure == "auto":
+    if given.io_mode not in IO_MODES:
         raise OptionError(
-            f"pressure='auto' gives weights back to the host, and on {found.where} it holds none "
-            "that could be. Leave it out."
+            f"io_mode={given.io_mode!r} is unknown. Choose one of {', '.join(IO_MODES)}."
         )
-    named = "auto" if host_memory_limit is None else host_memory_limit
-    limit, found_out = _resolve_limit(named, outer)
-    options = Options(limit, io_mode, readers, disk_rate, timeout, found_out=found_out)
-    options = replace(options, device=found, device_limit=_device_limit(found, memory_limit, outer))
-    return Request(options, PassHint(tokens, batch), pressure=False)
+    if given.pressure not in _PRESSURES:
+        raise OptionError(f"pressure={given.pressure!r} is unknown. Choose one of 'off', 'auto'.")
 
 
 def _device_limit(device: Device, memory_limit: int | str, outer: Options | None) -> int:
