@@ -105,7 +105,7 @@ def load_ipython_extension(shell: Any) -> None:
 
 
 def unload_ipython_extension(shell: Any) -> None:
-    """`%unload_ext pipeload`."""
+    """`%unload_ext pipeload` in a notebook: models are loaded plainly from then on."""
     from pipeload.entry import notebook
 
     notebook.unload(shell)

@@ -27,7 +27,7 @@ class Tabled:
 
     @abstractmethod
     def _rows(self) -> list[Row]:
-        """The lines of the table."""
+        """Each line of the table, from the top."""
 
     def _caption(self) -> str:
         """A sentence below the table; empty when there is none."""

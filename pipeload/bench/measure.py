@@ -23,7 +23,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from pipeload._sizes import format_size
-from pipeload.bench.report import Row, legend, table
+from pipeload.bench.report import LimitResult, legend, table
 from pipeload.errors import OptionError, PipeloadError
 from pipeload.system.memory import parse_limit
 
@@ -131,7 +131,7 @@ def run(
     device: str = "cpu",
     host_memory_limits: Sequence[str | int | None] = (None,),
     progress: Callable[[str], None] | None = None,
-) -> list[Row]:
+) -> list[LimitResult]:
     """Measure `model` at each limit and print a table, or JSON.
 
     Args:
@@ -210,14 +210,14 @@ class _Progress:
         self._done = 0
 
     def tell(self, result: dict[str, Any]) -> None:
-        """One more was measured."""
+        """Tell that one more limit was measured, and what came out."""
         self._done += 1
         if self._tell is not None:
             limit, seconds = format_size(result["memory_limit"]), result["seconds"]
             self._tell(f"{self._done} of {self._count}: {limit}, {seconds:.3g} s per token")
 
 
-def _row(samples: Sequence[dict[str, Any]]) -> Row:
+def _row(samples: Sequence[dict[str, Any]]) -> LimitResult:
     """Medians over the rounds; ratios are taken within a round first."""
     for sample in samples:
         room = sample["memory_limit"] - sample["floor"] - sample["reserve"]
@@ -243,7 +243,7 @@ def _row(samples: Sequence[dict[str, Any]]) -> Row:
     def middle(name: str) -> float:
         return float(statistics.median(sample[name] for sample in samples))
 
-    return Row(
+    return LimitResult(
         memory_limit=samples[0]["memory_limit"],
         tokens_per_second=middle("tokens_per_second"),
         seconds=middle("seconds"),

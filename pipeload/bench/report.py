@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class LimitResult:
     """One limit's result. Bytes and seconds; rates in bytes per second."""
 
     memory_limit: int
@@ -49,7 +49,7 @@ class Row:
 
 _MORE_THAN_ALL = 1.005  # shown as more than 1.00
 
-_COLUMNS: tuple[tuple[str, Callable[[Row], str]], ...] = (
+_COLUMNS: tuple[tuple[str, Callable[[LimitResult], str]], ...] = (
     ("limit", lambda r: format_size(r.memory_limit)),
     ("tok/s", lambda r: f"{r.tokens_per_second:.2f}"),
     ("T ms", lambda r: f"{r.seconds * 1000:.0f}"),
@@ -70,7 +70,7 @@ _COLUMNS: tuple[tuple[str, Callable[[Row], str]], ...] = (
 )
 
 
-_DEVICE_COLUMNS: tuple[tuple[str, Callable[[Row], str]], ...] = (
+_DEVICE_COLUMNS: tuple[tuple[str, Callable[[LimitResult], str]], ...] = (
     ("device", lambda r: r.device),
     ("host limit", lambda r: format_size(r.host_memory_limit)),
     ("L GB/s", lambda r: f"{r.link_rate / 1e9:.1f}"),
@@ -79,8 +79,8 @@ _DEVICE_COLUMNS: tuple[tuple[str, Callable[[Row], str]], ...] = (
 )
 
 
-def table(rows: Sequence[Row]) -> str:
-    """One line per limit."""
+def table(rows: Sequence[LimitResult]) -> str:
+    """The figures as a table with one line for each limit."""
     on_device = any(row.device != "cpu" for row in rows)
     columns = list(_COLUMNS)
     if on_device:
@@ -95,7 +95,7 @@ def table(rows: Sequence[Row]) -> str:
     )
 
 
-def legend(rows: Sequence[Row]) -> str:
+def legend(rows: Sequence[LimitResult]) -> str:
     """What has to be known to read the table."""
     lines = [
         "T: a token's time. T*: the least it could take, the longer of C (all weights in memory)",

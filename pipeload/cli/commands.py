@@ -82,7 +82,7 @@ def run(
         from pipeload.cli import run as cli_run
 
         cli_run.run(
-            cli_run.Request(
+            cli_run.Arguments(
                 model=model,
                 prompt=text,
                 system=system,
@@ -127,7 +127,7 @@ def plan(
         from pipeload.cli import plan as cli_plan
 
         cli_plan.show(
-            cli_plan.Request(
+            cli_plan.Arguments(
                 model=model,
                 memory_limits=memory_limit or ["auto"],
                 device=device,
@@ -166,7 +166,7 @@ def evaluate(
         from pipeload.cli import evaluate as cli_evaluate
 
         cli_evaluate.run(
-            cli_evaluate.Request(
+            cli_evaluate.Arguments(
                 models=tuple(models),
                 text=text,
                 memory_limit=memory_limit,
@@ -208,7 +208,7 @@ def demo(
                 )
             )
         cli_run.run(
-            cli_run.Request(
+            cli_run.Arguments(
                 model=model,
                 prompt=DEMO_QUESTION,
                 memory_limit=memory_limit,

@@ -45,8 +45,8 @@ WINDOW = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
-    """What was typed."""
+class Arguments:
+    """What was typed behind the command."""
 
     models: tuple[str, ...]
     text: Path
@@ -78,61 +78,61 @@ class _Subject:
     """Of the model's class: how it can be called."""
 
 
-def run(request: Request, *, debug: bool) -> None:
+def run(asked: Arguments, *, debug: bool) -> None:
     """Measure one model after the other; the table, or one JSON object, goes to stdout.
 
     Raises:
         PipeloadError: something is wrong with a model, the text, the limit or an option.
     """
     silence_libraries(debug=debug)
-    text = read_text(request.text)
-    for model in request.models:
+    text = read_text(asked.text)
+    for model in asked.models:
         check_model(model)
     given = GivenOptions(
-        request.memory_limit, device=request.device, host_memory_limit=request.host_memory_limit
+        asked.memory_limit, device=asked.device, host_memory_limit=asked.host_memory_limit
     )
     options = make_request(given).options
     device = options.device
-    subjects = [_prepare(model, text, request, device) for model in request.models]
-    window = _choose_window(request, subjects)
-    stride = max(1, window // 2) if request.stride is None else request.stride
+    subjects = [_prepare(model, text, asked, device) for model in asked.models]
+    window = _choose_window(asked, subjects)
+    stride = max(1, window // 2) if asked.stride is None else asked.stride
     if stride > window:
         raise OptionError(
             f"--stride {stride} is more than the window of {window} tokens, so tokens between two "
             f"windows would be left out. Give at most {window}."
         )
-    table = report.Table(request.models)
-    rows: list[report.Row] = []
+    table = report.ResultTable(asked.models)
+    rows: list[report.ModelResult] = []
     for subject in subjects:
         alike = subject.encoded.same_tokens(subjects[0].encoded)
-        row = _evaluate(subject, request, window=window, stride=stride)
+        row = _evaluate(subject, asked, window=window, stride=stride)
         gc.collect()  # the next one needs its memory
         rows.append(report.compared(row, rows[0] if rows else row, same_tokens=alike))
         # For all of them the same, whatever "auto" meant.
-        request = replace(
-            request,
+        asked = replace(
+            asked,
             memory_limit=row.memory_limit,
             host_memory_limit=None if device is None else row.host_memory_limit,
         )
-        if not request.json:
+        if not asked.json:
             sys.stdout.write((table.head() if len(rows) == 1 else "") + table.line(rows[-1]))
             sys.stdout.flush()  # a model may take hours
-    if request.json:
-        result = {"text": str(request.text), "window": window, "stride": stride}
+    if asked.json:
+        result = {"text": str(asked.text), "window": window, "stride": stride}
         models = [row.as_dict() for row in rows]
         sys.stdout.write(json_module.dumps(result | {"models": models}) + "\n")
     else:
-        sys.stdout.write(report.notes(rows, shortened=request.max_tokens is not None))
+        sys.stdout.write(report.notes(rows, shortened=asked.max_tokens is not None))
 
 
-def _prepare(model: str, text: str, request: Request, device: Device | None) -> _Subject:
-    encoded = encode(load_tokenizer(model), text, most=request.max_tokens)
+def _prepare(model: str, text: str, asked: Arguments, device: Device | None) -> _Subject:
+    encoded = encode(load_tokenizer(model), text, most=asked.max_tokens)
     if len(encoded.ids) < 2:
         raise OptionError(
-            f"{str(request.text)!r} makes fewer than 2 tokens with the tokenizer of {model!r}, and "
+            f"{str(asked.text)!r} makes fewer than 2 tokens with the tokenizer of {model!r}, and "
             "the first has nothing before it, so it is not scored. Give a longer text."
         )
-    options = {"dtype": DTYPES[request.dtype], "trust_remote_code": False}
+    options = {"dtype": DTYPES[asked.dtype], "trust_remote_code": False}
     with explained(model):
         passed_on = check_source(model, options)
         auto: Any = transformers.AutoModelForCausalLM
@@ -148,27 +148,29 @@ def _prepare(model: str, text: str, request: Request, device: Device | None) -> 
         pending.checkpoint.total_bytes,
         getattr(pending.model.config.get_text_config(), "max_position_embeddings", None),
         encoded,
-        batch=request.batch or (1 if pending.couples_rows() else None),
+        batch=asked.batch or (1 if pending.couples_rows() else None),
         needs=needs_of(pending, device),
         forward=type(pending.model).forward,
     )
 
 
-def _choose_window(request: Request, subjects: Sequence[_Subject]) -> int:
+def _choose_window(asked: Arguments, subjects: Sequence[_Subject]) -> int:
     """The same for all models: figures of different windows do not compare."""
     least = min(subjects, key=lambda subject: subject.positions or sys.maxsize)
     positions = least.positions or sys.maxsize
-    if request.window is None:
+    if asked.window is None:
         return min(WINDOW, positions)
-    if request.window > positions:
+    if asked.window > positions:
         raise OptionError(
-            f"--window {request.window} is longer than the {positions} positions that "
+            f"--window {asked.window} is longer than the {positions} positions that "
             f"{least.name!r} was made for. Give at most {positions}."
         )
-    return request.window
+    return asked.window
 
 
-def _evaluate(subject: _Subject, request: Request, *, window: int, stride: int) -> report.Row:
+def _evaluate(
+    subject: _Subject, asked: Arguments, *, window: int, stride: int
+) -> report.ModelResult:
     encoded = subject.encoded
     tokens = len(encoded.ids)
     windows = slide(tokens, window=window, stride=stride)
@@ -176,12 +178,12 @@ def _evaluate(subject: _Subject, request: Request, *, window: int, stride: int) 
         log.info("%d tokens, less than a window of %d: all are seen at once", tokens, window)
     model = load_whole(
         subject.name,
-        memory_limit=request.memory_limit,
-        device=request.device,
-        host_memory_limit=request.host_memory_limit,
+        memory_limit=asked.memory_limit,
+        device=asked.device,
+        host_memory_limit=asked.host_memory_limit,
         tokens=tokens_to_hint(subject.needs, subject.forward, windows, subject.batch or 1),
         batch=subject.batch or 1,
-        dtype=DTYPES[request.dtype],
+        dtype=DTYPES[asked.dtype],
     )
     handle = pipeload.handle(model)
     log.info(

@@ -21,7 +21,7 @@ DTYPES = {"auto": "auto", "bf16": "bfloat16", "fp16": "float16", "fp32": "float3
 
 
 def load_tokenizer(model: str) -> Any:
-    """The model's tokenizer.
+    """Load the model's tokenizer.
 
     Raises:
         CheckpointError: the model has no tokenizer.

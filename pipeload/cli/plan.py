@@ -43,8 +43,8 @@ _ENDLESS = 1 << 50
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
-    """What was typed."""
+class Arguments:
+    """What was typed behind the command."""
 
     model: str
     memory_limits: Sequence[str]
@@ -58,35 +58,35 @@ class Request:
     json: bool
 
 
-def show(request: Request, *, debug: bool) -> None:
+def show(asked: Arguments, *, debug: bool) -> None:
     """Print the plan to stdout; of several limits a table, in which some may be too small.
 
     Raises:
         PipeloadError: something is wrong with the model, an option, or every limit.
     """
     options: dict[str, Any] = {
-        "device": request.device,
-        "host_memory_limit": request.host_memory_limit,
-        "tokens": request.tokens,
-        "batch": request.batch,
-        "dtype": DTYPES[request.dtype],
-        "io_mode": request.io_mode,
+        "device": asked.device,
+        "host_memory_limit": asked.host_memory_limit,
+        "tokens": asked.tokens,
+        "batch": asked.batch,
+        "dtype": DTYPES[asked.dtype],
+        "io_mode": asked.io_mode,
     }
-    with _as_when_running(request.model, debug=debug):
+    with _as_when_running(asked.model, debug=debug):
         plans = [
-            _plan_or_refusal(request.model, memory_limit=limit, **options)
-            for limit in request.memory_limits
+            _plan_or_refusal(asked.model, memory_limit=limit, **options)
+            for limit in asked.memory_limits
         ]
     if all(isinstance(plan, MemoryLimitError) for plan in plans):
         assert isinstance(plans[-1], MemoryLimitError)  # noqa: S101 - for the type checker
         raise plans[-1]
-    probed = request.disk_rate is None
-    rate = probe(checkpoint_files(request.model)) if probed else float(request.disk_rate or 0)
+    probed = asked.disk_rate is None
+    rate = probe(checkpoint_files(asked.model)) if probed else float(asked.disk_rate or 0)
     rated = [
-        plan if isinstance(plan, MemoryLimitError) else _at_rates(plan, rate, request.device)
+        plan if isinstance(plan, MemoryLimitError) else _at_rates(plan, rate, asked.device)
         for plan in plans
     ]
-    text = shown(request.model, rated, batch=request.batch, probed=probed, as_json=request.json)
+    text = shown(asked.model, rated, batch=asked.batch, probed=probed, as_json=asked.json)
     sys.stdout.write(text + "\n")
 
 

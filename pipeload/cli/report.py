@@ -59,11 +59,11 @@ class Figures(Tabled):
     """Whether copies came out of locked memory."""
 
     def as_dict(self) -> dict[str, object]:
-        """For JSON."""
+        """The figures by name, for JSON."""
         return asdict(self)
 
     def _rows(self) -> list[Row]:
-        """For people, one row per figure."""
+        """The figures for people, a row for each."""
         speed = "-" if self.tokens_per_second is None else f"{self.tokens_per_second:.3g}"
         disk = "disk" if past_the_cache(self.io_mode) else "reading"
         bottleneck = disk if self.bottleneck == "disk" else self.bottleneck

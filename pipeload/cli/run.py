@@ -28,8 +28,8 @@ from pipeload.errors import OptionError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
-    """What was typed."""
+class Arguments:
+    """What was typed behind the command."""
 
     model: str
     prompt: str
@@ -58,40 +58,40 @@ class Request:
         return any(value is not None for value in asked)
 
 
-def run(request: Request, *, debug: bool) -> None:
+def run(asked: Arguments, *, debug: bool) -> None:
     """Print the answer to stdout and, unless quiet, the statistics to stderr.
 
     Raises:
         PipeloadError: something is wrong with the model, the limit or an option.
     """
     silence_libraries(debug=debug)
-    check_model(request.model)
-    tokenizer = load_tokenizer(request.model)
-    inputs = _encode(tokenizer, request)
+    check_model(asked.model)
+    tokenizer = load_tokenizer(asked.model)
+    inputs = _encode(tokenizer, asked)
     prompt_tokens = int(inputs["input_ids"].shape[1])
-    if request.samples and request.seed is None:
-        request = replace(request, seed=secrets.randbelow(1 << 32))
-        log.info("sampling, as --seed %d does again", request.seed)
+    if asked.samples and asked.seed is None:
+        asked = replace(asked, seed=secrets.randbelow(1 << 32))
+        log.info("sampling, as --seed %d does again", asked.seed)
     started = time.perf_counter()
-    model = _load(request, tokens=request.tokens or prompt_tokens + request.max_new_tokens)
-    check_tokens(request.model, model, int(inputs["input_ids"].max()))
-    beyond = _warn_of_positions(model, prompt_tokens, request.max_new_tokens)
+    model = _load(asked, tokens=asked.tokens or prompt_tokens + asked.max_new_tokens)
+    check_tokens(asked.model, model, int(inputs["input_ids"].max()))
+    beyond = _warn_of_positions(model, prompt_tokens, asked.max_new_tokens)
     log.info("%s", describe_plan(pipeload.handle(model).plan))
     loaded = time.perf_counter()
     with first_pass(model) as shown:
         answer = Answer(
             tokenizer,
             model,
-            write=not request.json,
-            stops=request.stop,
+            write=not asked.json,
+            stops=asked.stop,
             on_first_token=shown.stop,
         )
         try:
-            _generate(model, tokenizer, inputs, answer, request)
+            _generate(model, tokenizer, inputs, answer, asked)
         except KeyboardInterrupt:  # what came until then is worth its figures
             if answer.tokens:
                 answer.end()  # type: ignore[no-untyped-call]
-                _report(request, answer, prompt_tokens, loaded - started, loaded)
+                _report(asked, answer, prompt_tokens, loaded - started, loaded)
             raise
         except IndexError as error:
             if not beyond:
@@ -100,22 +100,22 @@ def run(request: Request, *, debug: bool) -> None:
                 f"the model cannot go on behind its {beyond} positions. Give a shorter prompt, or "
                 f"ask for fewer tokens: --max-new-tokens {max(1, beyond - prompt_tokens)}."
             ) from error
-    _report(request, answer, prompt_tokens, loaded - started, loaded)
+    _report(asked, answer, prompt_tokens, loaded - started, loaded)
 
 
-def _encode(tokenizer: Any, request: Request) -> dict[str, torch.Tensor]:
-    if request.chat_template and tokenizer.chat_template:
-        messages = [{"role": "user", "content": request.prompt}]
-        if request.system is not None:
-            messages.insert(0, {"role": "system", "content": request.system})
+def _encode(tokenizer: Any, asked: Arguments) -> dict[str, torch.Tensor]:
+    if asked.chat_template and tokenizer.chat_template:
+        messages = [{"role": "user", "content": asked.prompt}]
+        if asked.system is not None:
+            messages.insert(0, {"role": "system", "content": asked.system})
         encoded = _apply_template(tokenizer, messages)
-    elif request.system is not None:
+    elif asked.system is not None:
         raise OptionError(
             "--system was given, but the model's tokenizer has no chat template to put it in. "
             "Leave it out."
         )
     else:
-        encoded = tokenizer(request.prompt, return_tensors="pt")
+        encoded = tokenizer(asked.prompt, return_tensors="pt")
     if encoded["input_ids"].shape[1] == 0:
         raise OptionError("the tokenizer makes no token of this prompt. Give another one.")
     return {name: encoded[name] for name in ("input_ids", "attention_mask") if name in encoded}
@@ -133,15 +133,15 @@ def _apply_template(tokenizer: Any, messages: list[dict[str, str]]) -> Any:
         ) from error
 
 
-def _load(request: Request, *, tokens: int) -> Any:
+def _load(asked: Arguments, *, tokens: int) -> Any:
     return load_whole(
-        request.model,
-        memory_limit=request.memory_limit,
-        device=request.device,
-        host_memory_limit=request.host_memory_limit,
+        asked.model,
+        memory_limit=asked.memory_limit,
+        device=asked.device,
+        host_memory_limit=asked.host_memory_limit,
         tokens=tokens,
-        io_mode=request.io_mode,
-        dtype=DTYPES[request.dtype],
+        io_mode=asked.io_mode,
+        dtype=DTYPES[asked.dtype],
     )
 
 
@@ -165,28 +165,26 @@ def _generate(
     tokenizer: Any,
     inputs: dict[str, torch.Tensor],
     answer: Answer,
-    request: Request,
+    asked: Arguments,
 ) -> None:
-    settings: dict[str, Any] = {"repetition_penalty": request.repetition_penalty}
-    if request.samples:
-        torch.manual_seed(request.seed or 0)
-        settings |= {name: getattr(request, name) for name in ("temperature", "top_p", "top_k")}
-    if request.stop:
+    settings: dict[str, Any] = {"repetition_penalty": asked.repetition_penalty}
+    if asked.samples:
+        torch.manual_seed(asked.seed or 0)
+        settings |= {name: getattr(asked, name) for name in ("temperature", "top_p", "top_k")}
+    if asked.stop:
         prompt_tokens = inputs["input_ids"].shape[1]
-        settings["stopping_criteria"] = [
-            StopAt(tokenizer, request.stop, prompt_tokens=prompt_tokens)
-        ]
+        settings["stopping_criteria"] = [StopAt(tokenizer, asked.stop, prompt_tokens=prompt_tokens)]
     model.generate(
         **{name: values.to(model.device) for name, values in inputs.items()},
         **{name: value for name, value in settings.items() if value is not None},
-        max_new_tokens=request.max_new_tokens,
-        do_sample=request.samples,
+        max_new_tokens=asked.max_new_tokens,
+        do_sample=asked.samples,
         streamer=answer,
     )
 
 
 def _report(
-    request: Request, answer: Answer, prompt_tokens: int, load_seconds: float, loaded: float
+    asked: Arguments, answer: Answer, prompt_tokens: int, load_seconds: float, loaded: float
 ) -> None:
     """`loaded`: when, by the clock that the answer looks at."""
     figures = count(
@@ -198,8 +196,8 @@ def _report(
         first_token_seconds=answer.first_token_at - loaded,
         later_seconds=answer.last_token_at - answer.first_token_at,
     )
-    if request.json:
-        result = {"model": request.model, "text": answer.text, "seed": request.seed}
+    if asked.json:
+        result = {"model": asked.model, "text": answer.text, "seed": asked.seed}
         sys.stdout.write(json.dumps(result | figures.as_dict(), ensure_ascii=False) + "\n")
         return
     if not answer.text.strip():

@@ -259,10 +259,10 @@ def plan_model(
     leaving: int = 0,
     statistics_bytes: int = 0,
 ) -> Build:
-    """Plan a model.
+    """Plan how a model is streamed.
 
     Args:
-        model: it.
+        model: the model, whose weights need not be there.
         weights: what can be read of it, by name.
         tied: names of parameters that share another one's memory, and that one's.
         probed: the same on the meta device, None if there is no such thing.

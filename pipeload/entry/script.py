@@ -34,7 +34,7 @@ _BEHIND: dict[Literal["-m", "-c"], str] = {"-m": "the name of a module", "-c": "
 IO_MODES = ("auto", "direct", "buffered", "uncached")
 
 
-class Target(NamedTuple):
+class Program(NamedTuple):
     """What is to be run."""
 
     kind: Literal["path", "-m", "-c", "-"]
@@ -51,7 +51,7 @@ def run(words: Sequence[str]) -> None:
         SystemExit: as the script ends; with 2 if the command line is wrong, with 1 after one line
             where pipeload refused something.
     """
-    options, target = _parse(words)
+    options, program = _parse(words)
     given = {name: value for name, value in vars(options).items() if value is not None}
     end = ScriptEnd(stats=given.pop("stats"))
     stream_when_imported(**given)
@@ -65,7 +65,7 @@ def run(words: Sequence[str]) -> None:
 
     sys.excepthook = show_error
     try:
-        _RUN[target.kind](target)
+        _RUN[program.kind](program)
     except SystemExit as ended:
         end.failed = ended.code not in {None, 0}
         raise
@@ -74,11 +74,11 @@ def run(words: Sequence[str]) -> None:
         _end(error)
 
 
-def _run_code(target: Target) -> None:
-    sys.argv = [target.kind, *target.arguments]
+def _run_code(program: Program) -> None:
+    sys.argv = [program.kind, *program.arguments]
     _set_first_path("")
-    if target.kind == "-c":
-        code = compile(target.name, "<string>", "exec")
+    if program.kind == "-c":
+        code = compile(program.name, "<string>", "exec")
         module = _new_main(__loader__=BuiltinImporter)
     else:
         code = compile(sys.stdin.buffer.read(), "<stdin>", "exec")
@@ -86,17 +86,17 @@ def _run_code(target: Target) -> None:
     exec(code, vars(module))  # noqa: S102 - the user's own code
 
 
-def _run_module(target: Target) -> None:
-    sys.argv = ["-m", *target.arguments]  # the first becomes the module's file
+def _run_module(program: Program) -> None:
+    sys.argv = ["-m", *program.arguments]  # the first becomes the module's file
     _set_first_path(str(Path.cwd()))
     try:
-        found = importlib.util.find_spec(target.name) is not None
+        found = importlib.util.find_spec(program.name) is not None
     except (ModuleNotFoundError, ValueError) as error:
-        found = getattr(error, "name", None) not in {target.name, *_parents(target.name)}
+        found = getattr(error, "name", None) not in {program.name, *_parents(program.name)}
     if not found:
-        sys.stderr.write(f"error: No module named {target.name!r}\n")
+        sys.stderr.write(f"error: No module named {program.name!r}\n")
         raise SystemExit(1)
-    runpy.run_module(target.name, run_name="__main__", alter_sys=True)
+    runpy.run_module(program.name, run_name="__main__", alter_sys=True)
 
 
 def _parents(name: str) -> list[str]:
@@ -104,10 +104,10 @@ def _parents(name: str) -> list[str]:
     return [".".join(parts[:count]) for count in range(1, len(parts))]
 
 
-def _run_path(target: Target) -> None:
-    sys.argv = [target.name, *target.arguments]
-    path = Path(target.name)
-    file = str(Path.cwd() / target.name)  # as Python: absolute, but not resolved
+def _run_path(program: Program) -> None:
+    sys.argv = [program.name, *program.arguments]
+    path = Path(program.name)
+    file = str(Path.cwd() / program.name)  # as Python: absolute, but not resolved
     if path.is_dir() or zipfile.is_zipfile(path):
         _run_inside(file)
         return
@@ -158,7 +158,7 @@ def _set_first_path(path: str) -> None:
         sys.path[:1] = [path]
 
 
-def _parse(words: Sequence[str]) -> tuple[argparse.Namespace, Target]:
+def _parse(words: Sequence[str]) -> tuple[argparse.Namespace, Program]:
     """Pipeload's options, and what stands behind them."""
     parser = _parser()
     count = _count_own(words)
@@ -171,16 +171,16 @@ def _parse(words: Sequence[str]) -> tuple[argparse.Namespace, Target]:
             rest[:1] = [rest[0][2:]] if rest[0] != kind else []
             if not rest:
                 parser.error(f"{kind} needs {needs}")
-            return options, Target(kind, rest[0], rest[1:])
+            return options, Program(kind, rest[0], rest[1:])
     if not rest:
         parser.error("name a script, a module with -m, or code with -c")
     if rest[0] == "-":
-        return options, Target("-", "-", rest[1:])
+        return options, Program("-", "-", rest[1:])
     if not Path(rest[0]).exists():
         parser.error(
             f"there is no file {rest[0]!r}. For an installed command, name its module: -m MODULE"
         )
-    return options, Target("path", rest[0], rest[1:])
+    return options, Program("path", rest[0], rest[1:])
 
 
 def _count_own(words: Sequence[str]) -> int:
@@ -255,7 +255,7 @@ def _count(text: str) -> int:
     return int(text)
 
 
-_RUN: dict[str, Callable[[Target], None]] = {
+_RUN: dict[str, Callable[[Program], None]] = {
     "path": _run_path,
     "-m": _run_module,
     "-c": _run_code,

@@ -80,7 +80,7 @@ def measure(
         model: a causal language model that is streamed; losses are computed on its device.
         handle: its handle.
         ids: the text, int64, `[tokens]`; on the CPU.
-        windows: of it.
+        windows: which of its tokens are seen and which are scored.
         batch: windows per pass; when None, as many as make the least streaming within the limit.
         pass_begins: called with the tokens scored so far and those that the pass will score.
 

@@ -28,7 +28,7 @@ _MOST_NAME = 48  # characters of a model's name
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class ModelResult:
     """One model. Sizes in bytes, times in seconds."""
 
     model: str
@@ -83,10 +83,10 @@ def make_row(
     weight_bytes: int,
     text_tokens: int,
     text_bytes: int | None,
-) -> Row:
+) -> ModelResult:
     """Gather the figures; nothing is compared yet."""
     bits = losses.total_nats / math.log(2)
-    return Row(
+    return ModelResult(
         model=model,
         weight_bytes=weight_bytes,
         weights=weights,
@@ -113,50 +113,50 @@ def make_row(
     )
 
 
-def compared(row: Row, first: Row, *, same_tokens: bool) -> Row:
-    """The row with its ratio to the first one."""
-    ratio = row.perplexity / first.perplexity if same_tokens else None
-    return replace(row, ratio=ratio, same_tokens=same_tokens)
+def compared(result: ModelResult, first: ModelResult, *, same_tokens: bool) -> ModelResult:
+    """The result with its ratio to the first one."""
+    ratio = result.perplexity / first.perplexity if same_tokens else None
+    return replace(result, ratio=ratio, same_tokens=same_tokens)
 
 
-class Table:
+class ResultTable:
     """Written line by line, as models are done."""
 
     def __init__(self, models: Sequence[str]) -> None:
         self._width = max(len("model"), *(len(_name(model)) for model in models))
 
     def head(self) -> str:
-        """The names of the columns."""
+        """The line with the names of the columns."""
         return self._line("model", _COLUMNS)
 
-    def line(self, row: Row) -> str:
-        """One model."""
-        mark = "" if row.same_tokens else "*"
+    def line(self, result: ModelResult) -> str:
+        """The line of one model."""
+        mark = "" if result.same_tokens else "*"
         cells = (
-            format_size(row.weight_bytes),
-            f"{row.bytes_per_weight:.3f}",
-            f"{row.perplexity:.4f}{mark}"
-            if row.perplexity < 1e6
-            else f"{row.perplexity:.3g}{mark}",
-            "-" if row.ratio is None else f"{row.ratio:.4f}",
-            "-" if row.bits_per_byte is None else f"{row.bits_per_byte:.4f}",
-            str(row.tokens_scored),
-            f"{row.seconds:.3g}",
-            f"{row.tokens_per_second:.3g}",
+            format_size(result.weight_bytes),
+            f"{result.bytes_per_weight:.3f}",
+            f"{result.perplexity:.4f}{mark}"
+            if result.perplexity < 1e6
+            else f"{result.perplexity:.3g}{mark}",
+            "-" if result.ratio is None else f"{result.ratio:.4f}",
+            "-" if result.bits_per_byte is None else f"{result.bits_per_byte:.4f}",
+            str(result.tokens_scored),
+            f"{result.seconds:.3g}",
+            f"{result.tokens_per_second:.3g}",
         )
-        return self._line(_name(row.model), cells)
+        return self._line(_name(result.model), cells)
 
     def _line(self, name: str, cells: Sequence[str]) -> str:
         return f"{name:<{self._width}}" + "".join(f"{cell:>11}" for cell in cells) + "\n"
 
 
-def notes(rows: Sequence[Row], *, shortened: bool) -> str:
+def notes(results: Sequence[ModelResult], *, shortened: bool) -> str:
     """What has to be known to read the table; empty where nothing has."""
-    if all(row.same_tokens for row in rows):
+    if all(result.same_tokens for result in results):
         return ""
     text = (
-        f"* has other tokens than {_name(rows[0].model)}: perplexities of different tokenizers do "
-        "not compare, bits per byte of text do"
+        f"* has other tokens than {_name(results[0].model)}: perplexities of different tokenizers "
+        "do not compare, bits per byte of text do"
     )
     if shortened:
         text += " (and --max-tokens ends the text elsewhere)"

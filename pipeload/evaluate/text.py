@@ -33,7 +33,7 @@ class Encoded:
 
 
 def read_text(path: Path) -> str:
-    """The text of a file.
+    """Read the text of a file.
 
     Raises:
         OptionError: it cannot be read, is empty, or is no text.

@@ -19,7 +19,7 @@ from pipeload.formats.integers.rounding import Rounding, to_int4, to_int8
 from pipeload.formats.repack import TILE_ROWS
 from pipeload.hf.library import left_by_the_library
 from pipeload.quantiser import four_bits
-from pipeload.quantiser.tensor import Recipe, quantised
+from pipeload.quantiser.tensor import Integers, quantised
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -90,20 +90,20 @@ class IntegerForm:
             self.description = "int8, symmetric, one scale for each row, rounded to nearest"
 
     def fits(self, module: nn.Linear) -> bool:
-        """Whether the kernel takes it."""
+        """Whether the kernel takes a weight of its shape."""
         return self._config.fits(module)
 
     def step(self, entry: TensorEntry, module: nn.Linear, reading: Reading) -> Step:
-        """In the dtype that is stored."""
+        """Quantise the weight from the dtype that it is stored in."""
         c = self._config
         rounding: Rounding = to_int8
         if c.bits == 4:
             rounding = partial(to_int4, group=c.group_size or 0, zero_points=c.method)
-        recipe = Recipe(rounding, c.bits, c.group_size or 0, c.order or "")
-        return quantised(entry, recipe, c.parts(*entry.shape), reading)
+        how = Integers(rounding, c.bits, c.group_size or 0, c.order or "")
+        return quantised(entry, how, c.parts(*entry.shape), reading)
 
     def parts(self, module: nn.Linear) -> int:
-        """More than one for large weights."""
+        """More than one for large weights, which are cut."""
         return len(self._config.parts(module.out_features, module.in_features))
 
     def config(self, model: Any, kept: Sequence[str]) -> dict[str, Any]:
@@ -135,12 +135,12 @@ class FourBitForm:
         return min(rows, columns) > 0 and rows % TILE_ROWS == 0 and columns % four_bits.BLOCK == 0
 
     def step(self, entry: TensorEntry, module: nn.Linear, reading: Reading) -> Step:
-        """In the dtype that the library would load the weight in."""
-        recipe = four_bits.Recipe(self.name, self._double, module.weight.dtype)
-        return four_bits.quantised(entry, recipe, reading)
+        """Quantise the weight from the dtype that the library would load it in."""
+        how = four_bits.FourBits(self.name, self._double, module.weight.dtype)
+        return four_bits.quantised(entry, how, reading)
 
     def parts(self, module: nn.Linear) -> int:
-        """One."""
+        """One: it is never cut."""
         return 1
 
     def config(self, model: Any, kept: Sequence[str]) -> dict[str, Any]:

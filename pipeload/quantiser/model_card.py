@@ -4,25 +4,18 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from pipeload._sizes import format_size
 
 if TYPE_CHECKING:
     from collections.abc import Container, Mapping, Sequence
 
+    from pipeload.quantiser.forms import Form
+
 
 _KINDS_NAMED = 4
 _LEAST_NAMED = 0.005  # of all weights
-
-
-class Form(Protocol):
-    """What is said of it."""
-
-    name: str
-    loaded_by: str
-    description: str
-    order: str | None
 
 
 class Floats:
@@ -59,7 +52,7 @@ def write(
     before: int,
     after: int,
 ) -> str:
-    """The text.
+    """Write the text of the card.
 
     Args:
         source: hub id of the float checkpoint, or only the name of its folder: a card should not

@@ -98,7 +98,7 @@ class Output:
             raise
 
     def __enter__(self) -> Self:
-        """Locked already."""
+        """The folder, which is locked since this was made."""
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -215,7 +215,7 @@ class Output:
 
 
 def shard_name(index: int, count: int) -> str:
-    """As the library calls them."""
+    """The name that the library gives to a shard."""
     if count == 1:
         return "model.safetensors"
     return f"model-{index + 1:05d}-of-{count:05d}.safetensors"

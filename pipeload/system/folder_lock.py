@@ -24,10 +24,10 @@ class FolderLock:
     """Held from when it is made until it is released."""
 
     def __init__(self, folder: Path) -> None:
-        """Take it.
+        """Take the lock of `folder`.
 
         Raises:
-            BlockingIOError: it is taken.
+            BlockingIOError: another process has it.
             OSError: the file cannot be made.
         """
         self._file = (folder / LOCK).open("ab")

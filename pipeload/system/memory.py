@@ -61,12 +61,12 @@ class PeakSince:
         self._seen = 0
 
     def look(self, rss: int) -> None:
-        """The process holds so much now."""
+        """Take in that the process holds `rss` bytes now."""
         self._seen = max(self._seen, rss)
 
     @property
     def nbytes(self) -> int:
-        """The peak, in bytes."""
+        """The most that the process has held since this was made, in bytes."""
         self.look(rss_bytes())
         peak = peak_rss_bytes()
         return peak if peak > self._before else self._seen
