@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 import transformers
 from hypothesis import given
 from hypothesis import strategies as st
@@ -20,11 +21,11 @@ from hypothesis import strategies as st
 from pipeload.bench import measure
 from pipeload.bench.report import legend
 from pipeload.checkpoint.files import FileSet
-from pipeload.cli.answer import StopAt, _Cut
+from pipeload.cli.answer import Answer, StopAt, _Cut
 from pipeload.engine.stats import work_rows
 from pipeload.errors import ReadError
 from tests.models import save_random
-from tests.streaming import smallest_limit, steady_floor
+from tests.streaming import load_streamed, smallest_limit, steady_floor
 from tests.talking import add_letters
 from tests.test_cli import PROMPT, ROOT, answer, child, invoke, plain_answer
 from tests.test_cli import loud_libraries as loud_libraries  # noqa: PLC0414 - a fixture
@@ -115,6 +116,59 @@ def test_stops_are_found_however_text_comes(pieces: list[str], stops: list[str])
     end = min(found)[1] if found else len(text)
     assert text[:end].startswith("".join(shown))
     assert "".join(shown) + cut.add("", end=True) == text[:end]
+
+
+@pytest.mark.parametrize(
+    ("text", "held"),
+    [
+        pytest.param("f(x)[0]=1;//+-+-", "", id="no spaces"),
+        pytest.param("a b\nc d ", "", id="lines"),
+        pytest.param("na\u00efve \u20ac \U0001f600", "\N{REPLACEMENT CHARACTER}", id="many bytes"),
+    ],
+)
+def test_an_answer_is_shown_as_it_comes(
+    talker: Path, capsys: pytest.CaptureFixture[str], text: str, held: str
+) -> None:
+    """All but a character that is not whole yet; nothing is shown that changes later."""
+    tokenizer: Any = transformers.AutoTokenizer.from_pretrained(talker)
+    ids = tokenizer(text)["input_ids"]
+    shown = Answer(tokenizer, load_streamed(talker), write=True, stops=(), on_first_token=print)
+    shown.put(torch.tensor([[5, 6, 7]]))
+    capsys.readouterr()
+    for count in range(1, len(ids) + 1):
+        shown.put(torch.tensor([ids[count - 1]]))
+        assert shown.text == tokenizer.decode(ids[:count]).rstrip(held)
+    shown.end()
+    assert capsys.readouterr().out == "\n" + text + "\n"
+    assert shown.tokens == len(ids)
+
+
+def test_bytes_that_never_make_a_character_are_shown(talker: Path) -> None:
+    """A model that goes on so for ever must not seem to say nothing."""
+    tokenizer: Any = transformers.AutoTokenizer.from_pretrained(talker)
+    start = tokenizer("\u20ac")["input_ids"][0]  # the first of three bytes
+    shown = Answer(tokenizer, load_streamed(talker), write=False, stops=(), on_first_token=print)
+    for token in [5, *[start] * 9]:
+        shown.put(torch.tensor([token]))
+    assert shown.text == "\N{REPLACEMENT CHARACTER}" * 6
+
+
+@pytest.mark.parametrize("text", ["I do n't , you ' re .", "no space at all .", "a ' b n't' x 've"])
+def test_spaces_that_a_tokenizer_takes_away_are_not_shown(talker: Path, text: str) -> None:
+    tokenizer: Any = transformers.AutoTokenizer.from_pretrained(
+        talker,
+        clean_up_tokenization_spaces=True,
+        clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output=True,
+    )
+    ids = tokenizer(text)["input_ids"]
+    wanted = tokenizer.decode(ids)
+    assert wanted != text
+    shown = Answer(tokenizer, load_streamed(talker), write=False, stops=(), on_first_token=print)
+    for token in [5, *ids]:
+        shown.put(torch.tensor([token]))
+        assert wanted.startswith(shown.text)
+    shown.end()
+    assert shown.text == wanted
 
 
 def test_a_stop_inside_the_prompt_is_none(talker: Path) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
+from transformers.generation.streamers import BaseStreamer
 
 import pipeload
 
@@ -16,10 +17,13 @@ if TYPE_CHECKING:
 
 # More tokens than the longest stop has bytes: where a window of them begins, letters may be cut.
 _TOKENS_MORE = 8
+_LACKS_BYTES = "\N{REPLACEMENT CHARACTER}"
+_MOST_LACKING = 3  # the first bytes of a character, each shown by itself
+_LONGEST_CLEANED = 4  # " n't": what tokenizers that clean up take the space from
 
 
-class Answer(transformers.TextStreamer):
-    """Writes text as soon as its words are complete, and notes when tokens come.
+class Answer(BaseStreamer):
+    """Writes text as soon as no later token can change it, and notes when tokens come.
 
     Nothing is shown from the first of `stops` on.
     """
@@ -33,7 +37,7 @@ class Answer(transformers.TextStreamer):
         stops: Sequence[str],
         on_first_token: Callable[[], None],
     ) -> None:
-        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        self._tokenizer = tokenizer
         self.tokens = 0
         self.first_token_at = self.last_token_at = 0.0
         self.handle = pipeload.handle(model)
@@ -43,6 +47,10 @@ class Answer(transformers.TextStreamer):
         self._cut = _Cut(stops)
         self._parts: list[str] = []
         self._prompt_seen = False
+        self._line: list[int] = []
+        """The tokens of the last line, after one of the line before."""
+        self._settled = 0
+        """How many letters of what they decode to no later token changes."""
 
     @property
     def text(self) -> str:
@@ -51,22 +59,48 @@ class Answer(transformers.TextStreamer):
 
     def put(self, value: torch.Tensor) -> None:
         """Take the prompt, and then each token as it is made."""
-        if self._prompt_seen:
-            self.last_token_at = time.perf_counter()
-            self.tokens += 1
-            if self.tokens == 1:
-                self.first_token_at = self.last_token_at
-                self.first_stats = self.handle.stats()
-                self._on_first_token()
-        self._prompt_seen = True
-        super().put(value)  # type: ignore[no-untyped-call]
+        if not self._prompt_seen:
+            self._prompt_seen = True
+            return
+        self.last_token_at = time.perf_counter()
+        self.tokens += 1
+        if self.tokens == 1:
+            self.first_token_at = self.last_token_at
+            self.first_stats = self.handle.stats()
+            self._on_first_token()
+        self._line += value.flatten().tolist()
+        text = self._decoded()
+        self._show(text, self._settled_in(text))
+        if text.endswith("\n"):  # decoding the whole again and again would take ever longer
+            del self._line[:-1]
+            self._settled = len(self._decoded())
 
-    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        """Show text that no later token changes."""
-        shown = self._cut.add(text, end=stream_end)
+    def end(self) -> None:
+        """Show what is left, and end the line."""
+        text = self._decoded()
+        self._show(text, len(text), end=True)
+        self._line.clear()
+        self._settled = 0
+
+    def _decoded(self) -> str:
+        text: str = self._tokenizer.decode(self._line, skip_special_tokens=True)
+        return text
+
+    def _settled_in(self, text: str) -> int:
+        """How many letters stay whatever comes: a character may lack bytes, a space may go."""
+        whole = text.rstrip(_LACKS_BYTES)
+        length = max(len(whole), len(text) - _MOST_LACKING)
+        if getattr(self._tokenizer, "clean_up_tokenization_spaces", False):
+            space = whole.rfind(" ", max(0, length - _LONGEST_CLEANED))
+            length = length if space < 0 else space
+        return max(self._settled, length)
+
+    def _show(self, text: str, settled: int, *, end: bool = False) -> None:
+        shown = self._cut.add(text[self._settled : settled], end=end)
+        self._settled = settled
         self._parts.append(shown)
         if self._write:
-            sys.stdout.write(shown + ("\n" if stream_end else ""))
+            sys.stdout.write(shown + ("\n" if end else ""))
             sys.stdout.flush()
 
 

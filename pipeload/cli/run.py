@@ -90,7 +90,7 @@ def run(asked: Arguments, *, debug: bool) -> None:
             _generate(model, tokenizer, inputs, answer, asked)
         except KeyboardInterrupt:  # what came until then is worth its figures
             if answer.tokens:
-                answer.end()  # type: ignore[no-untyped-call]
+                answer.end()
                 _report(asked, answer, prompt_tokens, loaded - started, loaded)
             raise
         except IndexError as error:
