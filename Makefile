@@ -33,7 +33,7 @@ coverage: test
 clients:
 	$(MAKE) VENV=.venv-clients .venv-clients/demo.stamp .venv-clients/clients.stamp
 	.venv-clients/bin/pipeload demo --folder .cache/smollm2 --quiet
-	.venv-clients/bin/python -m tests.clients .cache/smollm2
+	.venv-clients/bin/python -m tests.tools.clients .cache/smollm2
 
 lint: dev
 	$(BIN)/ruff format --check .

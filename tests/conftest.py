@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
     from pathlib import Path
 
-    from tests.cgroups import MemoryCgroup
+    from tests.support.cgroups import MemoryCgroup
 
 # Nothing here may ask a model hub, nor draw over the report.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -46,7 +46,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    from tests.raised import Raised
+    from tests.support.raised import Raised
 
     for marker in MARKERS:
         config.addinivalue_line("markers", marker)
@@ -76,7 +76,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyCheckpoint:
 
     Tests share these folders and must not change them.
     """
-    from tests.models import save_random
+    from tests.support.models import save_random
 
     made: dict[tuple[str, str], Path] = {}
 
@@ -94,7 +94,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyCheckpoint:
 @pytest.fixture(scope="session")
 def smollm2_bf16() -> Path:
     """The folder of the real SmolLM2-135M-Instruct in bf16."""
-    from tests.models import smollm2
+    from tests.support.models import smollm2
 
     return smollm2("bf16")
 
@@ -102,7 +102,7 @@ def smollm2_bf16() -> Path:
 @pytest.fixture(scope="session")
 def smollm2_fp32() -> Path:
     """The folder of the real SmolLM2-135M-Instruct in fp32."""
-    from tests.models import smollm2
+    from tests.support.models import smollm2
 
     return smollm2("fp32")
 
@@ -110,6 +110,6 @@ def smollm2_fp32() -> Path:
 @pytest.fixture
 def cgroup() -> Callable[[int], AbstractContextManager[MemoryCgroup]]:
     """`with cgroup(limit_bytes) as group`: a kernel memory cgroup, or a skip."""
-    from tests.cgroups import memory_cgroup
+    from tests.support.cgroups import memory_cgroup
 
     return memory_cgroup

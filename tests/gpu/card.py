@@ -13,7 +13,7 @@ from unittest import mock
 
 import torch
 
-from tests.make_llama import LlamaShape, make_llama
+from tests.tools.make_llama import LlamaShape, make_llama
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -89,7 +89,7 @@ class Card:
 def find_card(scratch: Path) -> Card | None:
     """The accelerator of this machine; None without one."""
     if REHEARSED:
-        from tests.fake_device import FakeDevice
+        from tests.support.fake_device import FakeDevice
 
         fake = FakeDevice(slow=0.0)
         mock.patch("pipeload.entry.request.open_device", return_value=fake).start()

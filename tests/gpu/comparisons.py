@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tests.gpu.card import IDS, REHEARSED
-from tests.make_llama import LlamaShape
+from tests.tools.make_llama import LlamaShape
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from tests.gpu.card import Card
-    from tests.make_llama import LlamaShape
+    from tests.tools.make_llama import LlamaShape
 
 SHARES = (0.0, 0.3, 0.7, 1.1)
 """Of the way from the smallest limit to the one with which everything fits."""

@@ -26,7 +26,7 @@ if __name__ == "__main__":
     sys.path.insert(1, str(Path(__file__).resolve().parents[2] / "hooks"))
 
 from tests.gpu.card import REHEARSED, Card, find_card
-from tests.make_llama import PRESETS, LlamaShape, make_llama
+from tests.tools.make_llama import PRESETS, LlamaShape, make_llama
 
 SHARES = (0.3, 0.7)
 SMALL = LlamaShape(512, 1408, 8, 8, 4, vocab=512)

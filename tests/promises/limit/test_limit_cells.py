@@ -1,0 +1,133 @@
+"""The limit at run time, under a kernel cap as large: exact, never killed, VmHWM below it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from tests.support.cgroups import memory_cgroup
+from tests.support.models import smollm2
+from tests.support.streaming import in_thread
+from tests.tools import growing
+from tests.tools.limits import Cell, fault
+
+pytestmark = [pytest.mark.slow, pytest.mark.cgroup]
+
+CELLS = (("x1", 16, 4), ("+0.5", 512, 1))  # all by hand: tests/tools/limits.py
+
+
+@pytest.fixture(autouse=True)
+def groups_work() -> None:
+    """Skips where no memory control group can be made."""
+    with memory_cgroup(1 << 40):
+        pass
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+
+@pytest.mark.parametrize(("limit", "prompt", "batch"), CELLS)
+def test_smollm2(limit: str, prompt: int, batch: int) -> None:
+    """A real model, from the smallest limit to nearly all of it."""
+    cell = Cell(smollm2("bf16"), prompt, batch, new=6, hint=prompt + 6)
+    nbytes = cell.bytes_of(limit)
+    result = cell.capped(nbytes)
+    assert fault(result, cell.free("plain"), nbytes) == ""
+    assert "refused" not in result
+    assert 0.85 * result["predicted"] <= result["peak"] <= result["predicted"] * 1.02
+
+
+def test_a_pass_that_cannot_fit_is_refused() -> None:
+    """It says what would fit, and the process lives and generates on."""
+    cell = Cell(smollm2("bf16"), prompt=720, batch=4, new=4, hint=600)
+    nbytes = cell.bytes_of("x1")
+    result = cell.capped(nbytes)
+    assert fault(result, {}, nbytes) == ""
+    assert "largest batch at this length 3" in result["refused"]
+    assert 16 <= result["chunk"] < 720  # and the child went on with just that
+    longest = re.search(r"longest prompt that fits at this batch is (\d+)", result["refused"])
+    assert longest is not None
+    assert 500 < int(longest[1]) < 720
+
+
+def test_residents_yield_and_come_back() -> None:
+    """To a longer cache and to the user's own memory; the tokens stay the same."""
+    folder = smollm2("bf16")
+    limit = Cell(folder, 100, 4, new=2, hint=64).bytes_of("+1.2")
+    shape = (120, 4, "list")
+    result = growing.run(folder, limit, *shape, hint=64)
+    assert "died" not in result, result
+    assert result["peak"] <= limit
+    resident = [nbytes for _, nbytes, _ in result["samples"]]
+    assert min(resident) < 0.8 * resident[0]
+    assert result["after"] >= resident[0]  # which is of a longer context
+    assert result["tokens"] == growing.run(folder, None, *shape)["tokens"]
+
+
+_SQUEEZED = r"""
+import json, sys, time
+import pipeload
+pipeload.from_pretrained
+import torch, transformers
+folder, limit = sys.argv[1], int(sys.argv[2])
+model = pipeload.from_pretrained(folder, memory_limit=limit, pressure="auto", dtype="auto")
+model.generation_config.eos_token_id = None
+ids = torch.arange(16)[None] + 5
+texts, resident = set(), []
+print("ready", flush=True)
+while not sys.stdin.readline().startswith("end"):
+    output = model.generate(ids, max_new_tokens=6, do_sample=False, pad_token_id=0)
+    texts.add(tuple(output[0].tolist()))
+    resident.append(model.pipeload.stats().resident_bytes)
+    print("done", flush=True)
+print(json.dumps({"texts": len(texts), "resident": resident}))
+"""
+_NEIGHBOUR = r"""
+import sys, time
+held = []
+for _ in range(int(sys.argv[1]) // 5_000_000):
+    held.append(bytearray(b"x" * 5_000_000))
+    time.sleep(0.1)
+print("full", flush=True)
+sys.stdin.readline()
+"""
+
+
+def test_a_squeezed_group() -> None:
+    """A neighbour fills the group while the model streams in it: it gives back, and nobody dies."""
+    folder = smollm2("bf16")
+    limit = Cell(folder, 16, 1, new=6, hint=256).bytes_of("+0.95")
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with memory_cgroup(limit + 60_000_000) as group:
+        command = [sys.executable, "-c", _SQUEEZED, str(folder), str(limit)]
+        model = group.popen(command, **pipes)
+        assert model.stdin is not None
+        assert model.stdout is not None
+        assert model.stdout.readline() == "ready\n"
+
+        def generate(times: int) -> None:
+            assert model.stdin is not None
+            assert model.stdout is not None
+            for _ in range(times):
+                model.stdin.write("go\n")
+                model.stdin.flush()
+                assert model.stdout.readline() == "done\n"
+
+        generate(3)
+        neighbour = group.popen([sys.executable, "-c", _NEIGHBOUR, "150000000"], **pipes)
+        assert neighbour.stdout is not None
+        reader = in_thread(neighbour.stdout.readline)
+        while not reader.done():
+            generate(1)
+        assert reader.result() == "full\n"
+        generate(3)
+        neighbour.communicate("end\n")
+        generate(8)
+        result = json.loads(model.communicate("end\n")[0].splitlines()[-1])
+        assert group.oom_kills() == 0
+    assert result["texts"] == 1
+    assert min(result["resident"]) < 0.7 * result["resident"][2]
+    assert result["resident"][-1] > 0.9 * result["resident"][2]

@@ -1,0 +1,21 @@
+"""A process that answers prompts of many lengths stays within its limit, and its memory flat."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+_COMMAND = Path(__file__).parents[2] / "tools/many_requests.py"
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="memory is read from /proc")
+def test_many_lengths() -> None:
+    """No request within the hint is refused. `python tests/tools/many_requests.py` sends 2000."""
+    size = ("--requests", "240", "--lengths", "60", "--dtype", "float32")
+    done = subprocess.run(
+        [sys.executable, str(_COMMAND), *size], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr

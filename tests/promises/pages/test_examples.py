@@ -1,0 +1,89 @@
+"""Each example runs as it stands: with this Python, or with the one that a variable names."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
+PYTHON = os.environ.get("PIPELOAD_EXAMPLES_PYTHON", sys.executable)
+# What the output must hold.
+EXPECTED = {
+    "batch_left_padded.py": ["Paris", "24 times, for 4 tokens each"],
+    "chat.py": ["Paris", "Rome"],
+    "existing_script.py": ["Danube"],
+    "two_models_assisted.py": ["Paris", "40 tokens in"],
+}
+
+
+def run(*arguments: object) -> subprocess.CompletedProcess[str]:
+    """A program without a terminal, where no checkout is found by itself."""
+    return subprocess.run(
+        [PYTHON, *map(str, arguments)],
+        cwd=EXAMPLES,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=400,  # at a low priority, beside other tests
+    )
+
+
+def printed(*arguments: object) -> str:
+    done = run(*arguments)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_every_example_is_tested() -> None:
+    """A new example needs a line above and one in the table that users read."""
+    found = {path.name for path in EXAMPLES.glob("*.py")}
+    assert found == set(EXPECTED)
+    readme = (EXAMPLES / "README.md").read_text(encoding="utf-8")
+    assert all(f"({name})" in readme for name in [*found, "colab.ipynb"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["batch_left_padded.py", "chat.py"])
+def test_example_runs(name: str, smollm2_bf16: Path) -> None:
+    """On the demo's model."""
+    output = printed(EXAMPLES / name, smollm2_bf16)
+    assert all(words in output for words in EXPECTED[name])
+
+
+@pytest.mark.slow
+def test_two_models(smollm2_bf16: Path) -> None:
+    """A draft saves passes, and both models together stay under the limit."""
+    output = printed(EXAMPLES / "two_models_assisted.py", smollm2_bf16)
+    assert all(words in output for words in EXPECTED["two_models_assisted.py"])
+    passes = {name: int(count) for name, count in re.findall(r"(\w+): (\d+) passes", output)}
+    assert 0 < passes["target"] < 40 - 10
+    assert passes["draft"] > passes["target"]
+    found = re.search(r"under (\d+) MB; .* is (\d+) MB", output)
+    assert found is not None
+    assert int(found[2]) <= int(found[1])
+
+
+@pytest.mark.slow
+def test_an_existing_script(smollm2_bf16: Path) -> None:
+    """It prints the same when its model is streamed, under a limit that does not hold it."""
+    script = EXAMPLES / "existing_script.py"
+    code = script.read_text(encoding="utf-8").split('"""', 2)[2]  # after the docstring
+    assert "def main" in code
+    assert "pipeload" not in code
+    plain = printed(script, smollm2_bf16)
+    assert all(words in plain for words in EXPECTED["existing_script.py"])
+
+    plan = json.loads(printed("-m", "pipeload", "plan", smollm2_bf16, "--json"))
+    streamed = "-m", "pipeload", "--memory-limit"
+    assert printed(*streamed, plan["smallest_limit"] * 11 // 10, script, smollm2_bf16) == plain
+    refused = run(*streamed, plan["smallest_limit"] // 2, script, smollm2_bf16)
+    assert refused.returncode == 1
+    assert refused.stdout == ""
+    assert "existing_script.py, line" in refused.stderr

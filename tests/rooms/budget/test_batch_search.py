@@ -1,0 +1,55 @@
+"""A pass that does not fit is known to those who search for a batch size."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from accelerate.utils import find_executable_batch_size  # type: ignore[import-untyped]
+
+import pipeload
+from pipeload.budget.out_of_memory import PassMemoryLimitError
+from tests.support.streaming import load_streamed
+
+if TYPE_CHECKING:
+    from tests.conftest import TinyCheckpoint
+
+
+def test_a_search_ends_at_a_batch_that_fits(tiny: TinyCheckpoint) -> None:
+    """Accelerate's, which others use, too: it halves what does not fit."""
+    model = load_streamed(tiny("llama"), spare=0)
+    tried: list[int] = []
+
+    def halve() -> int:
+        return tried[-1] // 2
+
+    def score(batch_size: int) -> int:
+        tried.append(batch_size)
+        with torch.no_grad():
+            model(torch.ones(batch_size, 400, dtype=torch.long))
+        return batch_size
+
+    search = find_executable_batch_size(
+        score, starting_batch_size=1 << 16, reduce_batch_size_fn=halve
+    )
+    assert 1 <= search() < 1 << 16
+    assert len(tried) > 2
+
+
+def test_it_is_all_of_what_it_replaces(tiny: TinyCheckpoint) -> None:
+    """Python's error, torch's, and ours; its copies say the same."""
+    model = load_streamed(tiny("llama"), spare=0)
+    with torch.no_grad(), pytest.raises(torch.OutOfMemoryError) as caught:
+        model(torch.ones(1 << 16, 400, dtype=torch.long))
+    error = caught.value
+    assert isinstance(error, pipeload.MemoryLimitError)
+    assert isinstance(error, MemoryError)
+    assert "out of memory." in str(error)
+    for other in (pickle.loads(pickle.dumps(error)), copy.copy(error)):
+        assert type(other) is PassMemoryLimitError
+        assert (str(other), vars(other)) == (str(error), vars(error))
+    plain = pipeload.MemoryLimitError("small", limit=1, smallest_limit=2, device="cuda")
+    assert vars(pickle.loads(pickle.dumps(plain))) == vars(plain)

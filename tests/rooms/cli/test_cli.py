@@ -1,0 +1,460 @@
+"""The command line: what it prints where, its exit statuses, and that it starts lightly."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import transformers
+from typer.testing import CliRunner
+
+import pipeload
+from pipeload.bench import measure
+from pipeload.budget.accounts import ACCOUNTANT
+from pipeload.cli import plan as cli_plan
+from pipeload.cli.commands import app
+from pipeload.demo import model as demo_model
+from tests.support.models import load_plain, save_random, skip_or_fail
+from tests.support.streaming import smallest_limit, steady_floor
+from tests.support.talking import add_letters
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tests.conftest import TinyCheckpoint
+
+ROOT = Path(__file__).resolve().parents[3]
+PROMPT = "Say something."
+
+
+@pytest.fixture(scope="module")
+def talker(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random model with a tokenizer of single bytes and a chat template."""
+    folder = tmp_path_factory.mktemp("talker")
+    save_random("llama", folder, "bf16", seed=11)
+    add_letters(folder)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def loud_libraries() -> Iterator[None]:
+    """Undo what a command in this process silenced."""
+    verbosity = transformers.logging.get_verbosity()
+    yield
+    transformers.logging.set_verbosity(verbosity)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the hub's own bars are off by environment
+        transformers.logging.enable_progress_bar()
+
+
+def invoke(*arguments: object, stdin: str | None = None) -> Any:
+    ACCOUNTANT.forget_all()  # a command has a process of its own, in which no other model streams
+    return CliRunner().invoke(app, [str(a) for a in arguments], input=stdin)
+
+
+def answer(*arguments: object) -> dict[str, Any]:
+    """What `run --json` prints."""
+    result = invoke("run", *arguments, "--json")
+    assert result.exit_code == 0, result.output
+    assert result.stderr == ""
+    figures: dict[str, Any] = json.loads(result.stdout)
+    return figures
+
+
+def child(*arguments: object) -> subprocess.Popen[str]:
+    # A shell's background job ignores SIGINT, and so would its children.
+    code = (
+        "import signal, pipeload.cli.commands\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "pipeload.cli.commands.main()"
+    )
+    return subprocess.Popen(
+        [sys.executable, "-c", code, *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+    )
+
+
+def plain_answer(folder: Path, prompt: str, new_tokens: int) -> str:
+    tokenizer: Any = transformers.AutoTokenizer.from_pretrained(folder)
+    inputs = tokenizer(prompt, return_tensors="pt")
+    model = load_plain(folder)
+    output = model.generate(
+        inputs["input_ids"],
+        attention_mask=inputs["attention_mask"],
+        max_new_tokens=new_tokens,
+        do_sample=False,
+    )
+    new = output[0, inputs["input_ids"].shape[1] :]
+    text: str = tokenizer.decode(new, skip_special_tokens=True)
+    return text
+
+
+# -- starting ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["run", "--help"], ["--version"]])
+def test_help_imports_no_torch(arguments: list[str]) -> None:
+    """Asking for help is quick."""
+    code = (
+        "import sys, pipeload.cli.commands\n"
+        "try: pipeload.cli.commands.main()\n"
+        "except SystemExit as end: assert not end.code\n"
+        "assert not {'torch', 'transformers'} & set(sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True
+    )
+    assert "pipeload" in done.stdout
+
+
+@pytest.mark.parametrize(("given", "expected"), [(None, "passive"), ("active", "active")])
+def test_openmp_is_told_to_wait_passively_before_torch_loads(
+    tiny: TinyCheckpoint, given: str | None, expected: str
+) -> None:
+    """libgomp looks at the variable when torch is imported, never again."""
+    code = (
+        "import os, sys, pipeload.cli.commands\n"
+        "class Watch:\n"
+        "    def find_spec(self, name, *_):\n"
+        "        if name == 'torch': sys.stderr.write('seen ' + os.environ['OMP_WAIT_POLICY'])\n"
+        "sys.meta_path.insert(0, Watch())\n"
+        "pipeload.cli.commands.main()"
+    )
+    environment = {k: v for k, v in os.environ.items() if k != "OMP_WAIT_POLICY"}
+    if given is not None:
+        environment["OMP_WAIT_POLICY"] = given
+    command = [sys.executable, "-c", code, "plan", str(tiny("llama")), "--disk-rate", "1GB"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    assert f"seen {expected}" in done.stderr
+
+
+# -- run -----------------------------------------------------------------------------------------
+
+
+def test_text_goes_to_stdout_and_the_rest_to_stderr(talker: Path) -> None:
+    """The text is that of plain transformers; statistics do not mix with it."""
+    result = invoke("run", talker, PROMPT, "--no-chat-template", "--max-new-tokens", 12)
+    assert result.exit_code == 0
+    assert result.stdout == plain_answer(talker, PROMPT, 12) + "\n"
+    for figure in ("memory limit", "peak memory", "GB/s", "tokens/s", "per pass", "bottleneck"):
+        assert figure in result.stderr
+
+
+def test_quiet_leaves_only_the_text(talker: Path) -> None:
+    """--quiet silences stderr altogether."""
+    result = invoke("run", talker, PROMPT, "--quiet", "--max-new-tokens", 3)
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert result.stdout.endswith("\n")
+
+
+def test_json_holds_text_and_figures(talker: Path) -> None:
+    """One object, raw numbers; the same text as without --json."""
+    with steady_floor():
+        limit = smallest_limit(talker, dtype="auto", tokens=40) + 200_000
+        figures = answer(talker, PROMPT, "--memory-limit", limit, "--max-new-tokens", 5)
+        shown = invoke("run", talker, PROMPT, "-q", "--memory-limit", limit, "--max-new-tokens", 5)
+    assert shown.stdout == figures["text"] + "\n"
+    assert figures["memory_limit"] == limit
+    assert figures["new_tokens"] == figures["passes"] == 5
+    assert figures["tokens_per_pass"] == 1.0
+    assert figures["bytes_per_pass"] > 0
+    assert figures["bytes_read"] >= 5 * figures["bytes_per_pass"]
+    assert figures["bottleneck"] in {"disk", "compute"}
+    numbers = {k for k, v in figures.items() if isinstance(v, (int, float))}
+    assert set(figures) - numbers == {
+        "model",
+        "text",
+        "seed",
+        "io_mode",
+        "bottleneck",
+        "device",
+    }
+    assert all(isinstance(v, int) for k, v in figures.items() if k.endswith("_bytes"))
+
+
+def test_a_seed_samples_and_repeats(talker: Path) -> None:
+    """The same seed gives the same text, another one another; without one it is greedy."""
+    texts = [
+        answer(talker, PROMPT, "--max-new-tokens", 12, *seed)["text"]
+        for seed in (["--seed", 1], ["--seed", 1], ["--seed", 2], [], [])
+    ]
+    assert texts[0] == texts[1] != texts[2]
+    assert texts[3] == texts[4] != texts[0]
+
+
+@pytest.mark.parametrize("prompt", [[], ["-"]])
+def test_prompt_from_standard_input(talker: Path, prompt: list[str]) -> None:
+    """A dash or nothing reads it."""
+    rest = ("--max-new-tokens", 4, "--quiet")
+    piped = invoke("run", talker, *prompt, *rest, stdin=PROMPT)
+    assert piped.stdout == invoke("run", talker, PROMPT, *rest).stdout
+
+
+def test_chat_template_and_system_message(talker: Path) -> None:
+    """The template is used when there is one; --no-chat-template leaves the bare prompt."""
+
+    def tokens(*options: str) -> int:
+        return int(answer(talker, PROMPT, "--max-new-tokens", 1, *options)["prompt_tokens"])
+
+    bare = len(PROMPT)
+    assert tokens("--no-chat-template") == bare
+    assert tokens() == bare + len("<user><answer>")
+    assert tokens("--system", "Be brief.") == bare + len("<system>Be brief.<user><answer>")
+
+
+def test_dtype_is_that_of_memory(talker: Path) -> None:
+    """Weights cast to fp32 take more room: not twice, as small ones fill pages anyway."""
+    sizes = [
+        answer(talker, PROMPT, "--max-new-tokens", 1, "--dtype", dtype)["resident_bytes"]
+        for dtype in ("bf16", "fp32")
+    ]
+    assert sizes[1] > 1.3 * sizes[0]
+
+
+def test_progress_on_a_terminal(talker: Path) -> None:
+    """On a terminal a bar counts layers, and is gone before the text."""
+    mine, theirs = pty.openpty()
+    command = [sys.executable, "-m", "pipeload", "run", str(talker), PROMPT]
+    process = subprocess.Popen(
+        [*command, "--max-new-tokens", "2"], stdout=subprocess.DEVNULL, stderr=theirs, cwd=ROOT
+    )
+    os.close(theirs)
+    shown = b""
+    while True:
+        try:
+            piece = os.read(mine, 4096)
+        except OSError:  # how a pseudo terminal tells its end
+            break
+        shown += piece
+        if not piece:
+            break
+    os.close(mine)
+    assert process.wait(60) == 0
+    assert b"first pass" in shown
+    assert b"/6" in shown
+
+
+# -- errors --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["./missing"], "no folder './missing'"),
+        (["no-such-model"], "no folder here, and the hub gave no model"),
+        ([str(ROOT / "pyproject.toml")], "is a file"),
+        ([str(ROOT)], "no config.json"),
+    ],
+)
+@pytest.mark.parametrize("command", ["run", "plan"])
+def test_no_such_model(command: str, arguments: list[str], message: str) -> None:
+    """One line says what is wrong; exit status 1."""
+    result = invoke(command, *arguments, *(["hi", "-q"] if command == "run" else ["--json"]))
+    assert result.exit_code == 1
+    assert result.stdout == ""
+    assert message in result.stderr
+    assert result.stderr.startswith("error: ")
+    assert result.stderr.count("\n") == 1
+
+
+def test_no_tokenizer(tiny: TinyCheckpoint) -> None:
+    """Weights alone can be planned, not talked to."""
+    result = invoke("run", tiny("llama"), PROMPT)
+    assert result.exit_code == 1
+    assert "no tokenizer" in result.stderr
+    assert invoke("plan", tiny("llama")).exit_code == 0
+
+
+def test_system_without_a_template(talker: Path, tmp_path: Path) -> None:
+    """An option that could not change anything is refused."""
+    for file in talker.iterdir():
+        if "template" not in file.name:
+            (tmp_path / file.name).symlink_to(file)
+    result = invoke("run", tmp_path, PROMPT, "--system", "Be brief.")
+    assert result.exit_code == 1
+    assert "chat template" in result.stderr
+
+
+@pytest.mark.parametrize("command", ["run", "plan"])
+def test_too_small_a_limit_names_one_that_works(talker: Path, command: str) -> None:
+    """The error holds the smallest limit, and that one works."""
+    with steady_floor():
+        refused = invoke(command, talker, *["hi"][: command == "run"], "--memory-limit", "1MB")
+        assert refused.exit_code == 1
+        smallest = refused.stderr.split("works here is ")[1].split()[0]
+        assert answer(talker, "hi", "--memory-limit", smallest)["memory_limit"] == int(smallest)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--memory-limit", "2XB"],
+        ["--max-new-tokens", "0"],
+        ["--dtype", "int3"],
+        ["--io-mode", "fast"],
+        ["--no-such-option"],
+        ["--system", "x", "--no-chat-template"],
+    ],
+)
+def test_usage_errors(talker: Path, arguments: list[str]) -> None:
+    """What cannot be meant is told before anything is loaded; exit status 2."""
+    assert invoke("run", talker, PROMPT, *arguments).exit_code == 2
+
+
+def test_an_empty_prompt_is_a_usage_error(talker: Path) -> None:
+    """There is nothing to answer."""
+    assert invoke("run", talker, stdin=" \n").exit_code == 2
+
+
+def test_debug_shows_the_traceback(talker: Path) -> None:
+    """With --debug the error comes out as it is."""
+    result = invoke("run", talker, PROMPT, "--memory-limit", "1MB", "--debug")
+    assert isinstance(result.exception, pipeload.MemoryLimitError)
+
+
+def test_control_c_ends_quietly(talker: Path) -> None:
+    """SIGINT in the middle of an answer: exit status 130, no traceback."""
+    process = child("run", talker, PROMPT, "--max-new-tokens", 20_000)
+    assert process.stdout is not None
+    assert process.stderr is not None
+    assert process.stdout.read(1)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) == 130
+    assert "Traceback" not in process.stderr.read()
+    process.stdout.close()
+    process.stderr.close()
+
+
+def test_a_closed_pipe_ends_quietly(talker: Path) -> None:
+    """`pipeload run ... | head -c 1` is no error to talk about."""
+    process = child("run", talker, PROMPT, "--max-new-tokens", 20_000)
+    assert process.stdout is not None
+    assert process.stderr is not None
+    assert process.stdout.read(1)
+    process.stdout.close()
+    assert process.wait(60) == 141
+    assert "Traceback" not in process.stderr.read()
+    process.stderr.close()
+
+
+# -- plan, demo, bench ---------------------------------------------------------------------------
+
+
+def test_plan_predicts_from_a_given_rate(talker: Path) -> None:
+    """Bytes per token over the rate, and every figure of the table."""
+    with steady_floor():
+        limit = smallest_limit(talker, dtype="auto") + 100_000
+        options = ("--memory-limit", limit, "--disk-rate", "1MB")
+        figures = json.loads(invoke("plan", talker, *options, "--json").stdout)
+        table = invoke("plan", talker, *options).stdout
+    assert figures["units"] == 7  # six blocks and the head
+    assert figures["tokens_per_second"] == pytest.approx(1e6 / figures["bytes_per_token"])
+    assert figures["disk_rate_measured"] is False
+    assert figures["smallest_limit"] <= limit
+    for word in ("memory limit", "smallest that works", "7 units", "1.00 MB/s (as given)"):
+        assert word in table
+
+
+def test_plan_measures_the_disk(talker: Path) -> None:
+    """Without --disk-rate the checkpoint itself is read for a moment."""
+    figures = json.loads(invoke("plan", talker, "--json").stdout)
+    assert figures["disk_rate_measured"] is True
+    assert figures["disk_bytes_per_second"] > 0
+
+
+def test_probe_pieces_are_spread_and_bounded(tmp_path: Path) -> None:
+    """However large the files, the probe reads 128 MB at most, from all over them."""
+    files = []
+    for name in ("a", "b"):
+        files.append(tmp_path / name)
+        with files[-1].open("wb") as file:
+            file.truncate(10**9 + 5)
+    pieces = cli_plan._spread(files)
+    assert sum(stop - first for _, first, stop in pieces) <= 128 << 20
+    assert {path for path, _, _ in pieces} == set(files)
+    assert len(set(pieces)) == len(pieces)
+    assert all(first % 4096 == 0 == stop % 4096 for _, first, stop in pieces)
+
+
+def test_demo_streams_and_knows_the_capital(smollm2_bf16: Path, tmp_path: Path) -> None:
+    """The limit it picks holds only a part and is kept, and the answer is right."""
+    folder = tmp_path / "smollm2"
+    folder.symlink_to(smollm2_bf16)
+    check_demo(folder)
+
+
+def test_the_first_demo_keeps_its_limit(tmp_path: Path) -> None:
+    """Making the model takes more memory than the limit; that is another process's."""
+    try:
+        demo_model._find_gguf()
+    except pipeload.PipeloadError as error:
+        skip_or_fail(str(error), required_by="PIPELOAD_REQUIRE_MODELS")
+    check_demo(tmp_path / "smollm2")
+
+
+@pytest.mark.parametrize("peak", [0, 1 << 40])
+def test_the_demos_limit_is_no_less_than_the_peak_before(
+    smollm2_bf16: Path, monkeypatch: pytest.MonkeyPatch, peak: int
+) -> None:
+    """A library may take more while it loads; and a quarter of the model is read all the same."""
+    monkeypatch.setattr("pipeload.cli.plan.peak_rss_bytes", lambda: 0)
+    least = cli_plan.choose_limit(str(smollm2_bf16), debug=True)
+    monkeypatch.setattr("pipeload.cli.plan.peak_rss_bytes", lambda: peak or least + 20_000_000)
+    limit = cli_plan.choose_limit(str(smollm2_bf16), debug=True)
+    assert limit > least + 10_000_000
+    plan = pipeload.plan(smollm2_bf16, memory_limit=limit, dtype="auto")
+    assert plan.bytes_per_pass > 30_000_000
+
+
+def check_demo(folder: Path) -> None:
+    process = child("demo", "--folder", folder, "--json")
+    output, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, errors
+    figures = json.loads(output)
+    assert "Paris" in figures["text"]
+    assert figures["bytes_per_pass"] > 50_000_000
+    assert figures["io_mode"] != "buffered"
+    assert figures["peak_rss_bytes"] <= figures["memory_limit"]
+
+
+def test_demo_does_not_replace_a_folder_of_others(tmp_path: Path) -> None:
+    """The error of the process that makes the model is this command's."""
+    (tmp_path / "own").write_text("not ours")
+    result = invoke("demo", "--folder", tmp_path)
+    assert result.exit_code == 1
+    assert "was not made by pipeload" in result.stderr
+
+
+def test_bench_hands_its_options_on(talker: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command only parses; without a limit it picks one that streams."""
+    calls: list[dict[str, Any]] = []
+    monkeypatch.setattr(measure, "run", lambda **options: calls.append(options))
+    two = ("--memory-limit", "1GB", "--memory-limit", "2GB", "--new-tokens", 3, "--rounds", 1)
+    assert invoke("bench", talker, *two, "--json").exit_code == 0
+    with steady_floor():
+        assert invoke("bench", talker).exit_code == 0
+        smallest = smallest_limit(talker, dtype="auto")
+    assert calls[0] == {
+        "model": str(talker),
+        "limits": ["1GB", "2GB"],
+        "new_tokens": 3,
+        "rounds": 1,
+        "as_json": True,
+        "device": "cpu",
+        "host_memory_limits": [None],
+        "progress": None,
+    }
+    assert calls[1]["progress"] is not None
+    assert calls[1]["limits"][0] == pytest.approx(smallest, rel=0.01)
+    assert not calls[1]["as_json"]

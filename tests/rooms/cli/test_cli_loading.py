@@ -1,0 +1,129 @@
+"""The seconds in which a command loads libraries: a line on a terminal, and Ctrl-C."""
+
+from __future__ import annotations
+
+import builtins
+import io
+import signal
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+import typer
+
+import pipeload
+from pipeload import __main__ as entry
+from pipeload.cli.screen import load, reported
+from pipeload.errors import CheckpointError
+from tests.rooms.cli.test_cli import invoke
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from typing import Any
+
+
+@pytest.fixture(autouse=True)
+def _interrupts_arrive() -> Iterator[None]:
+    """Also where the tests themselves were started with Ctrl-C ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("quiet", [False, True])
+def test_a_line_on_a_terminal(quiet: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is wiped away when what follows can be shown."""
+    shown = Terminal()
+    seen: list[str] = []
+    monkeypatch.setattr(sys, "stderr", shown)
+    monkeypatch.setattr(
+        pipeload, "__getattr__", lambda _name: seen.append(shown.getvalue()), raising=False
+    )
+    with reported(debug=False, quiet=quiet):
+        load("no_such_name")
+    line = "" if quiet else "loading libraries ..."
+    assert seen == [line]
+    assert shown.getvalue() == (f"{line}\r{' ' * len(line)}\r" if line else "")
+
+
+def test_no_line_elsewhere(capsys: pytest.CaptureFixture[str]) -> None:
+    """Into a file or a pipe nothing is written."""
+    with reported(debug=False, quiet=False):
+        load("plan")
+    assert capsys.readouterr() == ("", "")
+
+
+def interrupt() -> None:
+    signal.raise_signal(signal.SIGINT)
+
+
+def test_an_interrupt_that_becomes_another_error() -> None:
+    """A module that was left half imported fails in its own way."""
+    before = signal.getsignal(signal.SIGINT)
+
+    def fail() -> None:
+        try:
+            interrupt()
+        except KeyboardInterrupt:
+            raise ModuleNotFoundError("Could not import module 'PreTrainedModel'") from None
+
+    with pytest.raises(typer.Exit) as ended, reported(debug=False, quiet=False):
+        fail()
+    assert ended.value.exit_code == 130
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_an_interrupt_that_is_swallowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While libraries load, it ends the command all the same."""
+
+    def swallow(_name: str) -> None:
+        with pytest.raises(KeyboardInterrupt):
+            interrupt()
+
+    monkeypatch.setattr(pipeload, "__getattr__", swallow)
+    with pytest.raises(typer.Exit) as ended, reported(debug=False, quiet=False):
+        load("no_such_name")
+    assert ended.value.exit_code == 130
+
+
+def test_an_error_without_an_interrupt() -> None:
+    """It stays what it is, also after an interrupt of an earlier command."""
+    with pytest.raises(typer.Exit), reported(debug=False, quiet=False):
+        interrupt()
+    with pytest.raises(ModuleNotFoundError), reported(debug=False, quiet=False):
+        raise ModuleNotFoundError("its own")
+
+
+def test_an_interrupt_while_the_command_line_itself_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of it is there yet."""
+
+    def stop(name: str, *args: Any, **kwargs: Any) -> Any:
+        if name == "pipeload.cli" and args[2:3] and args[2] == ("commands",):
+            raise KeyboardInterrupt
+        return real(name, *args, **kwargs)
+
+    real = builtins.__import__
+    monkeypatch.setattr(builtins, "__import__", stop)
+    with pytest.raises(SystemExit) as ended:
+        entry.command()
+    assert ended.value.code == 130
+
+
+@pytest.mark.parametrize("command", ["run", "plan"])
+def test_no_folder_with_a_slash(command: str) -> None:
+    """No hub id ends with one: the hub is not asked."""
+    words = [command, "nosuch/", *(["hello"] if command == "run" else [])]
+    result = invoke(*words)
+    assert result.exit_code == 1
+    assert result.stderr == "error: there is no folder 'nosuch/'. Check the path.\n"
+
+
+def test_no_folder_with_a_slash_in_a_program() -> None:
+    """The same of the functions."""
+    with pytest.raises(CheckpointError, match="'nosuch' is not a folder"):
+        pipeload.plan("nosuch/", memory_limit="4GB")

@@ -1,0 +1,87 @@
+#!/usr/bin/env python3
+"""Many requests of many lengths, as a server gets them: none is refused, and memory stays flat.
+
+    python tests/tools/many_requests.py --requests 2000 --lengths 300 --dtype bfloat16
+
+Kernels keep memory for shapes that they have seen. A small random LLaMA answers prompts of 1 to
+LENGTHS tokens at its smallest limit and 35 MB. Prints the process's anonymous memory along the way;
+ends with 1 if a request was refused, the limit was exceeded, or memory grew by more than 10 MB in
+the second half.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import re
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import pipeload
+
+SPARE = 35_000_000
+MOST_GROWTH = 10_000_000
+
+
+def anonymous_bytes() -> int:
+    """Anonymous memory of this process."""
+    found = re.search(r"RssAnon:\s+(\d+)", Path("/proc/self/status").read_text())
+    assert found is not None
+    return int(found[1]) * 1024
+
+
+def main() -> int:
+    """Send the requests. Returns 1 if anything is not as it should be."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--requests", type=int, default=2000)
+    parser.add_argument("--lengths", type=int, default=300)
+    parser.add_argument("--dtype", default="bfloat16")
+    given = parser.parse_args()
+    dtype = getattr(torch, given.dtype)
+    torch.manual_seed(0)
+    with tempfile.TemporaryDirectory() as folder:
+        config = LlamaConfig(
+            hidden_size=512,
+            intermediate_size=1376,
+            num_hidden_layers=4,
+            num_attention_heads=8,
+            num_key_value_heads=4,
+            vocab_size=8192,
+        )
+        LlamaForCausalLM(config).to(dtype).save_pretrained(folder)
+        return serve(folder, dtype, given.requests, given.lengths)
+
+
+def serve(folder: str, dtype: torch.dtype, requests: int, lengths: int) -> int:
+    """Answer `requests` prompts of 1 to `lengths` tokens."""
+    hint = lengths + 2
+    limit = pipeload.smallest_limit(folder, dtype=dtype, tokens=hint) + SPARE
+    model = pipeload.from_pretrained(folder, dtype=dtype, memory_limit=limit, tokens=hint)
+    chosen, refused, seen = random.Random(3), 0, []
+    for number in range(1, requests + 1):
+        ids = torch.randint(3, 8000, (1, chosen.randint(1, lengths)))
+        try:
+            model.generate(ids, max_new_tokens=2, do_sample=False)
+        except pipeload.MemoryLimitError as error:
+            refused += 1
+            print(error)
+        if number % max(1, requests // 8) == 0:
+            seen.append(anonymous_bytes())
+            print(f"after {number} requests: anonymous {seen[-1] / 1e6:.0f} MB, refused {refused}")
+    peak = model.pipeload.stats().peak_since_load_bytes
+    growth = seen[-1] - seen[len(seen) // 2 - 1]
+    print(
+        f"limit {limit / 1e6:.0f} MB, peak since load {peak / 1e6:.0f} MB, {growth / 1e6:+.1f} MB"
+    )
+    return int(refused > 0 or peak > limit or growth > MOST_GROWTH)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

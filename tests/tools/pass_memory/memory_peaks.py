@@ -1,0 +1,139 @@
+"""Passes of a model in this process, measured: what each takes above what was held before it."""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+import gc
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from pipeload.budget.pass_needs import PassNeeds
+from pipeload.system.memory import peak_rss_bytes, return_freed_memory, rss_bytes
+from tests.tools.model_types.coverage_check import _run, _seed, _told
+from tests.tools.pass_memory.memory_inputs import shapes_of
+
+_NEW_TOKENS = 3
+
+
+class Measured(NamedTuple):
+    """One pass, in bytes; `seconds` of its first run."""
+
+    use: str
+    inputs: str
+    estimate: int | None
+    first: int
+    second: int
+    seconds: float
+    note: str = ""
+
+
+class _Peak:
+    """Measures what is taken above what is held now."""
+
+    def __init__(self) -> None:
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)
+        self._before = rss_bytes()
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the peak starts anew
+
+    def bytes(self) -> int:
+        return peak_rss_bytes() - self._before
+
+
+def _estimate(meta: Any, needs: PassNeeds | None, args: Any, given: Any) -> tuple[int | None, str]:
+    try:
+        needs = needs or PassNeeds(meta, meta.config, products=lambda _: 0)
+        return needs.for_pass(args, given), ""
+    except Exception as error:
+        return None, f"estimate: {_told(error, where=True)}"
+
+
+def measure_forward(
+    model: Any, meta: Any, given: dict[str, Any], small: dict[str, Any], passes: int = 2
+) -> list[Measured]:
+    """Equal passes, without a gradient."""
+    return_freed_memory()
+    _run(model, small)
+    found: list[int] = []
+    seconds: list[float] = []
+    for _ in range(passes):
+        mine = copy.deepcopy(given)
+        _seed()
+        peak = _Peak()
+        started = time.monotonic()
+        with torch.no_grad():
+            output = model(**mine)
+        found.append(peak.bytes())
+        seconds.append(time.monotonic() - started)
+        del output, mine
+    if passes == 1:
+        return [Measured("forward", "", None, found[0], 0, seconds[0])]
+    return estimate_forward(model, meta, given, (found[0], found[1]), seconds[0])
+
+
+def size_forward(
+    model: Any, meta: Any, given: dict[str, Any], small: dict[str, Any]
+) -> list[Measured]:
+    """One pass, which is not estimated."""
+    return measure_forward(model, meta, given, small, passes=1)
+
+
+def estimate_forward(
+    _: Any, meta: Any, given: dict[str, Any], sizes: tuple[int, int], seconds: float = 0.0
+) -> list[Measured]:
+    """What was measured, beside what is estimated."""
+    estimate, note = _estimate(meta, None, (), copy.deepcopy(given))
+    return [Measured("forward", shapes_of(given), estimate, *sizes, seconds, note)]
+
+
+class _Watch:
+    """Measures every pass of a module while something calls it."""
+
+    def __init__(self, module: Any, use: str, needs: PassNeeds) -> None:
+        self.use, self._needs = use, needs
+        self.passes: list[tuple[str, int | None, int, str]] = []
+        self._now: tuple[str, int | None, str, _Peak] | None = None
+        self.hooks = [
+            module.register_forward_pre_hook(self._before, with_kwargs=True),
+            module.register_forward_hook(self._after),
+        ]
+
+    def _before(self, _module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        estimate, note = _estimate(None, self._needs, args, kwargs)
+        self._now = (shapes_of({**dict(enumerate(args)), **kwargs}), estimate, note, _Peak())
+
+    def _after(self, *_: object) -> None:
+        if self._now is not None:
+            shapes, estimate, note, peak = self._now
+            self.passes.append((shapes, estimate, peak.bytes(), note))
+
+
+def measure_generate(
+    model: Any, meta: Any, given: dict[str, Any], small: dict[str, Any]
+) -> list[Measured]:
+    """The passes of `generate`: the prompt's in two calls of it, and two decoding ones."""
+    return_freed_memory()
+    options = {"max_new_tokens": _NEW_TOKENS, "do_sample": False}
+    _seed()
+    model.generate(**copy.deepcopy(small), **options)
+    needs = PassNeeds(meta, meta.config, products=lambda _: 0)
+    model.generation_config.eos_token_id = None
+    watch = _Watch(model, "prompt", needs)
+    ends: list[int] = []
+    for _ in range(2):
+        _seed()
+        model.generate(**copy.deepcopy(given), **options)
+        ends.append(len(watch.passes))
+    first, passes = ends[0], watch.passes
+    if not first:
+        return []
+    pairs = [("prompt", passes[0], passes[first])]
+    if first > 2:
+        pairs.append(("decode", passes[1], passes[2]))
+    return [
+        Measured(use, one[0], one[1], one[2], other[2], 0.0, one[3]) for use, one, other in pairs
+    ]
