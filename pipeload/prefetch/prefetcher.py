@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from pipeload.errors import ReadError, UnsupportedOperationError
 from pipeload.prefetch.dispatcher import Dispatcher, dispatch
+from pipeload.prefetch.order import LastSeen
 from pipeload.prefetch.read_faults import name_block
 from pipeload.prefetch.unit import Split, Ticket, Unit
 from pipeload.weights.placement import Placement
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from pipeload.budget.plan import UnitPlan
     from pipeload.checkpoint.files import FileSet
     from pipeload.prefetch.dispatcher import MakePlace
+    from pipeload.prefetch.order import Order
     from pipeload.prefetch.slots import Buffer
     from pipeload.weights.arena import Region
     from pipeload.weights.placement import Convert, Place
@@ -75,17 +77,20 @@ class Prefetcher:
         scratch: Sequence[Region | None],
         chunk_bytes: int,
         place: MakePlace = place_streamed,
+        order: Order | None = None,
     ) -> None:
         """Start the threads and read the first units at once.
 
         Args:
-            units: in the order they are expected to run.
+            units: in the order of the model.
             slots: buffers, each large enough for any unit's streamed part.
             files: the open checkpoint.
             convert: runs the library's conversions.
             scratch: one entry per reader thread.
             chunk_bytes: the most that one read call asks for.
             place: puts a unit into a buffer.
+            order: says which units are likely next; None: as the model runs them, and as it ran
+                them last.
         """
         dispatcher = Dispatcher(
             units,
@@ -95,6 +100,7 @@ class Prefetcher:
             convert=convert,
             scratch=scratch,
             chunk_bytes=chunk_bytes,
+            order=LastSeen(len(units)) if order is None else order,
         )
         self._dispatcher = dispatcher
         self._stalls = files.stalls

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Protocol
 
+from pipeload.prefetch.unit import UnitState
+
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from pipeload.budget.counters import Counters
+    from pipeload.budget.plan import UnitPlan
+    from pipeload.prefetch.unit import Unit
+    from pipeload.weights.placement import Place
 
 
 class Buffer(Protocol):
@@ -20,37 +25,74 @@ class Buffer(Protocol):
 class Slots:
     """Numbered buffers, each held by one unit or by none. Only the dispatcher changes them."""
 
-    def __init__(self, regions: Sequence[Any], counters: Counters) -> None:
-        """`counters.buffer_bytes` follows what is really in memory."""
+    def __init__(
+        self,
+        regions: Sequence[Any],
+        units: Sequence[Unit],
+        place: Callable[[UnitPlan, Any], Place],
+        counters: Counters,
+    ) -> None:
+        """`place` puts a unit's streamed part into one of `regions`.
+
+        `counters.buffer_bytes` follows what is really in memory.
+        """
         self.regions: Sequence[Any] = regions
-        """`Buffer`s, all of one kind, which whoever places a unit there knows."""
+        """`Buffer`s, all of one kind, which `place` knows."""
         self.occupants: list[int | None] = [None] * len(regions)
         """Numbers of units."""
         self.touched = [0] * len(regions)
         """Bytes of each buffer that were written since it last gave memory back."""
-        self._counters = counters
+        self._units, self._place, self._counters = units, place, counters
 
-    def first(self, may_go: Callable[[int], bool]) -> int | None:
-        """The first buffer that is free, or held by a unit that may go."""
+    def free(self) -> int | None:
+        """A buffer that nobody needs any more; None where there is none."""
+        units = self._units
+        return self._first(
+            lambda held: units[held].state is UnitState.RESIDENT and units[held].used
+        )
+
+    def evictable(self) -> int | None:
+        """A buffer that nobody computes with, though what was read into it may come next."""
+        units = self._units
+        return self._first(lambda held: units[held].state is UnitState.RESIDENT)
+
+    def _first(self, may_go: Callable[[int], bool]) -> int | None:
         for slot, occupant in enumerate(self.occupants):
             if occupant is None or may_go(occupant):
                 return slot
         return None
 
-    def enter(self, slot: int, unit: int, nbytes: int) -> None:
-        """`unit` is read into it, and takes `nbytes` bytes."""
-        self.occupants[slot] = unit
-        self._touch(slot, max(self.touched[slot], nbytes))
+    def held(self) -> Iterator[Unit]:
+        """The units that hold buffers."""
+        return (self._units[index] for index in self.occupants if index is not None)
 
-    def leave(self, slot: int) -> None:
-        """Nobody holds it any more; its memory stays for the next one."""
-        self.occupants[slot] = None
+    def enter(self, slot: int, index: int) -> Place:
+        """Give the buffer to that unit, in the place of whoever was there; where it lies then."""
+        unit, previous = self._units[index], self.occupants[slot]
+        if previous is not None and previous != index:
+            evicted = self._units[previous]
+            evicted.state, evicted.slot, evicted.ready = UnitState.ON_DISK, None, False
+        self.occupants[slot] = index
+        self._touch(slot, max(self.touched[slot], unit.plan.streamed.nbytes))
+        unit.slot = slot
+        if slot not in unit.slots:
+            unit.slots[slot] = self._place(unit.plan, self.regions[slot])
+        return unit.slots[slot]
 
-    def shrink(self, slot: int, nbytes: int) -> None:
-        """Give back what lies behind the first `nbytes` bytes."""
-        if self.touched[slot] > nbytes:
-            self.regions[slot].discard(nbytes)
-            self._touch(slot, nbytes)
+    def leave(self, unit: Unit) -> None:
+        """Take its buffer from a unit, if it has one; the memory stays for the next."""
+        if unit.slot is not None:
+            self.occupants[unit.slot] = None
+            unit.slot = None
+
+    def shrink(self, nbytes: int) -> None:
+        """Give back what no unit needs, if the largest takes `nbytes` from now on."""
+        for slot, occupant in enumerate(self.occupants):
+            used = 0 if occupant is None else self._units[occupant].plan.streamed.nbytes
+            kept = max(nbytes, used)
+            if self.touched[slot] > kept:
+                self.regions[slot].discard(kept)
+                self._touch(slot, kept)
 
     def _touch(self, slot: int, nbytes: int) -> None:
         self._counters.buffer_bytes += nbytes - self.touched[slot]

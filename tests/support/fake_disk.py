@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from hypothesis.stateful import RuleBasedStateMachine
 
     from pipeload.checkpoint.files import FileSet
+    from pipeload.prefetch.order import Order
 
 STREAMED, RESIDENT = Path("streamed"), Path("resident")
 UNIT_BYTES = 8192
@@ -103,7 +104,9 @@ class AnyRig:
 class Rig(AnyRig):
     """A prefetcher over fake files. `kinds`: Streamed, Resident, Both or Converted, each unit."""
 
-    def __init__(self, kinds: str, *, slots: int = 2, readers: int = 2) -> None:
+    def __init__(
+        self, kinds: str, *, slots: int = 2, readers: int = 2, order: Order | None = None
+    ) -> None:
         self.kinds = kinds
         self.files = FakeFiles()
         files = cast("FileSet", self.files)
@@ -131,6 +134,7 @@ class Rig(AnyRig):
             convert=convert,
             scratch=scratch,
             chunk_bytes=1 << 20,
+            order=order,
         )
 
     def check_values(self, index: int) -> None:

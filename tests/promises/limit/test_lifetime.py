@@ -54,7 +54,7 @@ def descriptors() -> int:
 
 def threads_of(model: Any) -> list[threading.Thread]:
     prefetcher = prefetcher_of(model)
-    pool = prefetcher._dispatcher._pool
+    pool = prefetcher._dispatcher._reads._pool
     return [prefetcher._thread, *(pool._threads if pool is not None else ())]
 
 

@@ -154,7 +154,7 @@ def test_a_hung_model_can_be_removed(
     tiny: TinyCheckpoint, disk: HungDisk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The way back does not wait for the disk for ever either; what was read late harms nobody."""
-    monkeypatch.setattr("pipeload.prefetch.dispatcher._JOIN_SECONDS", 0.1)
+    monkeypatch.setattr("pipeload.prefetch.reads._JOIN_SECONDS", 0.1)
     expected = logits(load_plain(tiny("llama")))
     model = load_streamed(tiny("llama"), read_timeout=SECONDS)
     disk.hang(only=1)

@@ -142,7 +142,7 @@ def test_an_end_in_the_middle_of_a_read(rig: Rig) -> None:
     rig.files.wait_for_read(2)
     closing = in_thread(rig.prefetcher.close)
     deadline = time.monotonic() + WAIT_SECONDS
-    while not rig.dispatcher._pool._closed.is_set() and time.monotonic() < deadline:
+    while not rig.dispatcher._reads._pool._closed.is_set() and time.monotonic() < deadline:
         time.sleep(0.001)
     rig.files.opened.set()
     closing.result(WAIT_SECONDS)
@@ -227,7 +227,7 @@ def test_close_ends_the_wait_and_the_threads(rig: Rig) -> None:
     rig.files.opened.set()
     closing.result(WAIT_SECONDS)
     assert not rig.prefetcher._thread.is_alive()
-    assert not any(thread.is_alive() for thread in rig.dispatcher._pool._threads)
+    assert not any(thread.is_alive() for thread in rig.dispatcher._reads._pool._threads)
     with pytest.raises(UnsupportedOperationError, match="streaming has ended"):
         rig.prefetcher.acquire(4)
     rig.prefetcher.close()
@@ -237,7 +237,7 @@ def test_a_forgotten_prefetcher_ends_its_threads() -> None:
     """Nobody has to call close."""
     rig = Rig("SSS")
     rig.rest()
-    threads = [rig.prefetcher._thread, *rig.dispatcher._pool._threads]
+    threads = [rig.prefetcher._thread, *rig.dispatcher._reads._pool._threads]
     del rig
     gc.collect()
     for thread in threads:
