@@ -1,1 +1,1 @@
-"""Tests, and the helpers they share: `models`, `cgroups` and `make_llama`."""
+"""Tests: by room, by promise; what they share, and tools to be run by hand."""

@@ -14,6 +14,7 @@ import pipeload
 
 ROOT = Path(__file__).resolve().parents[2]
 PRODUCT, HOOKS = ROOT / "pipeload", ROOT / "hooks" / "pipeload_hooks"
+TESTS = ROOT / "tests"
 FILES = sorted([*PRODUCT.rglob("*.py"), *HOOKS.glob("*.py")])
 
 # From the ground up. A room may import those on lower floors, never its neighbours.
@@ -123,6 +124,15 @@ def test_rooms() -> None:
     for module, file in MODULES.items():
         if file.name == "__init__.py" and module != "__init__":
             assert imports_of(file) == set()
+
+
+def test_rooms_of_tests() -> None:
+    """They lie in folders of the same names; what tests share knows no test and no tool."""
+    folders = {file.parent.relative_to(TESTS / "rooms") for file in TESTS.glob("rooms/*/**/*.py")}
+    assert {one for one in folders if not (PRODUCT / one).is_dir()} == {Path("hooks")}
+    for file in {*TESTS.glob("support/*.py")} - {*TESTS.glob("support/test_*.py")}:
+        found = {name for name in imports_of(file) if name.startswith("tests.")}
+        assert {name for name in found if not name.startswith("tests.support.")} == set()
 
 
 @pytest.mark.parametrize("package", KNOWN_IN)

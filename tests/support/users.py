@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedToken
 
 import pipeload
 from pipeload.budget import cut, make_plan
-from tests.support.exact import assert_same
+from tests.support.exact import assert_same, prompt
 from tests.support.streaming import WAIT_SECONDS, assert_nothing_held, smallest_limit, steady_floor
 
 if TYPE_CHECKING:
@@ -100,6 +100,14 @@ class Pair:
         assert self.model.pipeload.stats().bytes_read > before
         assert_nothing_held(self.model)
         return wanted
+
+
+@torch.no_grad()
+def scores(model: Any) -> list[torch.Tensor]:
+    """Two passes, the second with the first one's cache."""
+    first = model(prompt(2), use_cache=True)
+    second = model(prompt(2, 3, seed=1), use_cache=True, **{CACHE: first[CACHE]})
+    return [first.logits, second.logits]
 
 
 def words() -> PreTrainedTokenizerFast:

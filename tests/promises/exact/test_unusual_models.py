@@ -1,4 +1,4 @@
-"""Kinds of models that `coverage_run.py` found to need care, each as small as it can be."""
+"""Kinds of models that `model_types/run.py` found to need care, each as small as it can be."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from pipeload.budget.pass_shape import read_shape
 from pipeload.engine import table_seats
 from tests.support.models import randomize, save_random, tiny_config
 from tests.support.streaming import logits, streamer_of
-from tests.tools.model_types import coverage_configs
-from tests.tools.model_types.coverage_check import tiny_planning
+from tests.tools.model_types import configs
+from tests.tools.model_types.check import tiny_planning
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -211,7 +211,7 @@ def test_positions_of_numbers_that_are_no_tokens(inputs: dict[str, Any], positio
 @pytest.mark.parametrize("rows", [1, 3])
 def test_padding_of_layers_with_a_state(tmp_path: Path, rows: int) -> None:
     """What a mask hides stays out of their state, also of a single sequence."""
-    config = coverage_configs.tiny_config("qwen3_next", "names")
+    config = configs.tiny_config("qwen3_next", "names")
     folder = save_random(config, tmp_path, "fp32", seed=5)
     ids = torch.arange(3, 3 + 12 * rows).reshape(rows, 12)
     mask = torch.ones_like(ids)

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.tools.model_types.coverage_check import EXACT, REFUSED
-from tests.tools.model_types.coverage_run import read_table as coverage
-from tests.tools.pass_memory.memory_inputs import growths, shapes_of
-from tests.tools.pass_memory.memory_measure import LEAST, Line
-from tests.tools.pass_memory.memory_run import is_under, read_table, summary
+from tests.tools.model_types.check import EXACT, REFUSED
+from tests.tools.model_types.run import read_table as coverage
+from tests.tools.pass_memory.inputs import growths, shapes_of
+from tests.tools.pass_memory.measure import LEAST, Line
+from tests.tools.pass_memory.run import is_under, read_table, summary
 
 ROOT = Path(__file__).parents[3]
 TABLE = ROOT / "tests/tools/pass_memory/memory.tsv"
@@ -49,7 +49,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Line]:
     table = tmp_path_factory.mktemp("memory") / "table.tsv"
     command: list[str | Path] = [
         sys.executable,
-        ROOT / "tests/tools/pass_memory/memory_run.py",
+        ROOT / "tests/tools/pass_memory/run.py",
         "--quick",
     ]
     command += ["--types", ",".join(KINDS), "--table", table]

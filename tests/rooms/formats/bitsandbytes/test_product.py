@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 bnb: Any = pytest.importorskip("bitsandbytes")
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 KINDS = ("nf4", "fp4")
 NO_COMPILER = "no compiler here, or no AVX2"
 
@@ -284,7 +284,7 @@ IN_A_CHILD = """
 import torch
 from tests.support.plain_loops import use_plain_loops
 use_plain_loops(setattr)
-from tests.rooms.formats.test_nf4 import linear, product_of
+from tests.rooms.formats.bitsandbytes.test_product import linear, product_of
 torch.set_num_threads(2)
 for dtype in (torch.bfloat16, torch.float32, torch.float16):
     module = linear(1024, 512, compute_dtype=dtype)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
-from tests.tools.model_types.coverage_special import MADE_WITH, settle
+from tests.tools.model_types.special import MADE_WITH, settle
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -13,8 +13,8 @@ import torch
 
 from pipeload.budget.pass_needs import PassNeeds
 from pipeload.system.memory import peak_rss_bytes, return_freed_memory, rss_bytes
-from tests.tools.model_types.coverage_check import _run, _seed, _told
-from tests.tools.pass_memory.memory_inputs import shapes_of
+from tests.tools.model_types.check import _run, _seed, _told
+from tests.tools.pass_memory.inputs import shapes_of
 
 _NEW_TOKENS = 3
 

@@ -31,7 +31,7 @@ from pipeload.formats.repack import Repack
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[4]
 ROWS, COLUMNS = 208, 384  # three whole tiles of 64 rows and a last one of 16
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

@@ -25,7 +25,7 @@ import pipeload
 from pipeload.cli import screen
 from pipeload.evaluate import perplexity
 from pipeload.evaluate.text_windows import Window, choose_batch, groups, slide
-from tests.rooms.cli.test_cli import child, invoke
+from tests.rooms.cli.test_commands import child, invoke
 from tests.support.models import load_plain, save_random, tiny_config
 from tests.support.streaming import smallest_limit, steady_floor
 

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Streams a tiny random model of every type that the installed transformers know.
 
-    python tests/tools/model_types/coverage_run.py --table tests/tools/model_types/coverage.tsv
-    python tests/tools/model_types/coverage_run.py --types llama,t5 --table /tmp/some.tsv --fast
+    python tests/tools/model_types/run.py --table tests/tools/model_types/coverage.tsv
+    python tests/tools/model_types/run.py --types llama,t5 --table /tmp/some.tsv --fast
 
 Each type runs in a process of its own, so that a crash costs one row. Rows are added as they come;
 types that the table has already are skipped. Totals go to stdout. Types whose classes need a
@@ -33,7 +33,7 @@ if __name__ == "__main__":
 
 import torch
 
-from tests.tools.model_types.coverage_check import (
+from tests.tools.model_types.check import (
     EXACT,
     FAILED,
     HALF_WAY,
@@ -42,7 +42,7 @@ from tests.tools.model_types.coverage_check import (
     Row,
     check,
 )
-from tests.tools.model_types.coverage_classes import model_types
+from tests.tools.model_types.classes import model_types
 
 if TYPE_CHECKING:
     from collections.abc import Callable

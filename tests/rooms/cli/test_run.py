@@ -25,12 +25,12 @@ from pipeload.cli.answer import Answer, StopAt, _Cut
 from pipeload.engine.stats import work_rows
 from pipeload.errors import ReadError
 from tests.promises.ways_in.test_notebook import STATS
-from tests.rooms.cli.test_cli import PROMPT, ROOT, answer, child, invoke, plain_answer
-from tests.rooms.cli.test_cli import loud_libraries as loud_libraries  # noqa: PLC0414 - a fixture
-from tests.rooms.cli.test_cli import talker as talker  # noqa: PLC0414 - a fixture
-from tests.rooms.cli.test_cli_mistakes import assert_one_line
-from tests.rooms.cli.test_device_commands import sample
-from tests.rooms.evaluate.test_eval import save_tokenizer
+from tests.rooms.cli.test_commands import PROMPT, ROOT, answer, child, invoke, plain_answer
+from tests.rooms.cli.test_commands import loud_libraries as loud_libraries  # noqa: PLC0414 - a fixture
+from tests.rooms.cli.test_commands import talker as talker  # noqa: PLC0414 - a fixture
+from tests.rooms.cli.test_mistakes import assert_one_line
+from tests.rooms.cli.test_on_a_device import sample
+from tests.rooms.evaluate.test_perplexity import save_tokenizer
 from tests.support.models import save_random
 from tests.support.streaming import load_streamed, smallest_limit, steady_floor
 from tests.support.talking import add_letters

@@ -19,12 +19,12 @@ import torch
 import pipeload
 from pipeload.budget import cut, make_plan, residency
 from pipeload.budget.accounts import ACCOUNTANT, Accountant
-from tests.tools.model_types.coverage_classes import classes_of
-from tests.tools.model_types.coverage_configs import RECIPES, config_for, is_small, tiny_config
-from tests.tools.model_types.coverage_inputs import candidates
-from tests.tools.model_types.coverage_outputs import difference_of, tensors_of
-from tests.tools.model_types.coverage_repairs import repaired
-from tests.tools.model_types.coverage_special_inputs import save_beside
+from tests.tools.model_types.classes import classes_of
+from tests.tools.model_types.configs import RECIPES, config_for, is_small, tiny_config
+from tests.tools.model_types.inputs import candidates
+from tests.tools.model_types.outputs import difference_of, tensors_of
+from tests.tools.model_types.repairs import repaired
+from tests.tools.model_types.special_inputs import save_beside
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -16,9 +16,9 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from pipeload.cli.commands import app
-from tests.rooms.cli.test_cli import invoke
-from tests.rooms.cli.test_cli import loud_libraries as loud_libraries  # noqa: PLC0414 - a fixture
-from tests.rooms.evaluate.test_eval import save_tokenizer
+from tests.rooms.cli.test_commands import invoke
+from tests.rooms.cli.test_commands import loud_libraries as loud_libraries  # noqa: PLC0414 - a fixture
+from tests.rooms.evaluate.test_perplexity import save_tokenizer
 from tests.rooms.quantiser.test_quantise import Full
 from tests.support.models import save_random
 

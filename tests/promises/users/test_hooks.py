@@ -12,33 +12,12 @@ from pipeload import UnsupportedOperationError
 from tests.support.exact import assert_same, prompt
 from tests.support.models import load_plain
 from tests.support.streaming import assert_nothing_held, logits
-from tests.support.users import CACHE, WAYS, Pair, load_by
+from tests.support.users import Pair, load_by, scores
 
 if TYPE_CHECKING:
     from tests.conftest import TinyCheckpoint
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False}
-
-
-@pytest.fixture(params=WAYS)
-def way(request: pytest.FixtureRequest) -> str:
-    name: str = request.param
-    return name
-
-
-@pytest.fixture
-def pair(way: str, tiny: TinyCheckpoint) -> Pair:
-    """New for each test: the first pass of a model is unlike the later ones."""
-    folder = tiny("llama")
-    return Pair(load_plain(folder), load_by(way, folder))
-
-
-@torch.no_grad()
-def scores(model: Any) -> list[torch.Tensor]:
-    """Two passes, the second with the first one's cache."""
-    first = model(prompt(2), use_cache=True)
-    second = model(prompt(2, 3, seed=1), use_cache=True, **{CACHE: first[CACHE]})
-    return [first.logits, second.logits]
 
 
 # -- hooks ----------------------------------------------------------------------------------------

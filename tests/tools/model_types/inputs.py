@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tests.tools.model_types.coverage_special_inputs import special_inputs
+from tests.tools.model_types.special_inputs import special_inputs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -27,7 +27,7 @@ from pipeload.devices.mps import MpsDevice
 from pipeload.devices.open_device import open_device
 from pipeload.devices.seats import DeviceSeat
 from tests.rooms.devices.test_device import EVERYTHING, PART, load, plan_for, reference, smallest
-from tests.rooms.devices.test_torch_device import Recorded
+from tests.rooms.devices.test_torch_accelerator import Recorded
 from tests.support.fake_device import FakeDevice
 from tests.support.streaming import check
 

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
 """Estimate against measured memory of a pass, for every type that the installed transformers know.
 
-    python tests/tools/pass_memory/memory_run.py
-    python tests/tools/pass_memory/memory_run.py --shard 0/2
-    python tests/tools/pass_memory/memory_run.py --types llama,t5 --halves --table /tmp/some.tsv
-    python tests/tools/pass_memory/memory_run.py --kept /tmp/kept --table old.tsv
-    python tests/tools/pass_memory/memory_run.py --kept /tmp/kept --again old.tsv --table new.tsv
+    python tests/tools/pass_memory/run.py
+    python tests/tools/pass_memory/run.py --shard 0/2
+    python tests/tools/pass_memory/run.py --types llama,t5 --halves --table /tmp/some.tsv
+    python tests/tools/pass_memory/run.py --kept /tmp/kept --table old.tsv
+    python tests/tools/pass_memory/run.py --kept /tmp/kept --again old.tsv --table new.tsv
 
 Types that the table has already are skipped; shards may write to the same table at once. A summary
 goes to stdout, of the whole table. Exits with 1 if a pass took over 3 % more than was estimated.
@@ -29,9 +29,9 @@ if __name__ == "__main__":
 import torch
 
 from pipeload.system.memory import keep_few_kernels
-from tests.tools.model_types.coverage_classes import model_types
-from tests.tools.model_types.coverage_run import in_child
-from tests.tools.pass_memory.memory_measure import LEAST, Line, empty, lines_of
+from tests.tools.model_types.classes import model_types
+from tests.tools.model_types.run import in_child
+from tests.tools.pass_memory.measure import LEAST, Line, empty, lines_of
 
 SECONDS = 240
 _UNDER, _WELL = 0.97, 1.3

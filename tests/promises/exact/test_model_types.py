@@ -1,4 +1,4 @@
-"""One model type of each kind that streaming has to care for, as `coverage_run.py` does."""
+"""One model type of each kind that streaming has to care for, as `model_types/run.py` does."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, LlavaConfig
 
-from tests.tools.model_types.coverage_check import EXACT, NO_CLASS, PLAIN, REFUSED, Row, check
-from tests.tools.model_types.coverage_configs import config_for
-from tests.tools.model_types.coverage_repairs import repaired
-from tests.tools.model_types.coverage_run import totals
-from tests.tools.model_types.coverage_special import settle
+from tests.tools.model_types.check import EXACT, NO_CLASS, PLAIN, REFUSED, Row, check
+from tests.tools.model_types.configs import config_for
+from tests.tools.model_types.repairs import repaired
+from tests.tools.model_types.run import totals
+from tests.tools.model_types.special import settle
 
 if TYPE_CHECKING:
     from collections.abc import Callable

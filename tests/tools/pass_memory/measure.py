@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from tests.tools.model_types.coverage_check import PlainError, _cast, _make, _run, _told, randomize
-from tests.tools.model_types.coverage_classes import classes_of
-from tests.tools.model_types.coverage_run import in_child
-from tests.tools.pass_memory.memory_inputs import growths
-from tests.tools.pass_memory.memory_peaks import (
+from tests.tools.model_types.check import PlainError, _cast, _make, _run, _told, randomize
+from tests.tools.model_types.classes import classes_of
+from tests.tools.model_types.run import in_child
+from tests.tools.pass_memory.inputs import growths
+from tests.tools.pass_memory.peaks import (
     Measured,
     estimate_forward,
     measure_forward,
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    from tests.tools.pass_memory.memory_inputs import Grow
+    from tests.tools.pass_memory.inputs import Grow
 
 LEAST = 60_000_000
 _WANTED = 150_000_000
