@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pipeload.prefetch.order import LastSeen
-from tests.core.fake_disk import Rig
+from tests.support.fake_disk import Rig
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
