@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import pipeload
-from tests.rooms.entry.test_script import ROOT, WAIT_SECONDS, environment
+from tests.promises.ways_in.test_scripts import ROOT, WAIT_SECONDS, environment
 from tests.support.models import load_plain
 from tests.support.streaming import logits, smallest_limit, steady_floor
 from tests.support.talking import add_letters
