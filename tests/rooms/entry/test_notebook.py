@@ -219,6 +219,7 @@ def test_the_example_looks_for_a_gpu(
     assert state == "cpu cpu True"
 
 
+@pytest.mark.slow
 def test_loading_is_all_that_is_needed() -> None:
     """In a new process, where nobody has imported pipeload: the line helps, and nothing else."""
     code = (
