@@ -28,7 +28,7 @@ settings.register_profile("repeatable", deadline=None, derandomize=True)
 settings.load_profile("untimed")
 
 MARKERS = (
-    "slow: takes more than a few seconds",
+    "slow: takes seconds, alone or in a process that it starts",
     "cgroup: needs a kernel memory cgroup, so root",
     "gpu: needs an accelerator",
 )

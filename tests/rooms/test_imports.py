@@ -193,6 +193,7 @@ for name in {PURE}:
     assert fresh(code) == ""
 
 
+@pytest.mark.slow
 def test_the_rest_is_loaded_when_asked_for() -> None:
     """The first use of from_pretrained imports what it needs."""
     code = "import sys, pipeload; pipeload.from_pretrained; print('transformers' in sys.modules)"

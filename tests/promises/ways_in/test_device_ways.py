@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, p
 import pipeload
 from pipeload.devices import resident
 from pipeload.formats.bitsandbytes import product
-from tests.rooms.devices.test_device import HOST, freshly_allocated, load, reference, smallest
+from tests.promises.exact.test_device import HOST, freshly_allocated, load, reference, smallest
 from tests.support.exact import prompt
 from tests.support.fake_device import FakeDevice, lend
 from tests.support.models import load_plain, save_random

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.rooms.entry.test_script import SPARE_BYTES, WAIT_SECONDS, environment, streamed
+from tests.promises.ways_in.test_scripts import SPARE_BYTES, WAIT_SECONDS, environment, streamed
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from tests.rooms.entry.test_script import SCRIPTS, Done, python
+from tests.promises.ways_in.test_scripts import SCRIPTS, Done, python
 from tests.support.models import load_plain
 from tests.support.streaming import logits
 from tests.support.users import WAYS, load_by

@@ -555,11 +555,13 @@ def printed_by(code: str, *arguments: str) -> str:
     return done.stdout.splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_prompts_of_many_lengths_do_not_pile_up_kernels() -> None:
     """Each length compiles a kernel; without a limit, 200 lengths keep 110 MB on AVX2."""
     assert int(printed_by(MANY_SHAPES)) < 20_000_000
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="needs Linux")
 @pytest.mark.parametrize("code", [PEAK, SOUND_PEAK], ids=["tokens", "sound"])
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])

@@ -118,6 +118,7 @@ def test_help_imports_no_torch(arguments: list[str]) -> None:
     assert "pipeload" in done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("given", "expected"), [(None, "passive"), ("active", "active")])
 def test_openmp_is_told_to_wait_passively_before_torch_loads(
     tiny: TinyCheckpoint, given: str | None, expected: str
@@ -222,6 +223,7 @@ def test_dtype_is_that_of_memory(talker: Path) -> None:
     assert sizes[1] > 1.3 * sizes[0]
 
 
+@pytest.mark.slow
 def test_progress_on_a_terminal(talker: Path) -> None:
     """On a terminal a bar counts layers, and is gone before the text."""
     mine, theirs = pty.openpty()
@@ -323,6 +325,7 @@ def test_debug_shows_the_traceback(talker: Path) -> None:
     assert isinstance(result.exception, pipeload.MemoryLimitError)
 
 
+@pytest.mark.slow
 def test_control_c_ends_quietly(talker: Path) -> None:
     """SIGINT in the middle of an answer: exit status 130, no traceback."""
     process = child("run", talker, PROMPT, "--max-new-tokens", 20_000)
@@ -336,6 +339,7 @@ def test_control_c_ends_quietly(talker: Path) -> None:
     process.stderr.close()
 
 
+@pytest.mark.slow
 def test_a_closed_pipe_ends_quietly(talker: Path) -> None:
     """`pipeload run ... | head -c 1` is no error to talk about."""
     process = child("run", talker, PROMPT, "--max-new-tokens", 20_000)
@@ -387,6 +391,7 @@ def test_probe_pieces_are_spread_and_bounded(tmp_path: Path) -> None:
     assert all(first % 4096 == 0 == stop % 4096 for _, first, stop in pieces)
 
 
+@pytest.mark.slow
 def test_demo_streams_and_knows_the_capital(smollm2_bf16: Path, tmp_path: Path) -> None:
     """The limit it picks holds only a part and is kept, and the answer is right."""
     folder = tmp_path / "smollm2"
@@ -394,6 +399,7 @@ def test_demo_streams_and_knows_the_capital(smollm2_bf16: Path, tmp_path: Path) 
     check_demo(folder)
 
 
+@pytest.mark.slow
 def test_the_first_demo_keeps_its_limit(tmp_path: Path) -> None:
     """Making the model takes more memory than the limit; that is another process's."""
     try:

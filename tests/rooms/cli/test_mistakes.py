@@ -313,6 +313,7 @@ def test_a_place_where_nobody_may_write(good: Path) -> None:
     assert_one_line(invoke("quantize", good, "/proc/new", "-q"), 1, "cannot be written to")
 
 
+@pytest.mark.slow
 def test_a_full_disk_behind_the_output(good: Path, tmp_path: Path) -> None:
     """`pipeload plan ... > FILE` on a full disk."""
     command = [sys.executable, "-m", "pipeload", *map(str, words_of("plan", good, tmp_path))]

@@ -24,7 +24,7 @@ from pipeload.cli import plan as cli_plan
 from pipeload.cli.screen import reported
 from pipeload.evaluate.perplexity import Losses, measure
 from pipeload.evaluate.text_windows import slide
-from tests.rooms.devices.test_device import freshly_allocated, plan_for, smallest
+from tests.promises.exact.test_device import freshly_allocated, plan_for, smallest
 from tests.rooms.evaluate.test_perplexity import WORDS, plain_nats, save_tokenizer
 from tests.rooms.evaluate.test_perplexity import loud_libraries as loud_libraries  # noqa: PLC0414 - a fixture
 from tests.rooms.evaluate.test_perplexity import text as text  # noqa: PLC0414 - a fixture

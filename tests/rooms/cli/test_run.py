@@ -179,6 +179,7 @@ def test_a_stop_inside_the_prompt_is_none(talker: Path) -> None:
     assert StopAt(tokenizer, ["stop"], prompt_tokens=0)(ids[:, :5], None).item()
 
 
+@pytest.mark.slow
 def test_statistics_after_control_c(talker: Path) -> None:
     """What came until then is shown with its figures; the status is still that of SIGINT."""
     process = child("run", talker, PROMPT, "--max-new-tokens", 20_000)

@@ -15,7 +15,7 @@ from pipeload.budget.accounts import ACCOUNTANT
 from pipeload.devices import host_tier
 from pipeload.devices.host_tier import choose_hosted, worth_hosting
 from pipeload.weights.arena import Arena
-from tests.rooms.devices.test_device import (
+from tests.promises.exact.test_device import (
     PART,
     assert_ordered,
     load,

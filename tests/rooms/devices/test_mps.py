@@ -26,7 +26,7 @@ from pipeload.devices import open_device as devices_open_device
 from pipeload.devices.mps import MpsDevice
 from pipeload.devices.open_device import open_device
 from pipeload.devices.seats import DeviceSeat
-from tests.rooms.devices.test_device import EVERYTHING, PART, load, plan_for, reference, smallest
+from tests.promises.exact.test_device import EVERYTHING, PART, load, plan_for, reference, smallest
 from tests.rooms.devices.test_torch_accelerator import Recorded
 from tests.support.fake_device import FakeDevice
 from tests.support.streaming import check

@@ -16,7 +16,7 @@ from pipeload.budget.accounts import ACCOUNTANT
 from pipeload.system.memory import rss_bytes
 from pipeload_hooks import is_placeholder
 from tests.promises.limit.test_lifetime import in_fork
-from tests.rooms.entry.test_script import environment
+from tests.promises.ways_in.test_scripts import environment
 from tests.support.models import load_plain
 from tests.support.streaming import IDS, WAIT_SECONDS, load_streamed, logits
 

@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import pipeload
-from tests.rooms.entry.test_script import ROOT, WAIT_SECONDS, environment
+from tests.promises.ways_in.test_scripts import ROOT, WAIT_SECONDS, environment
 from tests.support.models import load_plain
 from tests.support.streaming import logits, smallest_limit, steady_floor
 from tests.support.talking import add_letters
@@ -219,6 +219,7 @@ def test_the_example_looks_for_a_gpu(
     assert state == "cpu cpu True"
 
 
+@pytest.mark.slow
 def test_loading_is_all_that_is_needed() -> None:
     """In a new process, where nobody has imported pipeload: the line helps, and nothing else."""
     code = (

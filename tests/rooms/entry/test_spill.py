@@ -18,7 +18,7 @@ from pipeload.entry.spill import Spill
 from pipeload.system import mounts, owned_files
 from pipeload.system.folder_lock import try_lock
 from tests.promises.limit.test_lifetime import in_fork
-from tests.rooms.entry.test_script import ROOT, environment
+from tests.promises.ways_in.test_scripts import ROOT, environment
 from tests.support.platforms import hide_proc
 from tests.support.streaming import generated, logits, smallest_limit, steady_floor
 

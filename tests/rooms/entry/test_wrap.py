@@ -595,6 +595,7 @@ print(json.dumps(dict(used=used, wrapped=wrapped, after=rss_bytes(), size=size,
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "limit", "edited"),
     [

@@ -478,6 +478,7 @@ def test_losses_that_are_no_numbers(broken: float) -> None:
         losses_of([0.0, broken], slide(5, window=4, stride=2), ids)
 
 
+@pytest.mark.slow
 def test_control_c(reader: Path, tmp_path: Path) -> None:
     """In the middle: exit status 130, no traceback."""
     file = tmp_path / "text"

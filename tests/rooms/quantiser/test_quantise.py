@@ -300,6 +300,7 @@ pipeload.quantize(source, target, max_shard_size="300KB", progress=progress)
 """
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on(llama: Path, tmp_path: Path) -> None:
     """Nothing has the final name; finished shards stay as they are, and the result is the same."""
     target, partial = tmp_path / "made", tmp_path / ".made.partial"
@@ -432,6 +433,7 @@ pipeload.quantize(source, target, progress=progress)
 """
 
 
+@pytest.mark.slow
 def test_two_at_once(llama: Path, tmp_path: Path) -> None:
     """The second is refused and changes nothing; the first finishes; nothing is left locked."""
     target = tmp_path / "made"
@@ -598,6 +600,7 @@ def test_bad_configurations(change: dict[str, Any], llama: Path, tmp_path: Path)
 # -- registration and the command ------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "first", ["import pipeload, transformers", "import transformers, pipeload"]
 )

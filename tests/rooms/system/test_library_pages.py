@@ -67,6 +67,7 @@ def child(folder: Path, how: str) -> dict[str, Any]:
     return result
 
 
+@pytest.mark.slow
 @linux
 def test_a_child_holds_less_and_says_the_same(tiny: TinyCheckpoint) -> None:
     """Less at the plan, after generating and at the peak; the same text; torch.compile as ever."""

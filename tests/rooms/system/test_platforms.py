@@ -122,6 +122,7 @@ def child(code: str, *arguments: str, **environment: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 @linux
 @pytest.mark.parametrize("system", MODES)
 def test_a_whole_process_elsewhere(system: str, tiny: TinyCheckpoint, smollm2_bf16: Path) -> None:
@@ -318,6 +319,7 @@ print("torch" in sys.modules)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pure", [True, False])
 def test_everything_can_be_imported(*, pure: bool) -> None:
     """With all that is Linux's and POSIX's missing; the pure modules without torch."""

@@ -86,6 +86,7 @@ def test_ranges_that_are_none(total: int, rows: int) -> None:
         row_ranges(total, rows)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("threads", [1, 2])
 def test_every_number_of_rows(threads: int) -> None:
     """In every dtype, with this processor's kernels: ranges or the whole's shape, none differs."""
@@ -98,6 +99,7 @@ def test_every_number_of_rows(threads: int) -> None:
         torch.set_num_threads(before)
 
 
+@pytest.mark.slow
 def test_with_kernels_of_another_maker() -> None:
     """MKL's own, for processors of Intel's: there ranges differ, and the check knows it."""
     program = (
@@ -226,6 +228,7 @@ def test_products_by_zeros(kernels: Any, offset: int, *, bias: bool) -> None:
     assert torch.equal(torch.cat(parts, dim=-1), wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not WholeShape.is_free(), reason="zeros take memory here")
 def test_what_it_takes() -> None:
     """A few megabytes for a weight of a gigabyte."""

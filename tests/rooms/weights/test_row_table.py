@@ -405,6 +405,7 @@ print(rss("VmHWM:") - before)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 @pytest.mark.parametrize("mode", MODES)
 def test_a_large_table_costs_little(tmp_path: Path, mode: str) -> None:

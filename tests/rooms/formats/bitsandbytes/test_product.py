@@ -296,6 +296,7 @@ print(torch.backends.cpu.get_cpu_capability())
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() not in {"AVX2", "AVX512"}, reason="x86")
 def test_as_on_avx2() -> None:
     """All of torch and oneDNN as there, too."""

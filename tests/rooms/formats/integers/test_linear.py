@@ -165,6 +165,7 @@ print(torch.backends.cpu.get_cpu_capability(), kernel_order())
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("capability", ["avx512", "avx2", "default"])
 def test_the_order_depends_on_the_processor(capability: str) -> None:
     """Each kind's own is recognised, here and as if this were a lesser one."""

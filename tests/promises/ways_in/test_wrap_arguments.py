@@ -11,7 +11,13 @@ from transformers import AutoModelForSequenceClassification
 
 import pipeload
 from pipeload import CheckpointError, MemoryLimitError
-from tests.rooms.hf.test_arguments import ROWS, Source, folder, plainly, surroundings
+from tests.promises.ways_in.test_loading_arguments import (
+    ROWS,
+    Source,
+    folder,
+    plainly,
+    surroundings,
+)
 from tests.support.streaming import logits, steady_floor
 
 if TYPE_CHECKING:
