@@ -22,7 +22,7 @@ import torch
 from pipeload.checkpoint.untrusted_json import show
 from pipeload.errors import CheckpointError, UnsupportedModelError
 from pipeload.formats.bitsandbytes.needs import Held, held_by_4bit, held_by_8bit
-from pipeload.formats.bitsandbytes.product import QuickProduct, install, quick_product
+from pipeload.formats.bitsandbytes.product import QuickProduct, quick_product, with_product
 from pipeload.formats.repack import BITSANDBYTES, TILE_ROWS, repack
 from pipeload.weights.arena import DTYPES
 from pipeload.weights.layout import Weight
@@ -164,17 +164,17 @@ class PackedWeight:
         )
         state = parameter.quant_state
         absmax = state.absmax
-        activate: Callable[[], Callable[[], None]] = self._speed_up
-        if self._repacked:
+        activate: Callable[[], Callable[[], None]] = _nothing
+        if self._quick is not None:
+            absmax = with_product(absmax, self._quick)
+            activate = functools.partial(_plain_again, state, state.absmax)
+        elif self._repacked:
             _check_repacking(state.nested, state.blocksize)
             absmax = _repacked_absmax(state)
             activate = functools.partial(_mark_repacked, state, empty)
             parameter.data = placeholder(self.weight.shape, torch.uint8, self._where)
         state.absmax = None
         return Prepared(parameter, [Companion(state, "absmax", absmax)], activate)
-
-    def _speed_up(self) -> Callable[[], None]:
-        return _nothing() if self._quick is None else install(self._module, self._quick)
 
     def _prepare_8bit(self, empty: torch.Tensor, scale: torch.Tensor) -> Prepared:
         from bitsandbytes.nn.modules import Int8Params
@@ -296,6 +296,16 @@ def is_packed(module: object) -> bool:
     from bitsandbytes.nn.modules import Linear8bitLt
 
     return is_4bit(module) or isinstance(module, Linear8bitLt)
+
+
+def _plain_again(state: Any, absmax: torch.Tensor) -> Callable[[], None]:
+    """What gives a quantisation state back its own factors, if there are any at the time."""
+
+    def undo() -> None:
+        if state.absmax is not None:
+            state.absmax = absmax
+
+    return undo
 
 
 # -- machines that repack ------------------------------------------------------------------------
