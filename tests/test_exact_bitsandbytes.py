@@ -20,8 +20,8 @@ from pipeload.errors import CheckpointError, UnsupportedModelError, UnsupportedO
 from pipeload.formats.bitsandbytes import product
 from pipeload.formats.bitsandbytes.kernel import make_fill
 from pipeload.formats.bitsandbytes.stored import is_4bit
-from pipeload.formats.repack import Repack, repack
-from pipeload.hf.library import PendingLoad
+from pipeload.formats.bitsandbytes.tiles import TILED, repack
+from pipeload.hf.pending_load import PendingLoad
 from tests.exact import (
     assert_same,
     assert_streamed,
@@ -473,4 +473,4 @@ def test_repacking_is_the_librarys(rows: int, columns: int) -> None:
     for start in range(0, rows, 32):
         repack(stored[start : start + 32], made[start : start + 32])
     assert torch.equal(made, wanted)
-    assert Repack.rows(columns // 2) % 32 == 0
+    assert TILED.rows(columns // 2) % 32 == 0
