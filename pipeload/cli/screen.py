@@ -208,10 +208,13 @@ def silence_libraries(*, debug: bool) -> None:
     import transformers
     from huggingface_hub.utils.tqdm import enable_progress_bars
 
+    from pipeload.formats import registry
+
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
     huggingface_hub.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it says the same at every product
+    for package in registry.packages():  # they may say the same at every product
+        logging.getLogger(package).setLevel(logging.ERROR)
     transformers.logging.disable_progress_bar()
     if sys.stderr.isatty() and log.isEnabledFor(logging.INFO):
         enable_progress_bars()

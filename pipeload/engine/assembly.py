@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from pipeload.checkpoint.stalls import Stalls
     from pipeload.engine.backend import PlacesLike, Target
     from pipeload.engine.seats import Seat
-    from pipeload.formats.bitsandbytes.stored import Prepared
+    from pipeload.formats.format import Shown
     from pipeload.weights.placement import Convert, Place
 
 CHUNK_BYTES = 16 << 20
@@ -75,7 +75,7 @@ class Source(Protocol):
     def converter(self) -> Convert:
         """Makes weights that are not in the files as they are."""
 
-    def prepared(self, name: str) -> Prepared | None:
+    def shown(self, name: str) -> Shown | None:
         """What shows a quantised weight; None for any other."""
 
 
@@ -112,9 +112,9 @@ class Assembly:
         scratch = target.scratch(plan)
         pinned = places.make(lay_out(parts.pinned))
         read = run_jobs(pinned.read_jobs(CHUNK_BYTES), scratch, files.stalls)
-        self._prepared: dict[str, Prepared] = {}
+        self._shown: dict[str, Shown] = {}
         self._filled = self._set_parameters(source, build, pinned)
-        self._companions = {name: packed.companions for name, packed in self._prepared.items()}
+        self._companions = {name: packed.companions for name, packed in self._shown.items()}
         prefetcher = Prefetcher(
             [_unit(build, index, places) for index in range(len(plan.units))],
             slots=target.slots(build),
@@ -151,12 +151,12 @@ class Assembly:
         for weight in build.parts.weights:
             name = weight.name
             parameter, data = originals[name], pinned.views.get(name)
-            prepared = source.prepared(name)
-            if prepared is not None:
-                self._prepared[name], parameter = prepared, prepared.parameter
+            shown = source.shown(name)
+            if shown is not None:
+                self._shown[name], parameter = shown, shown.parameter
                 put_parameter(model, name, parameter)
                 if data is not None:
-                    binding = Binding({name: parameter}, {name: prepared.companions})
+                    binding = Binding({name: parameter}, {name: shown.companions})
                     bind(binding.pair({name: data}))
             else:
                 if data is None:
@@ -215,8 +215,8 @@ class Assembly:
         `root` is a module around it that the user has put there.
         """
         self._target.settle(model, self._undo)
-        for prepared in self._prepared.values():
-            self._undo.append(prepared.activate())
+        for shown in self._shown.values():
+            self._undo.append(shown.activate())
         modules = library.pretrained_modules(model)
         weights = self._own_weights()
         undo = self._undo

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from pipeload.checkpoint.headers import TensorEntry
-    from pipeload.hf.library import PendingLoad
+    from pipeload.hf.pending_load import PendingLoad
     from pipeload.weights.placement import Convert
 
 
@@ -54,7 +54,7 @@ class Live:
         """Makes weights that are not in the files as they are."""
         return self.convert
 
-    def prepared(self, _name: str) -> None:
+    def shown(self, _name: str) -> None:
         """Nothing: a quantised model is not wrapped."""
 
 

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from pipeload.budget.make_plan import Build
     from pipeload.entry.request import Request
-    from pipeload.hf.library import PendingLoad
+    from pipeload.hf.pending_load import PendingLoad
     from pipeload.weights.device import Device
     from pipeload.weights.layout import Weight
 
@@ -212,9 +212,9 @@ def refuse_quantised(pending: PendingLoad, device: Device) -> None:
     """Refuse a checkpoint whose form is not streamed to devices.
 
     Raises:
-        UnsupportedModelError: it is quantised, and not by bitsandbytes.
+        UnsupportedModelError: it is quantised in such a form.
     """
-    if pending.own_formats or pending.quantised_by not in {None, "bitsandbytes"}:
+    if pending.format is not None and not pending.format.on_devices:
         raise UnsupportedModelError(
             f"this checkpoint is quantised by {pending.quantised_by!r}, which is streamed to the "
             f"CPU alone so far, not to {device.where}. Leave device out, or stream the float "

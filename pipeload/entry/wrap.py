@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from pipeload.budget.make_plan import Options
     from pipeload.entry.request import Request
     from pipeload.entry.spill import Spill
+    from pipeload.hf.pending_load import PendingLoad
 
 _log = logging.getLogger("pipeload")
 _TENSORS = ("_parameters", "_buffers")
@@ -119,7 +120,7 @@ def _open(
     checkpoint: str | os.PathLike[str] | None,
     kwargs: Mapping[str, Any],
     wanted: Options,
-) -> library.PendingLoad | None:
+) -> PendingLoad | None:
     """The model's checkpoint, None for a model that was made without one."""
     source = checkpoint if checkpoint is not None else getattr(model, "name_or_path", "")
     if not str(source):
@@ -140,7 +141,7 @@ def _open(
 
 def _stream(
     live: Live,
-    pending: library.PendingLoad | None,
+    pending: PendingLoad | None,
     request: Request,
     spill: Spill | None,
     root: nn.Module,
@@ -215,9 +216,7 @@ def _leaving_bytes(model: nn.Module, files: Sequence[Path]) -> int:
     return heap + sum(mapping.anonymous for mapping in shown)
 
 
-def _fill(
-    model: Any, meta: list[str], pending: library.PendingLoad | None, request: Request
-) -> None:
+def _fill(model: Any, meta: list[str], pending: PendingLoad | None, request: Request) -> None:
     """Stream a model that has no weights at all yet, and have the library make the rest of it."""
     everything = [name for name, _ in model.named_parameters()]
     if pending is None:

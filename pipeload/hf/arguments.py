@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from pipeload.errors import CheckpointError, OptionError, UnsupportedModelError
+from pipeload.formats.forms import INT8, NF4
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -107,7 +108,7 @@ def _check_safetensors(name: str, value: object) -> None:
 
 def _check_bits(name: str, value: object) -> None:
     if value:
-        form = "nf4" if name == "load_in_4bit" else "int8"
+        form = NF4 if name == "load_in_4bit" else INT8
         raise UnsupportedModelError(
             f"{name}={value!r} quantises weights while they are loaded, which needs all of them in "
             f"memory. Leave it out and load what `pipeload quantize SRC DST --method {form}` makes "

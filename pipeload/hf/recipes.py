@@ -1,6 +1,6 @@
 """Private parts of transformers: how a weight is made of stored tensors, by the library's rules.
 
-Seen in 5.24.0, tried on 5.17.0 as well. Used by `library` alone.
+Seen in 5.24.0, tried on 5.17.0 as well. Used by `key_matching` and `pending_load`.
 
 [Note: unpacking piece by piece] Where a conversion does nothing but unpack one quantised weight,
 each row of the result (or each expert) comes of the same rows of the stored tensors. So it runs on
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from transformers.core_model_loading import WeightConverter
 
     from pipeload.checkpoint.headers import TensorEntry
-    from pipeload.formats.support import Streamed
+    from pipeload.formats.format import Unpacking
 
 _PIECE_BYTES = 4 << 20
 # Until 5.20 or so, what is stored as a float under the name that it has in the model.
@@ -61,13 +61,13 @@ class Recipe:
         """Whether there is more than one operation."""
         return self.converter is not None and len(self.converter.operations) > 1
 
-    def settle(self, name: str, model: nn.Module, stored_as: Streamed) -> None:
+    def settle(self, name: str, model: nn.Module, unpacking: Unpacking) -> None:
         """Find out what a conversion for quantised weights makes; a plain one if it does nothing.
 
         Args:
             name: of the weight in the model.
             model: on the meta device, or any other: no values are looked at.
-            stored_as: how the checkpoint is quantised.
+            unpacking: how the checkpoint is quantised.
         """
         if not self.unpacks or any(entry.dtype not in DTYPES for entry, _ in self.sources):
             return
@@ -88,10 +88,10 @@ class Recipe:
             return
         if not self.merges:
             nbytes = made.numel() * made.element_size()
-            if stored_as.by_rows and made.ndim:
+            if unpacking.by_rows and made.ndim:
                 rows = [entry.shape[0] if entry.shape else 1 for entry, _ in self.sources]
                 self.pieces = _pieces(math.gcd(made.shape[0], *rows), nbytes)
-            self.unpacking_bytes = stored_as.unpacking * (nbytes // self.pieces)
+            self.unpacking_bytes = unpacking.times * (nbytes // self.pieces)
 
     def fill(
         self,

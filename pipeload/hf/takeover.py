@@ -24,18 +24,20 @@ from transformers import PreTrainedConfig, PreTrainedModel, modeling_utils
 from pipeload.checkpoint.headers import open_checkpoint
 from pipeload.checkpoint.stalls import resolve_timeout
 from pipeload.errors import CheckpointError, PipeloadError, UnsupportedModelError
-from pipeload.formats.support import (
-    FORMATS,
-    check_method,
+from pipeload.formats.registry import (
+    check_config,
     check_unpacked,
+    format_of,
+    is_known,
     is_unpacked,
     method_of,
+    nearest_form,
     not_loadable,
     packed_for_accelerator,
 )
 from pipeload.hf.arguments import check_devices, no_checkpoint
-from pipeload.hf.library import PendingLoad, quantised_by
 from pipeload.hf.patch import Patch
+from pipeload.hf.pending_load import PendingLoad
 
 if TYPE_CHECKING:
     import os
@@ -165,12 +167,12 @@ def _load(
     _thread.pending = None  # one shot: models that this one loads inside are plain
     if state_dict is not None or not checkpoint_files:
         raise no_checkpoint()
-    method = quantised_by(load_config.hf_quantizer)
-    if method is not None:
+    if load_config.hf_quantizer is not None:
+        wanted = load_config.hf_quantizer.quantization_config
         if not load_config.hf_quantizer.pre_quantized:
-            raise _quantises(method, load_config.hf_quantizer.quantization_config)
-        check_unpacked(method, load_config.hf_quantizer.quantization_config)
-        _check_unpacks(method, load_config.weight_mapping or [])
+            raise _quantises(wanted)
+        check_unpacked(wanted)
+        _check_unpacks(wanted, load_config.weight_mapping or [])
     if _thread.where is None:
         check_devices("device_map", load_config.device_map or {})
     else:
@@ -193,33 +195,35 @@ def _get_quantizer(
         return made
     stored = getattr(config, "quantization_config", None)
     stored = stored or getattr(config.get_text_config(decoder=True), "quantization_config", None)
-    if stored is None and quantization_config is not None:
-        wanted = method_of(quantization_config)
-        if wanted in FORMATS:  # what the library does not know either is for it to say
-            raise _quantises(wanted, quantization_config)
-    method = None if stored is None else check_method(stored)
+    # What the library does not know is for it to say.
+    if stored is None and quantization_config is not None and is_known(quantization_config):
+        raise _quantises(quantization_config)
+    found = None if stored is None else check_config(stored)
     try:
         quantizer, config, places = get(config, quantization_config, device_map, *args, **kwargs)
     except PipeloadError:
         raise
     except Exception as error:
-        if method is None:
+        if found is None:
             raise
-        raise not_loadable(method, error) from error
-    if method is None or not is_unpacked(method):
+        raise not_loadable(found, error) from error
+    if found is None or not is_unpacked(found):
         # Nobody said where: then quantizers choose an accelerator if they see one.
         unasked = device_map is None and places is not None
         return quantizer, config, {"": "cpu"} if unasked else places
-    if _has_accelerator() and packed_for_accelerator(method):
+    if _has_accelerator() and packed_for_accelerator(found):
         # It is streamed to the CPU, where the library has floats, too, when there is nothing else.
         quantizer.quantization_config.dequantize = True
     # Not `places`: that is where the kernels run.
     return quantizer, config, device_map
 
 
-def _check_unpacks(method: str, mapping: Sequence[Any]) -> None:
+def _check_unpacks(config: Any, mapping: Sequence[Any]) -> None:
+    method = method_of(config)
     operations = (op for entry in mapping for op in getattr(entry, "operations", ()))
-    if is_unpacked(method) and not any(getattr(op, "hf_quantizer", None) for op in operations):
+    if is_unpacked(format_of(config)) and not any(
+        getattr(op, "hf_quantizer", None) for op in operations
+    ):
         raise UnsupportedModelError(
             f"checkpoints quantised by {method!r} cannot be streamed with transformers "
             f"{transformers.__version__}, which does not unpack them while it loads. Take a newer "
@@ -236,11 +240,12 @@ _QUANTIZER = Patch(modeling_utils, "get_hf_quantizer", _get_quantizer)
 _FROM_PRETRAINED = Patch(PreTrainedModel, "from_pretrained", classmethod(_from_pretrained))
 
 
-def _quantises(method: str, config: Any) -> UnsupportedModelError:
+def _quantises(config: Any) -> UnsupportedModelError:
+    method = method_of(config)
     return UnsupportedModelError(
         f"quantization_config= for {method!r} quantises weights while they are loaded, which "
         "needs all of them in memory. Leave it out and load what `pipeload quantize SRC DST "
-        f"--method {_nearest_method(config)}` makes of the checkpoint: it needs little memory."
+        f"--method {nearest_form(config)}` makes of the checkpoint: it needs little memory."
     )
 
 
@@ -255,23 +260,9 @@ def quantisation_of(source: str | os.PathLike[str], options: Mapping[str, Any]) 
         return None  # for the library to complain of, if it needs one
     inner = stored.get("text_config") or {}
     found = stored.get("quantization_config") or inner.get("quantization_config")
-    if not isinstance(found, dict) or not is_unpacked(method_of(found)):
+    if not isinstance(found, dict) or not is_unpacked(format_of(found)):
         return None
     return found | {"dequantize": True}
-
-
-def _nearest_method(config: Any) -> str:
-    """What `pipeload quantize` calls it, as far as it makes the same."""
-
-    def setting(name: str, otherwise: Any) -> Any:
-        if isinstance(config, dict):
-            return config.get(name, otherwise)
-        return getattr(config, name, otherwise)
-
-    if not setting("load_in_4bit", otherwise=False):
-        return "int8"
-    double = " --double-quant" if setting("bnb_4bit_use_double_quant", otherwise=False) else ""
-    return f"{setting('bnb_4bit_quant_type', 'fp4')}{double}"
 
 
 def _refuse_pickled(files: Sequence[str]) -> None:

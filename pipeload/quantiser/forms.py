@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 from transformers import BitsAndBytesConfig
 from transformers.pytorch_utils import Conv1D
 
+from pipeload.formats.bitsandbytes.format import BITSANDBYTES
+from pipeload.formats.bitsandbytes.tiles import TILE_ROWS
+from pipeload.formats.integers.format import INTEGERS
 from pipeload.formats.integers.order import kernel_order
-from pipeload.formats.integers.quantizer import METHOD, PipeloadConfig
+from pipeload.formats.integers.quantizer import PipeloadConfig
 from pipeload.formats.integers.rounding import Rounding, to_int4, to_int8
-from pipeload.formats.repack import TILE_ROWS
 from pipeload.hf.library import left_by_the_library
 from pipeload.quantiser import four_bits
 from pipeload.quantiser.tensor import Integers, quantised
@@ -66,7 +68,7 @@ class Form(Protocol):
 class IntegerForm:
     """int8 or int4 for torch's own kernels."""
 
-    loaded_by = METHOD
+    loaded_by = INTEGERS.method
 
     def __init__(self, bits: int, *, group: int, zero_points: str) -> None:
         """`group` and `zero_points` are int4's."""
@@ -115,7 +117,7 @@ class IntegerForm:
 class FourBitForm:
     """NF4 or FP4 of bitsandbytes, as the library saves what it quantises."""
 
-    loaded_by = "bitsandbytes"
+    loaded_by = BITSANDBYTES.method
     wants = "rows that are a multiple of 32, and columns of 64"
     order: str | None = None
 

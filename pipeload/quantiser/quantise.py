@@ -23,6 +23,7 @@ from pipeload.errors import (
     OptionError,
     UnsupportedModelError,
 )
+from pipeload.formats.forms import FORMS
 from pipeload.formats.integers.order import BLOCK_ROWS
 from pipeload.formats.integers.rounding import GROUPS, ZERO_POINTS
 from pipeload.hf.takeover import peek
@@ -40,14 +41,13 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from pipeload.hf.library import PendingLoad
+    from pipeload.hf.pending_load import PendingLoad
     from pipeload.quantiser.model_card import Floats
 
 
 Progress = Callable[[int, int], None]
 """Called with the bytes that are done and those of all, again and again."""
 
-METHODS = ("int8", "int4", "nf4", "fp4")
 _FLOATS = {"F32", "F16", "BF16"}
 _MOST_ITEMS = 4 << 20  # quantised at once
 _BYTES_PER_ITEM = 40  # what quantising holds, fp32 temporaries and all
@@ -195,7 +195,7 @@ def _form(
     method: str, group_size: int | None, zero_points: str | None, *, double_quant: bool
 ) -> Form:
     """What the options ask for; one that would change nothing is refused."""
-    _check("method", method, METHODS)
+    _check("method", method, FORMS)
     _check("group_size", group_size, (None, *GROUPS))
     _check("zero_points", zero_points, (None, *ZERO_POINTS))
     if method != "int4":

@@ -30,10 +30,10 @@ _MAX_GAP_BYTES = PAGE
 
 
 class Repacking(Protocol):
-    """Puts bytes of a weight into another order, some of its rows at a time."""
+    """Makes a weight of bytes in another order, some of its rows at a time: as many bytes."""
 
     def rows(self, width: int) -> int:
-        """How many rows of `width` bytes to take at once."""
+        """How many rows of `width` bytes to take at once; at most 4 MB."""
 
     def fill(self, stored: torch.Tensor, out: torch.Tensor) -> None:
         """Fill `out` with `stored`, both of the same dtype and [rows, width]."""

@@ -119,8 +119,8 @@ class Placement:
     def _cast_jobs(self, cast: Cast, chunk_bytes: int) -> Iterator[Work]:
         (source,) = cast.weight.sources
         if (repacked := cast.weight.repacked) is not None:
-            rows, width = cast.weight.shape
-            step = repacked.rows(width)
+            rows = cast.weight.shape[0]
+            step = repacked.rows(cast.weight.nbytes // rows)
             for start in range(0, rows, step):
                 stop = min(start + step, rows)
                 yield partial(self._read_repacked, cast, source, start, stop)
@@ -145,10 +145,12 @@ class Placement:
     ) -> int:
         repacked = cast.weight.repacked
         assert repacked is not None  # noqa: S101 - only then there is such a job
-        rows, width = stop - start, cast.weight.shape[1]
+        rows, width = cast.weight.shape
+        row_bytes = cast.weight.nbytes // rows
         scratch = scratch_of(scratch)
-        count, at = read_into(scratch, self._files, source, start * width, stop * width)
-        stored = scratch.tensor(at, cast.weight.dtype, (rows, width), rows * width)
+        count, at = read_into(scratch, self._files, source, start * row_bytes, stop * row_bytes)
+        some, nbytes = (stop - start, width), (stop - start) * row_bytes
+        stored = scratch.tensor(at, cast.weight.dtype, some, nbytes)
         repacked.fill(stored, self.views[cast.weight.name][start:stop])
         return count
 

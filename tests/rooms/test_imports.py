@@ -51,7 +51,7 @@ KNOWN_IN = {
 # Pure: sizes, byte ranges and records. They can be used, and tested, without torch.
 WITHOUT_TORCH = {
     *("errors", "_sizes", "_text_tables", "system", "checkpoint"),
-    *("weights.layout", "weights.device", "weights.kept", "formats.support", "hf.arguments"),
+    *("weights.layout", "weights.device", "weights.kept", "formats.registry", "hf.arguments"),
     *("budget.plan", "budget.residency", "budget.counters", "budget.accounts", "prefetch.slots"),
     *("engine.stats", "engine.own_weights", "entry.script", "evaluate.text_windows"),
     *("quantiser.shards", "quantiser.model_card"),

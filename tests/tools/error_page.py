@@ -43,7 +43,6 @@ _MUST = re.compile(r"must be a whole number |do not trust this checkpoint")
 ELSEWHERE = {
     "it is not a safetensors file. <advice>": "`_MISTAKEN_FOR` in "
     "`pipeload/checkpoint/headers.py`, one for each format",
-    "cannot be streamed: <why>. <instead>": "the table of formats in docs/quantised-models.md",
     "the environment variable <variable>: <error>": "the same value given as the option",
     "the environment variable PIPELOAD_MEMORY_LIMIT: <error>": "the same value given as "
     "`memory_limit=`",

@@ -5,6 +5,11 @@ value by value, into fresh memory, at every product: nine tenths of a decoding s
 dequantised by `kernel`. For a few rows of input the weight goes through the cache in ranges of
 its rows, and never lies in memory as a whole, if `weights.row_cuts` finds equal bits for that.
 
+[Note: who asks for them] The module's own forward runs, as it is. It ends in one operation of the
+library's, to which it hands the factors of the weight's blocks; and those are a tensor that answers
+that operation itself, `Factors`. So nothing is put on the module, nor into the library, and a plain
+model beside this one computes as ever. That costs a few microseconds a product.
+
 Whatever is not plain inference (autograd, autocast, compilation, another type of input) is left to
 the library, and so is everything where the results are not found equal beforehand. Touches private
 parts of bitsandbytes, seen in 0.50.2.
@@ -13,8 +18,8 @@ parts of bitsandbytes, seen in 0.50.2.
 from __future__ import annotations
 
 import functools
-import weakref
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, Final
 
 import torch
 from torch.nn import functional
@@ -29,18 +34,22 @@ from pipeload.weights.row_cuts import (
     row_ranges,
 )
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
 _RANGE_BYTES = 2 << 20  # of dequantised values: what stays in the processor's cache
 _FEW_INPUTS = 16  # rows of input that are multiplied range by range
 _NESTED_BLOCK = 256  # the only one that the library multiplies with
 _CHECK_ROWS = 96
 _SCRATCH = Scratch()
+_NO_OPTIONS: Final[Mapping[str, Any]] = {}
+
+Multiply = Callable[
+    [torch.Tensor, torch.Tensor, torch.Tensor, "torch.Tensor | None"], "torch.Tensor | None"
+]
+"""Of the input, the packed weight, its factors in fp32 and the bias: the product, or None to leave
+it to the library."""
 
 
 class QuickProduct:
-    """Computes what the forward of one Linear4bit computes."""
+    """Computes the products of one Linear4bit's weight."""
 
     def __init__(self, fill: Fill, module: Any, blocksize: int) -> None:
         """Check how its rows may be cut. `fill` is for its kind of values and its block size."""
@@ -55,36 +64,44 @@ class QuickProduct:
         self.kept_bytes = most * columns * self._dtype.itemsize
         """What each thread keeps for a range, from the first product on."""
 
-    def __call__(self, module: Any, given: torch.Tensor) -> torch.Tensor | None:
-        """[..., rows] of [..., columns]; None if this is for the library to compute."""
-        state, bias = module.weight.quant_state, module.bias
-        if not self._is_plain(module, given) or not _is_known(state):
+    def __call__(
+        self,
+        given: torch.Tensor,
+        packed: torch.Tensor,
+        factors: torch.Tensor,
+        bias: torch.Tensor | None,
+    ) -> torch.Tensor | None:
+        """[..., rows] of [..., columns]; None if this is for the library to compute.
+
+        Args:
+            given: in the dtype that is computed in.
+            packed: the weight's bytes, in any shape and dtype.
+            factors: fp32, of each block.
+            bias: as the library adds it.
+        """
+        if not self._is_plain(given, bias):
             return None
-        rows, absmax = given.to(self._dtype), _expanded(state)
-        packed = module.weight.data.as_subclass(torch.Tensor).view(torch.uint8).view(-1)
+        packed = packed.as_subclass(torch.Tensor).view(torch.uint8).view(-1)
         inputs = given.numel() // self._shape[1]
         few = inputs <= _FEW_INPUTS and self._cut is not None
-        if few and ranges_are_exact(self._cut, Given.of(rows)):
-            made = self._by_ranges(rows, packed, absmax, bias)
-        else:
-            weight = torch.empty(self._shape, dtype=self._dtype)
-            self._fill(packed, absmax, weight)
-            made = functional.linear(rows, weight, bias)
-        return made.to(given.dtype)
+        if few and ranges_are_exact(self._cut, Given.of(given)):
+            return self._by_ranges(given, packed, factors, bias)
+        weight = torch.empty(self._shape, dtype=self._dtype)
+        self._fill(packed, factors, weight)
+        return functional.linear(given, weight, bias)
 
-    def _is_plain(self, module: Any, given: torch.Tensor) -> bool:
-        bias = module.bias
-        recorded = torch.is_grad_enabled() and (
-            given.requires_grad or (bias is not None and bias.requires_grad)
+    def _is_plain(self, given: torch.Tensor, bias: torch.Tensor | None) -> bool:
+        # Not in a forward that autograd records, either, in which its own mode is off.
+        recorded = given.requires_grad or (
+            torch.is_grad_enabled() and bias is not None and bias.requires_grad
         )
         return (
             type(given) is torch.Tensor
             and given.device.type == "cpu"
             and given.shape[-1:] == self._shape[1:]
             and given.numel() > 0
+            and given.dtype == self._dtype
             and not recorded
-            and module.compute_type_is_set
-            and module.compute_dtype == self._dtype
             and (bias is None or bias.dtype == self._dtype)
             and not torch.is_autocast_enabled("cpu")
             and not torch.compiler.is_compiling()
@@ -164,39 +181,58 @@ def _checked_fill(kind: str, blocksize: int, dtype: torch.dtype) -> Fill | None:
         return fill if torch.equal(functional.linear(given, made), wanted) else None
 
 
-def _is_known(state: Any) -> bool:
-    """Whether the weight is there, and its factors are kept in a way that the library takes."""
-    if state is None or state.absmax is None or getattr(state, "packing_format_for_cpu", False):
-        return False
-    return not state.nested or bool(state.state2.blocksize == _NESTED_BLOCK)
+class Factors(torch.Tensor):
+    """The factors of a weight's blocks, as the file has them: see [Note: who asks for them]."""
+
+    asks: Multiply
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Collection[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Compute products; anything else is done as with a plain tensor, and gives one."""
+        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 - has no other name
+            options = kwargs or _NO_OPTIONS
+            if func is torch.ops.bitsandbytes.gemm_4bit.default:
+                made = _product(*args, **options)
+                if made is not None:
+                    return made
+            return func(*args, **options)
 
 
-def _expanded(state: Any) -> torch.Tensor:
-    """The factor of each block, fp32, from a quantisation state."""
-    absmax: torch.Tensor = state.absmax
-    if state.nested:
-        inner = state.state2
-        make: Any = torch.ops.bitsandbytes.dequantize_blockwise.default
-        absmax = make(absmax, inner.absmax, inner.code, _NESTED_BLOCK, torch.float32)
-        absmax += state.offset
-    return absmax.float().contiguous()
+def with_product(absmax: torch.Tensor, multiply: Multiply) -> Factors:
+    """Return the same factors; what is multiplied by their weight goes to `multiply` first."""
+    factors = absmax.as_subclass(Factors)
+    factors.asks = multiply
+    return factors
 
 
-def install(module: Any, product: QuickProduct) -> Callable[[], None]:
-    """Have `module` compute by `product` what it can. Returns what takes that back."""
-    # Weak: an attribute that holds its own module would keep a forgotten model alive.
-    reference = weakref.ref(module)
-
-    def forward(x: torch.Tensor) -> torch.Tensor:
-        module: Any = reference()
-        made = product(module, x)
-        return type(module).forward(module, x) if made is None else made
-
-    object.__setattr__(module, "forward", forward)
-
-    def undo() -> None:
-        module = reference()
-        if module is not None and vars(module).get("forward") is forward:
-            object.__delattr__(module, "forward")
-
-    return undo
+def _product(
+    given: torch.Tensor,
+    packed: torch.Tensor,
+    _shape: object,
+    absmax: torch.Tensor,
+    _blocksize: object,
+    _kind: object,
+    *,
+    bias: torch.Tensor | None = None,
+    absmax_8bit: torch.Tensor | None = None,
+    absmax_code: torch.Tensor | None = None,
+    absmax_offset: torch.Tensor | None = None,
+) -> torch.Tensor | None:
+    """The library's operation, with its arguments; None where it has to compute itself."""
+    if absmax_8bit is None:
+        if not isinstance(absmax, Factors):
+            return None
+        plain = absmax.as_subclass(torch.Tensor).float().contiguous()
+        return absmax.asks(given, packed, plain, bias)
+    if not isinstance(absmax_8bit, Factors):
+        return None
+    expand: Any = torch.ops.bitsandbytes.dequantize_blockwise.default
+    plain = expand(absmax_8bit, absmax, absmax_code, _NESTED_BLOCK, torch.float32)
+    plain += absmax_offset
+    return absmax_8bit.asks(given, packed, plain.contiguous(), bias)

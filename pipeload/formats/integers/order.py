@@ -11,16 +11,18 @@ into the other order as they are read. Seen in torch 2.13.
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from pipeload.errors import UnsupportedModelError
+from pipeload.formats.repack import WHOLE_TILES, Repack
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-BLOCK_ROWS = 64
+BLOCK_ROWS = WHOLE_TILES
 """Whole tiles in every order."""
 ROW_STEP = 16
 """The kernel takes whole multiples of so many rows."""
@@ -94,6 +96,18 @@ def reorder(stored: torch.Tensor, out: torch.Tensor, source: str, target: str) -
     for start, stop, count in _blocks(rows):
         block = _unpack_blocks(stored[start:stop].view(-1, count * width), count, ORDERS[source])
         _pack_blocks(block, out[start:stop].view(-1, count * width), ORDERS[target])
+
+
+@dataclass(frozen=True, slots=True)
+class Reordered(Repack):
+    """Rows of a checkpoint that was made on another kind of processor."""
+
+    source: str
+    target: str
+
+    def fill(self, stored: torch.Tensor, out: torch.Tensor) -> None:
+        """Fill `out` with `stored` in the order `target`."""
+        reorder(stored, out, self.source, self.target)
 
 
 @functools.cache

@@ -17,6 +17,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from pipeload.errors import OptionError
+from pipeload.formats.integers.format import METHOD
 from pipeload.formats.integers.linear import Int4Linear, Int8Linear, PackedLinear, PartedLinear
 from pipeload.formats.integers.order import BLOCK_ROWS, ORDERS, kernel_order
 from pipeload.formats.integers.rounding import GROUPS, ZERO_POINTS
@@ -26,8 +27,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     import torch
-
-METHOD = "pipeload"
 
 
 class PipeloadConfig(QuantizationConfigMixin):

@@ -53,6 +53,10 @@ class Sizes(NamedTuple):
     dtype: torch.dtype
     """Of the input."""
 
+    def of(self, rows: int) -> int:
+        """Bytes that a product of so many rows of input holds beside its tensors."""
+        return temporary_bytes(rows, self)
+
 
 def most_by_kernel(bits: int, dtype: torch.dtype) -> int:
     """Rows of input up to which the kernel is taken: see [Note: how many rows are many]."""

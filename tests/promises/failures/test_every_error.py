@@ -36,7 +36,7 @@ from pipeload.errors import (
     UnsupportedModelError,
     UnsupportedOperationError,
 )
-from pipeload.formats.bitsandbytes import stored
+from pipeload.formats.bitsandbytes import tiles
 from pipeload.formats.integers import order
 from pipeload.formats.integers.quantizer import PipeloadConfig, PipeloadQuantizer
 from pipeload.hf import takeover
@@ -167,7 +167,7 @@ def test_a_method_that_the_user_has_added(floats: Path, monkeypatch: pytest.Monk
 def test_a_library_that_does_not_unpack() -> None:
     """An older one loads fp8 for its kernels only."""
     with pytest.raises(UnsupportedModelError, match="does not unpack them while it loads"):
-        takeover._check_unpacks("fp8", [])
+        takeover._check_unpacks({"quant_method": "fp8"}, [])
 
 
 def test_wrapping_a_quantised_model(packed: Path) -> None:
@@ -342,9 +342,9 @@ def test_kernels_with_an_order_of_their_own(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(UnsupportedModelError, match="Use an int8 checkpoint"):
         order.kernel_order.__wrapped__()
     pytest.importorskip("bitsandbytes")
-    monkeypatch.setattr(stored, "repack", lambda _packed, made: made.zero_())
+    monkeypatch.setattr(tiles, "repack", lambda _packed, made: made.zero_())
     with pytest.raises(UnsupportedModelError, match="this version of bitsandbytes"):
-        stored._check_repacking.__wrapped__(False, 64)
+        tiles.check_repacking.__wrapped__(False, 64)
 
 
 # -- the benchmark ---------------------------------------------------------------------------------

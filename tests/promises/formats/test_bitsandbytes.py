@@ -20,8 +20,8 @@ from pipeload.errors import CheckpointError, UnsupportedModelError, UnsupportedO
 from pipeload.formats.bitsandbytes import product
 from pipeload.formats.bitsandbytes.kernel import make_fill
 from pipeload.formats.bitsandbytes.stored import is_4bit
-from pipeload.formats.repack import Repack, repack
-from pipeload.hf.library import PendingLoad
+from pipeload.formats.bitsandbytes.tiles import TILED, repack
+from pipeload.hf.pending_load import PendingLoad
 from tests.support.exact import (
     assert_same,
     assert_streamed,
@@ -153,10 +153,12 @@ def test_equal_to_plain(
         if limit == limits(folder, 3)[0]:
             assert_streamed(model)
         if processor == AVX2 and make_fill(torch.ones(16), 64) is not None:
-            assert all("forward" in vars(m) for m in linears(model) if is_4bit(m))
+            assert {type(c.values) for c in companions_of(model)} == {product.Factors}
+        assert not any("forward" in vars(m) for m in linears(model))
     model.pipeload.remove()
     assert_same(all_outputs(model), expected, "after remove()")
-    assert not any("forward" in vars(m) for m in linears(model))
+    states = [m.weight.quant_state for m in linears(model) if is_4bit(m)]
+    assert {type(state.absmax) for state in states} <= {torch.Tensor}
 
 
 def plain(folder: Path) -> Any:
@@ -242,18 +244,22 @@ def test_statistics_are_planned_for(
 
 def statistics_of(model: Any) -> list[torch.Tensor]:
     """Every tensor that its quantised modules hold beside their weights."""
-    held = [
-        c
-        for s in model.pipeload._streamer._seats
-        for cs in s._binding._companions.values()
-        for c in cs
-    ]
-    found = [c.values for c in held if c.values is not None]
+    found = [c.values for c in companions_of(model) if c.values is not None]
     for module in filter(is_4bit, linears(model)):
         state = module.weight.quant_state
         states = [state, state.state2] if state.nested else [state]
         found += [t for one in states for t in (one.absmax, one.code) if t is not None]
     return found
+
+
+def companions_of(model: Any) -> list[Any]:
+    """What goes with its quantised weights."""
+    return [
+        companion
+        for seat in model.pipeload._streamer._seats
+        for several in seat._binding._companions.values()
+        for companion in several
+    ]
 
 
 def linears(model: Any) -> list[Any]:
@@ -467,4 +473,4 @@ def test_repacking_is_the_librarys(rows: int, columns: int) -> None:
     for start in range(0, rows, 32):
         repack(stored[start : start + 32], made[start : start + 32])
     assert torch.equal(made, wanted)
-    assert Repack.rows(columns // 2) % 32 == 0
+    assert TILED.rows(columns // 2) % 32 == 0

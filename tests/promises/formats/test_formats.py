@@ -18,7 +18,8 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 import pipeload
 from pipeload import UnsupportedModelError
 from pipeload.budget.accounts import ACCOUNTANT
-from pipeload.formats.support import FORMATS, FROM_FLOATS, Refused, Streamed
+from pipeload.formats.refused import REFUSED
+from pipeload.formats.registry import FORMATS, FROM_FLOATS
 from pipeload.hf import recipes, takeover
 from tests.support import quantised
 from tests.support.models import load_plain, save_random
@@ -58,7 +59,7 @@ OPTIONS: dict[str, Callable[[], dict[str, Any]]] = {
         "quantization_config": transformers.CompressedTensorsConfig(dequantize=True)
     },
 }
-REFUSED = sorted(name for name, found in FORMATS.items() if isinstance(found, Refused))
+STREAMED = {found.method for found in FORMATS}
 
 
 @pytest.fixture(autouse=True)
@@ -111,9 +112,10 @@ def with_config(folder: Path, target: Path, config: object) -> Path:
 
 def test_every_method_of_the_library_has_a_row() -> None:
     """A release that brings new ones fails here; `pipeload` is registered by the product."""
-    assert FORMATS.keys() >= METHODS
+    assert STREAMED | REFUSED.keys() >= METHODS
     tested = {name.split()[0] for name in MAKERS} | {"bitsandbytes", "pipeload"}
-    assert tested == {name for name, found in FORMATS.items() if isinstance(found, Streamed)}
+    assert tested == STREAMED
+    assert not STREAMED & REFUSED.keys()
 
 
 @pytest.mark.parametrize("name", MAKERS)
@@ -202,19 +204,19 @@ def test_with_an_adapter(name: str, made: Callable[[str], Path]) -> None:
     assert torch.equal(logits(adapted(load_streamed(folder))), wanted)
 
 
-@pytest.mark.parametrize("method", [*REFUSED, "of-next-year", None])
+@pytest.mark.parametrize("method", [*sorted(REFUSED), "of-next-year", None])
 def test_refused(method: str | None, tiny: TinyCheckpoint, tmp_path: Path) -> None:
     """By its name, with the reason and what to use; before the library looks for its package."""
     folder = with_config(tiny("llama"), tmp_path, {"quant_method": method})
-    found = FORMATS.get(str(method))
+    found = REFUSED.get(str(method))
     for load in (pipeload.from_pretrained, pipeload.plan, streamed_in_a_context):
         with pytest.raises(UnsupportedModelError) as refusal:
             load(folder)
         words = str(refusal.value)
         assert words.startswith(f"checkpoints quantised by {str(method)!r} cannot be streamed: ")
         assert words.endswith(FROM_FLOATS)
-        if isinstance(found, Refused):
-            assert found.why in words
+        if found is not None:
+            assert found in words
 
 
 def streamed_in_a_context(folder: Path) -> object:
@@ -314,11 +316,11 @@ def test_the_table_of_formats() -> None:
 def rows() -> list[str]:
     """The table in docs/quantised-models.md, a line for each format."""
     lines = []
-    for name, found in FORMATS.items():
-        if isinstance(found, Streamed):
-            only = f" (`{found.only[0]}`: `{found.only[1]}`)" if found.only else ""
-            needs = f"pass `{found.config}(dequantize=True)`" if found.packed_on_cpu else "-"
-            lines.append(f"| `{name}`{only} | streamed: {found.how} | {needs} |")
-        else:
-            lines.append(f"| `{name}` | refused: {found.why} | `pipeload quantize` of the floats |")
-    return lines
+    for one in FORMATS:
+        only = f" (`{one.only[0]}`: `{one.only[1]}`)" if one.only else ""
+        made = one.unpacking
+        packed = made is not None and made.packed_on_cpu
+        needs = f"pass `{made.config}(dequantize=True)`" if made and packed else "-"
+        lines.append(f"| `{one.method}`{only} | streamed: {one.how} | {needs} |")
+    advised = "`pipeload quantize` of the floats"
+    return [*lines, *(f"| `{n}` | refused: {why} | {advised} |" for n, why in REFUSED.items())]

@@ -17,7 +17,7 @@ from pipeload.hf.takeover import take_over_loading
 from tests.support.models import FAMILIES, tiny_config
 
 if TYPE_CHECKING:
-    from pipeload.hf.library import PendingLoad
+    from pipeload.hf.pending_load import PendingLoad
     from tests.conftest import TinyCheckpoint
 
 _SMALL: dict[str, Any] = {

@@ -27,9 +27,9 @@ from pipeload.errors import (
     OptionError,
     UnsupportedModelError,
 )
+from pipeload.formats.forms import FORMS as METHODS
 from pipeload.formats.integers.linear import Int4Linear, Int8Linear, PackedLinear
 from pipeload.formats.integers.order import ORDERS, kernel_order
-from pipeload.quantiser.quantise import METHODS
 from pipeload.quantiser.shards import MANIFEST
 from tests.promises.ways_in.test_device_ways import mixture
 from tests.support.exact import (

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import subprocess
 import sys
-import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +21,12 @@ from pipeload.formats.bitsandbytes.kernel import (
     make_fill,
     torch_fill,
 )
-from pipeload.formats.bitsandbytes.product import QuickProduct, install, quick_product
+from pipeload.formats.bitsandbytes.product import (
+    Multiply,
+    QuickProduct,
+    quick_product,
+    with_product,
+)
 from tests.support.plain_loops import use_plain_loops
 
 if TYPE_CHECKING:
@@ -169,6 +172,24 @@ def product_of(module: Any) -> QuickProduct:
     return product
 
 
+def by(multiply: Multiply, module: Any, given: torch.Tensor) -> torch.Tensor | None:
+    """What `module` makes of `given` with that product; None if it was left to the library."""
+    state = module.weight.quant_state
+    plain = state.absmax
+    answers: list[torch.Tensor | None] = []
+
+    def answer(*args: Any) -> torch.Tensor | None:
+        answers.append(multiply(*args))
+        return answers[-1]
+
+    state.absmax = with_product(plain, answer)
+    try:
+        made: torch.Tensor = module(given)
+    finally:
+        state.absmax = plain
+    return made if answers and answers[-1] is not None else None
+
+
 @pytest.mark.parametrize("nested", [True, False])
 @pytest.mark.parametrize("dtype", sorted(DTYPES, key=str))
 @pytest.mark.parametrize("kind", KINDS)
@@ -179,7 +200,7 @@ def test_equal_products(kind: str, dtype: torch.dtype, nested: bool, engine: str
         product = product_of(module)
         for shape in ((256,), (1, 256), (1, 1, 256), (2, 5, 256), (70, 256)):
             for given in (torch.randn(shape, dtype=dtype), torch.randn(shape)):
-                made = product(module, given)
+                made = by(product, module, given)
                 assert made is not None, engine
                 wanted = module(given)
                 assert (made.dtype, made.shape) == (wanted.dtype, wanted.shape)
@@ -204,14 +225,14 @@ def test_ranges_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
     product._fill = counted
     for count in (1, 16, 17):
         sizes.clear()
-        made = product(module, torch.ones(count, 256))
+        made = by(product, module, torch.ones(count, 256))
         assert made is not None
         assert (len(sizes) == 1) == (count > 16)
         assert sum(sizes) == 448
         assert torch.allclose(made, module(torch.ones(count, 256)), rtol=0.05, atol=0.05)
     exact = False  # with this number of rows, or with other threads
     sizes.clear()
-    product(module, torch.ones(1, 256))
+    by(product, module, torch.ones(1, 256))
     assert sizes == [448]
 
 
@@ -221,7 +242,7 @@ def test_rows_that_cannot_be_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     module, given = linear(), torch.randn(1, 256)
     product = product_of(module)
     assert product.kept_bytes == 0
-    made = product(module, given)
+    made = by(product, module, given)
     assert made is not None
     assert torch.equal(made, module(given))
 
@@ -230,18 +251,19 @@ def test_what_is_left_to_the_library() -> None:
     """Whatever is more than inference, and weights that are not there."""
     module, given = linear(), torch.randn(3, 256)
     product = product_of(module)
-    assert product(module, given) is not None
-    assert product(module, given.clone().requires_grad_()) is None
-    assert product(module, torch.empty(0, 256)) is None
-    assert product(module, torch.ones(3, 128)) is None
-    assert product(module, torch.nn.Parameter(given)) is None
+    assert by(product, module, given) is not None
+    assert by(product, module, given.clone().requires_grad_()) is None
+    assert by(product, module, torch.empty(0, 256)) is None
+    state = module.weight.quant_state
+    factors, narrow = state.absmax.float(), torch.ones(3, 128, dtype=torch.bfloat16)
+    assert product(narrow, module.weight, factors, module.bias) is None
+    assert by(product, module, torch.nn.Parameter(given)) is None
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert product(module, given) is None
+        assert by(product, module, given) is None
     module.compute_dtype = torch.float16
-    assert product(module, given) is None
+    assert by(product, module, given) is None
     module.compute_dtype = torch.bfloat16
-    module.weight.quant_state.absmax = None
-    assert product(module, given) is None
+    assert by(product, module, given) is not None
 
 
 @pytest.mark.parametrize(
@@ -256,42 +278,40 @@ def test_weights_that_are_not_for_it(
     assert quick_product(module, "nf4", blocksize) is None
 
 
-def test_put_on_and_taken_off() -> None:
-    """One module computes by it, keeps no model alive, and is as it was in the end."""
+def test_the_module_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its factors alone are asked, for products only, and are plain ones in the end."""
     module, given = linear(), torch.randn(3, 256)
-    wanted, calls = module(given), []
+    wanted, before, calls = module(given), {**vars(module)}, []
 
-    def answer(_module: object, given: torch.Tensor) -> torch.Tensor | None:
-        calls.append(given)
+    def answer(*args: Any) -> torch.Tensor | None:
+        calls.append(args)
         return None if len(calls) > 1 else torch.zeros(1)
 
-    undo = install(module, answer)  # type: ignore[arg-type]
+    state = module.weight.quant_state
+    state.absmax = with_product(state.absmax, answer)
     assert torch.equal(module(given), torch.zeros(1))
-    assert torch.equal(module(given), wanted)
-    undo()
-    assert torch.equal(module(given), wanted)
+    assert torch.equal(module.forward(given), wanted)
+    whole = bnb.functional.dequantize_4bit(module.weight, state)
+    saved = module.state_dict()
     assert len(calls) == 2
-    assert "forward" not in vars(module)
-    undo = install(module, answer)  # type: ignore[arg-type]
-    seen = weakref.ref(module)
-    del module
-    gc.collect()  # its weight knows it, too
-    assert seen() is None
-    undo()
+    assert {type(made) for made in (whole, state.absmax.float())} == {torch.Tensor}
+    assert torch.equal(saved["weight.absmax"].as_subclass(torch.Tensor), state.absmax)
+    assert vars(module) == before
+    assert type(module.weight) is bnb.nn.Params4bit
 
 
 IN_A_CHILD = """
 import torch
 from tests.support.plain_loops import use_plain_loops
 use_plain_loops(setattr)
-from tests.rooms.formats.bitsandbytes.test_product import linear, product_of
+from tests.rooms.formats.bitsandbytes.test_product import by, linear, product_of
 torch.set_num_threads(2)
 for dtype in (torch.bfloat16, torch.float32, torch.float16):
     module = linear(1024, 512, compute_dtype=dtype)
     product = product_of(module)
     for count in (1, 5, 40):
         given = torch.randn(count, 512, dtype=dtype)
-        assert torch.equal(product(module, given), module(given)), (dtype, count)
+        assert torch.equal(by(product, module, given), module(given)), (dtype, count)
 print(torch.backends.cpu.get_cpu_capability())
 """
 

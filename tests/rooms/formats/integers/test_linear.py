@@ -18,6 +18,7 @@ from pipeload.errors import UnsupportedModelError
 from pipeload.formats.integers.linear import Int4Linear, Int8Linear, PackedLinear
 from pipeload.formats.integers.order import (
     ORDERS,
+    Reordered,
     kernel_order,
     pack,
     reorder,
@@ -26,7 +27,6 @@ from pipeload.formats.integers.order import (
 )
 from pipeload.formats.integers.rounding import GROUPS, ZERO_POINTS, from_int4, to_int4, to_int8
 from pipeload.formats.integers.wide_product import product_dtype, temporary_bytes
-from pipeload.formats.repack import Repack
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -147,7 +147,7 @@ def test_pieces_are_the_whole() -> None:
     values = torch.randint(0, 16, (ROWS, 64), dtype=torch.uint8)
     stored, wanted = pack(values, "halves-32"), pack(values, "halves-64")
     made = torch.empty_like(stored)
-    repack = Repack("halves-32", "halves-64")
+    repack = Reordered("halves-32", "halves-64")
     for start in range(0, ROWS, 64):
         piece = slice(start, start + 64)
         repack.fill(stored[piece], made[piece])

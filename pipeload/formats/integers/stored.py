@@ -1,0 +1,95 @@
+"""Weights of our own quantised Linears: what a checkpoint holds of them, and how they are read."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from pipeload.errors import CheckpointError
+from pipeload.formats.integers.linear import INT8_ALIGNMENT, Int4Linear, Int8Linear
+from pipeload.formats.integers.order import Reordered, kernel_order
+from pipeload.formats.repack import AS_IT_IS, Repack
+from pipeload.weights.arena import DTYPE_CODES
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+    import torch
+
+    from pipeload.formats.format import Held, Shown, Stored
+    from pipeload.formats.integers.linear import PackedLinear
+    from pipeload.weights.layout import Weight
+
+
+class IntegerWeight:
+    """A `PackedWeight`. Its module refuses to compute while it is evicted."""
+
+    couples_rows = False
+
+    def __init__(self, path: str, module: PackedLinear, stored: Stored) -> None:
+        """Check what the checkpoint has for the module at `path`.
+
+        Raises:
+            CheckpointError: weight or statistics are missing, or of another shape or dtype.
+        """
+        self._module = module
+        self._name = f"{path}.weight"
+        self._statistics = f"{path}.{module.statistics}"
+        plain = stored.plain(self._name)
+        for name, found in (
+            (self._name, plain),
+            (self._statistics, stored.plain(self._statistics)),
+        ):
+            if found is None:
+                raise _unusable(name, module, stored)
+        assert plain is not None  # noqa: S101 - see above
+        (source,) = plain.sources
+        if source.dtype != plain.dtype:
+            raise _unusable(self._name, module, stored)
+        repack: Repack | None = None
+        if isinstance(module, Int4Linear) and module.order != kernel_order():
+            repack = Reordered(module.order, kernel_order())
+        elif isinstance(module, Int8Linear) and source.start % INT8_ALIGNMENT:
+            repack = AS_IT_IS
+        self._weight = replace(plain, guarded=True, repacked=repack)
+
+    @property
+    def weight(self) -> Weight:
+        """What is streamed of it. Statistics are parameters like any other."""
+        return self._weight
+
+    @property
+    def counts(self) -> Mapping[str, int]:
+        """A number for each that the Linear had; none for statistics."""
+        count = self._module.out_features * self._module.in_features
+        return {self._name: count, self._statistics: 0}
+
+    def statistics_bytes(self, _takes: Callable[[int], int]) -> int:
+        """Nothing that is no parameter."""
+        return 0
+
+    def held_by_products(self, _dtype: torch.dtype) -> Iterable[Held]:
+        """What the products of many rows take."""
+        return [self._module.sizes]
+
+    def show(self) -> Shown | None:
+        """Nothing but the parameter."""
+        return None
+
+    def leave_to_streaming(self) -> None:
+        """It is put into the processor's order as it is read."""
+        if isinstance(self._module, Int4Linear):
+            self._module.order = kernel_order()
+
+
+def _unusable(name: str, module: PackedLinear, stored: Stored) -> CheckpointError:
+    parameter = module.get_parameter(name.rpartition(".")[2])
+    entry = next(iter(stored.parts(name).values()), None)
+    if entry is None:
+        what = f"is not in {stored.folder!r}"
+    else:
+        what = f"is {list(entry.shape)} of {entry.dtype} in {str(entry.file)!r}"
+    wanted = f"{list(parameter.shape)} of {DTYPE_CODES[parameter.dtype]}"
+    return CheckpointError(
+        f"{name!r} of a quantised module {what}, wanted {wanted}. Quantise the model again."
+    )

@@ -1,0 +1,49 @@
+"""Methods that the library knows and that are not streamed, with the reasons."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+def _needs_gpu(package: str) -> str:
+    return f"transformers runs it on a GPU alone, with the package {package}"
+
+
+def _repacks(package: str) -> str:
+    return f"the package {package} packs its weights anew once all of them are loaded"
+
+
+def _own_tensors(package: str) -> str:
+    return f"the package {package} keeps its weights in tensors of a kind of its own"
+
+
+def _own_modules(package: str) -> str:
+    return f"the package {package} computes it in modules of its own, untried so far"
+
+
+UNKNOWN: Final = "this version has never been tried with it"
+REFUSED: Final[Mapping[str, str]] = {
+    "aqlm": _own_modules("aqlm"),
+    "auto-round": _repacks("auto-round"),
+    "awq": _repacks("gptqmodel"),
+    "eetq": _needs_gpu("kernels"),
+    "fbgemm_fp8": _needs_gpu("fbgemm-gpu"),
+    "fouroversix": _own_modules("fouroversix"),
+    "fp_quant": _needs_gpu("fp_quant"),
+    "gemma": "its Linears hold packed integers, for which there is no streaming yet",
+    "gguf": "a .gguf file is unpacked in memory as a whole",
+    "gptq": _repacks("gptqmodel"),
+    "higgs": _needs_gpu("flute-kernel"),
+    "hqq": "transformers does not load what the package hqq has saved",
+    "nvfp4": "transformers does not load what is quantised so already",
+    "quanto": _own_tensors("optimum-quanto"),
+    "quark": _own_modules("amd-quark"),
+    "sinq": _own_modules("sinq"),
+    "spqr": _needs_gpu("spqr_quant"),
+    "torchao": _own_tensors("torchao"),
+    "vptq": _needs_gpu("vptq"),
+}
+"""The reason by `quant_method`."""

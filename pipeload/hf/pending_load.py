@@ -1,0 +1,297 @@
+"""Private parts of transformers: what a checkpoint holds for a model, by the library's own rules.
+
+Seen in 5.24.0, tried on 5.17.0 as well. Key names and dtypes stay the library's.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import weakref
+from copy import deepcopy
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from transformers.core_model_loading import build_glob_alternation
+
+from pipeload.checkpoint.files import FileSet
+from pipeload.checkpoint.headers import stamps_of
+from pipeload.formats.registry import format_of
+from pipeload.hf.key_matching import match_keys, weights_made
+from pipeload.hf.library import quantised_by
+from pipeload.hf.recipes import Recipe
+from pipeload.hf.rest_loading import keep_placeholders, load_all_but, not_missing
+from pipeload.weights.arena import DTYPE_CODES, DTYPES
+from pipeload.weights.layout import Conversion, Weight
+from pipeload.weights.stored import read_whole
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from pathlib import Path
+
+    from transformers import PreTrainedModel
+
+    from pipeload.checkpoint.headers import Checkpoint, TensorEntry
+    from pipeload.formats.format import PackedWeight, Shown
+    from pipeload.weights.placement import Convert
+
+
+class PendingLoad:
+    """A model on the meta device, and what its checkpoint holds for it."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        checkpoint: Checkpoint,
+        config: Any,
+        read_timeout: float | None,
+    ) -> None:
+        self.model = model
+        self.checkpoint = checkpoint
+        self._config = config
+        self._read_timeout = read_timeout
+        self._mapping = deepcopy(config.weight_mapping or [])  # some renamings keep state
+        quantizer = config.hf_quantizer
+        self.format = None if quantizer is None else format_of(quantizer.quantization_config)
+        """How the checkpoint is quantised, if in a way that is streamed."""
+        unpacking = None if self.format is None else self.format.unpacking
+        self._recipes = match_keys(model, checkpoint, self._mapping, unpacking)
+
+    @functools.cached_property
+    def packed(self) -> Mapping[str, PackedWeight]:
+        """Quantised weights by name.
+
+        Raises:
+            CheckpointError: one is missing, malformed or of another weight.
+            ReadError: one could not be read.
+        """
+        return {} if self.format is None else self.format.find(self)
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """The checkpoint's."""
+        return self.checkpoint.files
+
+    @property
+    def disable_mmap(self) -> bool:
+        """Whether the user asked for files that are read, not mapped."""
+        return bool(getattr(self._config, "disable_mmap", None))
+
+    def into(self, model: PreTrainedModel) -> PendingLoad:
+        """The same for another model of the same shape."""
+        return PendingLoad(model, self.checkpoint, self._config, self._read_timeout)
+
+    def weights(self) -> dict[str, Weight]:
+        """Every parameter that is read, cast or converted from the file alone, by name.
+
+        What is not listed (buffers, shapes that do not match, shared parameters) is the library's.
+        """
+        parameters = dict(self.model.named_parameters())
+        found = {name: packed.weight for name, packed in self.packed.items()}
+        for first, recipe in self._recipes.items():
+            if first in found:
+                continue
+            names = weights_made(first, recipe)
+            if all(self._usable(parameters.get(name), recipe) for name in names):
+                found.update(
+                    (name, self._weight(name, parameters[name], first, recipe)) for name in names
+                )
+        return found
+
+    def plain(self, name: str) -> Weight | None:
+        """The parameter `name`, read as it is stored and cast; None if that cannot be."""
+        recipe, parameter = self._recipes.get(name), self.model.get_parameter(name)
+        if recipe is None or not self._usable(parameter, recipe):
+            return None
+        return self._weight(name, parameter, name, recipe)
+
+    @property
+    def quantised_by(self) -> str | None:
+        """What has quantised the checkpoint, None for floats."""
+        return quantised_by(self._config.hf_quantizer)
+
+    def plain_linears(self) -> dict[str, tuple[str, nn.Linear]]:
+        """Linears whose weight is one stored tensor as it is: path and module by its name there."""
+        found: dict[str, tuple[str, nn.Linear]] = {}
+        for path, module in self.model.named_modules():
+            recipe = self._recipes.get(f"{path}.weight")
+            if type(module) is not nn.Linear or recipe is None or recipe.converter is not None:
+                continue
+            if isinstance(module.weight, nn.Parameter) and self._usable(module.weight, recipe):
+                found[recipe.sources[0][0].name] = path, module
+        return found
+
+    def misshapen(self) -> list[str]:
+        """Names of parameters that the checkpoint has a tensor of another shape for."""
+        parameters = dict(self.model.named_parameters())
+        return [
+            name
+            for name, recipe in self._recipes.items()
+            if name in parameters
+            and recipe.converter is None
+            and recipe.sources[0][0].shape != tuple(parameters[name].shape)
+        ]
+
+    def missing(self) -> list[str]:
+        """Names of parameters that nothing in the checkpoint is for: the library makes them up."""
+        made = {
+            name for first, recipe in self._recipes.items() for name in weights_made(first, recipe)
+        }
+        tied = getattr(self.model, "all_tied_weights_keys", None) or {}
+        ignored = self.model._keys_to_ignore_on_load_missing or ()
+        return [
+            name
+            for name, _ in self.model.named_parameters()
+            if name not in made
+            and name not in tied
+            and not any(re.search(pattern, name) for pattern in ignored)
+        ]
+
+    def source_of(self, name: str) -> TensorEntry:
+        """The first stored tensor that a parameter is made of."""
+        return self._recipes[name].sources[0][0]
+
+    def parts(self, name: str) -> dict[str, TensorEntry]:
+        """The stored tensors of the parameter `name`: see `Stored` in `formats.format`."""
+        recipe = self._recipes.get(name, Recipe(None))
+        if recipe.converter is None and len(recipe.sources) == 1:
+            return {name.rpartition(".")[2]: recipe.sources[0][0]}
+        return {pattern: entry for entry, pattern in recipe.sources}
+
+    def reader(self) -> Callable[[TensorEntry], torch.Tensor]:
+        """What reads single stored tensors, whole."""
+        stamps = stamps_of(self.checkpoint.entries.values())
+        files = FileSet(self.files, "buffered", self._read_timeout, stamps)
+        return functools.partial(read_whole, files=files)
+
+    @property
+    def folder(self) -> str:
+        """Where the checkpoint is, for people."""
+        return str(self.files[0].parent)
+
+    @property
+    def where(self) -> torch.device | str:
+        """The device that the model will compute on."""
+        where: torch.device | str = (self._config.device_map or {}).get("", "cpu")
+        return where
+
+    def weight_count(self) -> int:
+        """Numbers that the model has: shared ones once, quantised ones as if they were not."""
+        tied = getattr(self.model, "all_tied_weights_keys", None) or {}
+        counts = {n: p.numel() for n, p in self.model.named_parameters() if n not in tied}
+        for packed in self.packed.values():
+            counts.update((n, count) for n, count in packed.counts.items() if n in counts)
+        return sum(counts.values())
+
+    def couples_rows(self) -> bool:
+        """Whether sequences of one batch change each other's results, beyond the last bits."""
+        return any(packed.couples_rows for packed in self.packed.values())
+
+    def statistics_bytes(self, takes: Callable[[int], int]) -> int:
+        """Of quantised weights: what stays in memory for each, and is no parameter.
+
+        `takes` says how many bytes a tensor of so many does.
+        """
+        return sum(packed.statistics_bytes(takes) for packed in self.packed.values())
+
+    def products(self) -> Callable[[int], int]:
+        """The most bytes that computing with a quantised weight takes beside its tensors.
+
+        A function of the rows of input that holds numbers alone.
+        """
+        dtypes = (p.dtype for p in self.model.parameters() if p.is_floating_point())
+        dtype = max(dtypes, key=lambda dtype: dtype.itemsize, default=torch.float32)
+        held = {h for packed in self.packed.values() for h in packed.held_by_products(dtype)}
+
+        def needed(rows: int) -> int:
+            return max((one.of(rows) for one in held), default=0)
+
+        return needed
+
+    def shown(self, name: str) -> Shown | None:
+        """What shows a quantised weight; None for any other."""
+        packed = self.packed.get(name)
+        return packed.show() if packed is not None else None
+
+    def load_rest(self, taken: Sequence[str]) -> Any:
+        """Have the library load all keys but those of `taken`; returns its loading report."""
+        taken_names = set(taken)
+        skip = {
+            source.name
+            for first, recipe in self._recipes.items()
+            if first in taken_names
+            for source, _ in recipe.sources
+        }
+        info = load_all_but(
+            skip, self.model, self.files, self._config, disable_mmap=self.disable_mmap
+        )
+        for name in taken_names & self.packed.keys():
+            self.packed[name].leave_to_streaming()
+        keep_placeholders(self.model)
+        not_missing(info, self.model, taken_names, self.packed)
+        # Kept for saving after remove(): a conversion counts as used when any key matched it.
+        pairs = zip(self._config.weight_mapping or [], self._mapping, strict=True)
+        used = [original for original, copy in pairs if original.was_used() or copy.was_used()]
+        object.__setattr__(self.model, "_weight_conversions", used)
+        return info
+
+    def finish(self, info: Any) -> None:
+        """Have the library initialise what `load_rest` has not loaded, as it does for its own."""
+        type(self.model)._finalize_model_loading(self.model, self._config, info)
+
+    def converter(self, *, hold_model: bool = False) -> Convert:
+        """The library's operations as a function.
+
+        Those for quantised weights look at the model's modules. It is held weakly, also while one
+        runs: a model that is dropped meanwhile must not end in a thread of its own, which could not
+        wait for itself. With `hold_model`, strongly: for one on the meta device that nobody else
+        will have.
+        """
+        recipes, model = self._recipes, weakref.ref(self.model)
+        proxy: Any = weakref.proxy(self.model)
+        held = self.model if hold_model and self.quantised_by is not None else None
+
+        def convert(
+            conversion: Conversion,
+            stored: Mapping[str, torch.Tensor],
+            into: Mapping[str, torch.Tensor],
+        ) -> None:
+            first = conversion.weights[0].group or ""
+            owner = held if held is not None else None if model() is None else proxy
+            recipes[first].fill(first, owner, stored, into)
+
+        return convert
+
+    def _usable(self, parameter: nn.Parameter | None, recipe: Recipe) -> bool:
+        if parameter is None or parameter.dtype not in DTYPE_CODES:
+            return False
+        if any(source.dtype not in DTYPES for source, _ in recipe.sources):
+            return False
+        if recipe.converter is not None:
+            return parameter.is_floating_point()
+        return len(recipe.sources) == 1 and recipe.sources[0][0].shape == tuple(parameter.shape)
+
+    def _weight(self, name: str, parameter: nn.Parameter, first: str, recipe: Recipe) -> Weight:
+        dtype = self._target_dtype(name if recipe.converter is None else first, parameter)
+        if recipe.dtype is not None:
+            dtype = recipe.dtype
+        return Weight(
+            name=name,
+            dtype=DTYPE_CODES[dtype],
+            shape=tuple(parameter.shape),
+            nbytes=parameter.numel() * dtype.itemsize,
+            sources=tuple(source for source, _ in recipe.sources),
+            group=None if recipe.converter is None else first,
+            unpacking_bytes=recipe.unpacking_bytes,
+        )
+
+    def _target_dtype(self, name: str, parameter: nn.Parameter) -> torch.dtype:
+        """The library's rule: modules kept in fp32 are not visible in the meta parameter."""
+        plan = self._config.dtype_plan
+        if plan:
+            matcher, groups, _ = build_glob_alternation(list(plan))
+            if (match := matcher.search(name)) and match.lastgroup is not None:
+                dtype: torch.dtype = plan[groups[match.lastgroup]]
+                return dtype
+        return parameter.dtype
