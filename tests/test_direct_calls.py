@@ -12,7 +12,7 @@ from transformers import LlamaForCausalLM
 
 from pipeload import MemoryLimitError
 from tests.models import load_plain
-from tests.streaming import IDS, WAIT_SECONDS, assert_nothing_held, load_streamed, streamer_of
+from tests.streaming import IDS, WAIT_SECONDS, assert_nothing_held, load_streamed, session_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -53,7 +53,7 @@ def test_forward_is_one_pass(folder: Path, spare: int) -> None:
         with torch.no_grad():
             assert torch.equal(way(IDS).logits, want)
         assert model.pipeload.stats().passes == number
-    assert streamer_of(model)._settled == (spare == ALL)
+    assert session_of(model).passes._replan.settled == (spare == ALL)
     assert torch.equal(by_parts(model), by_parts(plain))
 
 
@@ -90,7 +90,7 @@ def test_a_call_that_died_is_over(folder: Path) -> None:
     with pytest.raises(KeyboardInterrupt) as kept:
         forwarded(model)
     hook.remove()
-    assert not streamer_of(model).busy
+    assert not session_of(model).passes.busy
     assert torch.equal(forwarded(model), forwarded(plain))
     assert kept.value.__traceback__ is not None
     with torch.no_grad():

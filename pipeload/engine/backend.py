@@ -21,7 +21,7 @@ from pipeload.weights.placement import make_scratch
 from pipeload.weights.residents import Places
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
     from pathlib import Path
 
     from torch import nn
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from pipeload.budget.make_plan import Build
     from pipeload.budget.plan import Plan
     from pipeload.checkpoint.files import FileSet
+    from pipeload.engine.undo import Step
     from pipeload.prefetch.dispatcher import MakePlace
     from pipeload.prefetch.slots import Buffer
     from pipeload.weights.layout import Layout, Weight
@@ -89,8 +90,11 @@ class Target(Protocol):
     def restorer(self) -> Callable[..., Callable[[nn.Module], None]]:
         """Makes what puts real weights back, of the model's places and what `Restorer` takes."""
 
-    def settle(self, model: nn.Module, undo: list[Callable[[], None]], /) -> None:
-        """Have all else that the model consists of be where its weights are."""
+    def settle(self, model: nn.Module, /) -> Iterable[Step]:
+        """Have all else that the model consists of be where its weights are.
+
+        Gives what undoes that, each as soon as it is done.
+        """
 
 
 class CpuTarget:
@@ -125,5 +129,6 @@ class CpuTarget:
         """What it puts back comes from the files themselves."""
         return Restorer(*parts)
 
-    def settle(self, _model: nn.Module, _undo: list[Callable[[], None]]) -> None:
-        """It is."""
+    def settle(self, _model: nn.Module) -> Iterable[Step]:
+        """All of it is in the processor's memory already."""
+        return ()

@@ -7,29 +7,36 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import nn
 
+from pipeload.engine.table_seats import Passes
 from pipeload_hooks import Attachment, SplitSource, attach, attach_split
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     from torch.utils.hooks import RemovableHandle
 
     from pipeload.engine.seats import Seat
-    from pipeload.engine.table_seats import Passes, TableSeat
+    from pipeload.engine.table_seats import TableSeat
 
 
-class Source(SplitSource, Protocol):
-    """What sites and tables call."""
+class Called(SplitSource, Passes, Protocol):
+    """What all hooks on a model call: those of sites, of tables, and where a pass may begin."""
 
-    def enter(self, module: nn.Module | None) -> None:
-        """An embedding is about to run."""
+    def begin(self, module: Any, args: Any, kwargs: Any, /) -> None:
+        """A call begins that may be a pass."""
 
-    def leave(self, module: nn.Module | None) -> None:
-        """It has run."""
+    def end(self, module: Any, args: Any, output: Any, /) -> None:
+        """It is over."""
+
+    def begin_settled(self, module: Any, args: Any, kwargs: Any, /) -> None:
+        """A pass begins that needs no other hook."""
+
+    def arrive_at(self, module: Any, args: Any, kwargs: Any, /) -> None:
+        """A part is called, perhaps past the hooks of the model."""
 
 
 class Hooks:
-    """Puts hooks on and takes them off. It holds modules weakly."""
+    """Puts hooks on and takes them off. It holds modules weakly, and what the hooks call."""
 
     def __init__(
         self,
@@ -40,6 +47,7 @@ class Hooks:
         """`pass_modules` are those at which a pass may begin, the outermost first."""
         self._seats, self._tables = seats, tables
         self._pass_modules = [weakref.ref(module) for module in pass_modules]
+        self._called: weakref.ref[Called] | None = None
         self._attachment = Attachment()
         self._pass_hooks: list[RemovableHandle] = []
         self._entries = [weakref.ref(module) for module in self._find_entries()]
@@ -76,36 +84,52 @@ class Hooks:
         """The site that a module is, None if it is none."""
         return next((i for i, seat in enumerate(self._seats) if seat.module() is module), None)
 
-    def attach_sites(self, source: Source) -> None:
+    def attach(self, called: Called) -> None:
+        """Put all on; from now on they call `called`, and alone keep it."""
+        self._called = weakref.ref(called)
+        self.attach_sites()
+        self.attach_passes()
+
+    def _target(self) -> Called:
+        called = None if self._called is None else self._called()
+        if called is None:
+            raise ReferenceError("the model that streamed is gone")
+        return called
+
+    def attach_sites(self) -> None:
         """Around every site and every table that carries none."""
+        called = self._target()
         hooked = set(self._attachment.sites())
         for index, seat in enumerate(self._seats):
             module = seat.module()
             if index in hooked or module is None or not seat.parameters:
                 continue
             if seat.whole is not None and isinstance(module, nn.Linear):
-                self._attachment.add(index, *attach_split(module, index, source))
+                self._attachment.add(index, *attach_split(module, index, called))
             else:
-                self._attachment.add(index, *attach(module, index, source))
-        passes: Passes = source
+                self._attachment.add(index, *attach(module, index, called))
         for table in self._tables:
-            table.attach(passes)
+            table.attach(called)
 
-    def attach_passes(self, begin: Callable[..., Any], end: Callable[..., Any]) -> None:
+    def attach_passes(self) -> None:
         """In place of those that were, where a pass may begin."""
+        called = self._target()
         self._detach_passes()
         for module in filter(None, (reference() for reference in self._pass_modules)):
             # Before the hooks of its sites.
             self._pass_hooks += [
-                module.register_forward_pre_hook(begin, prepend=True, with_kwargs=True),
-                module.register_forward_hook(end, always_call=True),
+                module.register_forward_pre_hook(called.begin, prepend=True, with_kwargs=True),
+                module.register_forward_hook(called.end, always_call=True),
             ]
 
-    def attach_settled(self, begin: Callable[..., Any], arrive: Callable[..., Any]) -> None:
+    def attach_settled(self) -> None:
         """In place of those that were: at the model, and wherever a call past its hooks arrives."""
+        called = self._target()
         self._detach_passes()
+        places = [(self._pass_modules[0], called.begin_settled)]
         inner = dict.fromkeys((*self._pass_modules[1:], *self._entries))
-        for reference, hook in ((self._pass_modules[0], begin), *((at, arrive) for at in inner)):
+        places += [(reference, called.arrive_at) for reference in inner]
+        for reference, hook in places:
             if (module := reference()) is not None:
                 self._pass_hooks.append(module.register_forward_pre_hook(hook, with_kwargs=True))
 

@@ -25,7 +25,6 @@ class PassLog:
     def __init__(self) -> None:
         self.passes = 0
         self.pass_seconds = 0.0
-        self.stall_seconds = 0.0
         self._tokens = 0
         self._started = 0.0
         self._cache: weakref.ref[Any] | None = None

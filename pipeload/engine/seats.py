@@ -38,6 +38,8 @@ class Seat:
         self.name = site.name
         self.module = weakref.ref(site.module)
         self.units = site.units
+        self.chosen: Sequence[int] = site.units
+        """Those of its units that its next run needs: all, unless somebody knows which."""
         self.whole = site.whole
         self.products = None if site.whole is None else RowProducts(site.whole, site.ranges)
         """How it computes from ranges of rows, if it does."""

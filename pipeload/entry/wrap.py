@@ -23,6 +23,7 @@ from pipeload.entry.loading import (
     assemble,
     check_limits,
     check_source,
+    finish,
     fuses,
     plan_beside_others,
     plan_model,
@@ -170,7 +171,7 @@ def _stream(
         )
         if spill is not None:
             assembly.at_removal(spill.remove)
-        assembly.finish(model, root)
+        finish(assembly, model, root)
     except BaseException:  # an interrupt as well: the model is what it was
         if assembly is not None:
             assembly.give_up()
@@ -237,7 +238,7 @@ def _fill(
         assembly, report = assemble(pending, request)
         pending.finish(report)
         model.eval()
-        assembly.finish(model)
+        finish(assembly, model)
     except BaseException:  # an interrupt as well: the model is what it was
         if assembly is not None:
             assembly.give_up()
