@@ -271,21 +271,14 @@ class Assembly:
         streamer = Streamer(
             seats=seats,
             tables=tables,
-            prefetcher=prefetcher,
-            governor=self._governor,
             replan=replan,
-            whole=self._places.whole,
         )
         passes = Passes(
             streamer=streamer,
             replan=replan,
-            prefetcher=prefetcher,
-            governor=self._governor,
             files=self._files,
-            hooks=hooks,
-            pass_modules=pass_modules,
             adapters=adapters,
-            edits=edits,
+            pass_modules=pass_modules,
         )
         self._undo.push(passes.first_calls.end)
         weakref.finalize(passes, self._undo).atexit = False

@@ -10,41 +10,23 @@ from __future__ import annotations
 import enum
 import threading
 import time
-import weakref
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
-import torch
-
+from pipeload.engine.direct_calls import DirectCalls
 from pipeload.engine.pass_log import PassLog
-from pipeload.engine.refusals import (
-    FirstCalls,
-    arguments_alone,
-    refuse_compiled,
-    refuse_recording,
-)
-from pipeload_hooks import (
-    Caller,
-    Callers,
-    PassGate,
-    arguments_of,
-    discard_ended,
-    inside_compiled_call,
-)
+from pipeload.engine.refusals import FirstCalls, arguments_alone, refuse_compiled
+from pipeload_hooks import PassGate, arguments_of, discard_ended, inside_compiled_call
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from torch import nn
 
-    from pipeload.budget.governor import Governor
     from pipeload.budget.plan import Plan
     from pipeload.checkpoint.files import FileSet
     from pipeload.engine.adapters import Adapters
-    from pipeload.engine.edits import Edits
-    from pipeload.engine.hooking import Hooks
     from pipeload.engine.replan import Replan
     from pipeload.engine.streamer import Streamer
-    from pipeload.prefetch.prefetcher import Prefetcher
 
 _IDLE_SECONDS = 0.01
 
@@ -73,32 +55,23 @@ class Passes:
         *,
         streamer: Streamer,
         replan: Replan,
-        prefetcher: Prefetcher,
-        governor: Governor,
         files: FileSet,
-        hooks: Hooks,
-        pass_modules: Sequence[nn.Module],
         adapters: Adapters,
-        edits: Edits,
+        pass_modules: Sequence[nn.Module],
     ) -> None:
         """`pass_modules` are those at which a pass may begin, the outermost first."""
         self.log = PassLog()
+        self._streamer, self._replan, self._files = streamer, replan, files
         self.chunks, self.by_whole = streamer.chunks, streamer.by_whole
-        self._streamer, self._replan = streamer, replan
-        self._prefetcher, self._governor, self._files = prefetcher, governor, files
-        self._hooks, self._adapters, self._edits = hooks, adapters, edits
-        self._callers = Callers(pass_modules)
+        self.refuse_recording, self.abandon = streamer.refuse_recording, streamer.abandon
+        self._prefetcher, self._governor = replan.prefetcher, replan.governor
+        self._hooks, self._adapters, self._edits = replan.hooks, adapters, replan.edits
+        self._direct_calls = DirectCalls(replan.hooks, pass_modules)
         self._gate = PassGate()
+        self.first_calls = FirstCalls(streamer.seats, streamer.tables, adapters, self._gate)
         self._running = Running.NOTHING
         self._waiting: set[int] = set()
         """Threads that wait at the start of a pass until others have ended theirs."""
-        me = weakref.ref(self)
-
-        def ended() -> bool:
-            passes = me()
-            return passes is None or passes._gate.died()  # noqa: SLF001 - its own
-
-        self.first_calls = FirstCalls(streamer.seats, streamer.tables, adapters, ended)
 
     @property
     def busy(self) -> bool:
@@ -129,10 +102,6 @@ class Passes:
             if self._running is Running.CALL:
                 self.log.lap()
             self.leave(self._streamer.seats[site].module())
-
-    def refuse_recording(self, site: int) -> NoReturn:
-        """Training is not possible: weights are overwritten before backward could use them."""
-        refuse_recording(self._streamer.seats[site].name)
 
     def enter(self, module: nn.Module | None, *, site: int | None = None) -> None:
         """A site or an embedding is called: a pass begins with it if none runs in this thread.
@@ -206,7 +175,10 @@ class Passes:
         self._files.check_unchanged()
         self.first_calls.call = None
         if module is not self._hooks.outermost():
-            module, args, kwargs = self._lend(module, args, kwargs)
+            module, args, kwargs, mark = self._direct_calls.call_at(module, args, kwargs)
+            if mark is not None:
+                self._gate.lend(mark)
+                self._running = Running.CALL
         self._governor.before_pass(args, kwargs, module)
         self._replan.catch_up()
         self.log.begin(args, kwargs)
@@ -214,18 +186,6 @@ class Passes:
             self._governor.let_run()
             self.log.count()
         self.first_calls.begin(module, args, kwargs)
-
-    def _lend(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> tuple[nn.Module, tuple[Any, ...], Mapping[str, Any]]:
-        """Whose pass it is that begins at `module`, and with which arguments."""
-        caller = self._callers.find(module)
-        if not isinstance(caller, Caller):
-            return module, args, kwargs
-        caller.mark.begins(module, again=True)
-        self._gate.lend(caller.mark)
-        self._running = Running.CALL
-        return caller.module, (), caller.arguments
 
     def end(self, module: nn.Module, _args: tuple[Any, ...], output: object) -> None:
         """A call that `begin` was called for is over: so is the pass, if it began there.
@@ -281,8 +241,15 @@ class Passes:
         """
         self._adapters.check()
         self._governor.before_pass(args, kwargs, module)
-        if self._replan.is_behind:
-            self._replan_when_idle()
+        me = threading.get_ident()
+        try:
+            while self._replan.settled and self._replan.is_behind:
+                # Other threads may be computing with what is to be given back, and carry no hook.
+                self._waiting.add(me)
+                if not self.adopt(self._governor.plan):
+                    time.sleep(_IDLE_SECONDS)
+        finally:
+            self._waiting.discard(me)
         self._gate.wait_while_idle()
         if self._replan.settled:
             self._governor.let_run()
@@ -290,17 +257,6 @@ class Passes:
             self.log.count()
         else:
             self.begin(module, args, kwargs)
-
-    def _replan_when_idle(self) -> None:
-        # Other threads may be computing with what is to be given back, and carry no hook.
-        me = threading.get_ident()
-        try:
-            while self._replan.settled and self._replan.is_behind:
-                self._waiting.add(me)
-                if not self.adopt(self._governor.plan):
-                    time.sleep(_IDLE_SECONDS)
-        finally:
-            self._waiting.discard(me)
 
     def arrive_at(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -313,18 +269,9 @@ class Passes:
                 self.acquire(site)
 
     def _arrive(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        found = None
-        if module is not self._hooks.outermost():
-            if torch.compiler.is_compiling():
-                return  # the stack is not the model's then
-            found = self._callers.find(module)
-        if isinstance(found, Caller):
-            if not found.mark.begins(module, again=self._hooks.begins_at(module)):
-                return
-            args, kwargs = (), found.arguments
-        elif found is not None:
-            return  # its hooks have told
-        self.begin_settled(module, args, kwargs)
+        call = self._direct_calls.settled_call_at(module, args, kwargs)
+        if call is not None:
+            self.begin_settled(call.module, call.args, call.kwargs)
 
     # -- between passes --------------------------------------------------------------------------
 
@@ -339,17 +286,14 @@ class Passes:
                 self._replan.put_into_force(plan)
             return idle
 
-    # -- forks: see [Note: what a child has of them] in forks.py -----------------------------------
-
     def forget(self) -> bool:
-        """Count it no more, unless it needs no thread; whether memory is left to give back."""
+        """In a forked child: count it no more, unless it needs no thread; see forks.py.
+
+        Returns whether memory is left to give back.
+        """
         if self._replan.settled:
             return False
         # So a pass recovers first, which is refused here: before anything is computed, since the
         # first product would wait for ever for threads of torch's, which are not there either.
         self._gate, self._running = PassGate(), _MODEL
         return self._governor.forget()
-
-    def abandon(self) -> None:
-        """Give the memory of the weights back: all are evicted, for good."""
-        self._streamer.abandon()

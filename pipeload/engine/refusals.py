@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from pipeload.errors import UnsupportedModelError, UnsupportedOperationError
-from pipeload_hooks import EvictedWeightWatch, inside_compiled_call
+from pipeload_hooks import EvictedWeightWatch, PassGate, inside_compiled_call
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -52,22 +52,24 @@ class FirstCalls:
         seats: Sequence[Seat],
         tables: Sequence[TableSeat],
         adapters: Adapters,
-        ended: Callable[[], bool],
+        gate: PassGate,
     ) -> None:
-        """`ended` tells whether the pass of the calling thread died; it holds no model.
-
-        A pass that died leaves its watch on its thread's stack of modes: what that holds, lives on.
-        """
+        """`gate` tells whether a pass died."""
         self.call: Call | None = None
         """How the running pass was called; None until that is known."""
         self._seen: set[Call] = set()
         """Calls that have been watched to their end."""
         self._adapters = adapters
-        reference = weakref.ref(adapters)
+        # Held weakly: a pass that died leaves its watch on its thread's stack of modes.
+        adapters_then, gate_then = weakref.ref(adapters), weakref.ref(gate)
 
         def adapted() -> bool:
-            adapters = reference()
+            adapters = adapters_then()
             return adapters is not None and adapters.present
+
+        def ended() -> bool:
+            gate = gate_then()
+            return gate is None or gate.died()
 
         self._watch = _make_watch(seats, tables, adapted=adapted, ended=ended)
         self.end: Callable[[], None] = self._watch.end

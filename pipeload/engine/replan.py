@@ -36,9 +36,9 @@ class Replan:
         whole: Callable[[Weight], torch.Tensor],
     ) -> None:
         """`whole` shows a weight whose ranges of rows are all resident."""
-        self._seats, self._hooks, self._edits = seats, hooks, edits
-        self._prefetcher, self._governor = prefetcher, governor
-        self._whole = whole
+        self._seats, self.hooks, self.edits = seats, hooks, edits
+        self.prefetcher, self.governor = prefetcher, governor
+        self.whole = whole
         self.settled = False
         """Whether all is resident and bound: no site carries a hook, and no thread runs."""
         self._in_force: Plan | None = governor.plan
@@ -51,18 +51,18 @@ class Replan:
     @property
     def is_behind(self) -> bool:
         """Whether the governor wants another plan than the one that is in force."""
-        return self._governor.plan is not self._in_force
+        return self.governor.plan is not self._in_force
 
     def look_again(self) -> None:
         """Before a site runs: somebody else may have taken memory since the pass began."""
-        self._governor.inside_pass()
-        if self._governor.plan is not self._in_force:
-            self.put_into_force(self._governor.plan)
+        self.governor.inside_pass()
+        if self.governor.plan is not self._in_force:
+            self.put_into_force(self.governor.plan)
 
     def catch_up(self) -> None:
         """Put into force what the governor wants, if that is another plan."""
-        if self._governor.plan is not self._in_force:
-            self.put_into_force(self._governor.plan)
+        if self.governor.plan is not self._in_force:
+            self.put_into_force(self.governor.plan)
 
     def put_into_force(self, plan: Plan) -> None:
         """Keep and stream what `plan` says; what is over it has been given back on return.
@@ -71,20 +71,20 @@ class Replan:
         """
         # No weight is touched before the sites' hooks are back: an interrupt may come anywhere.
         torn, self._in_force, self._streaming = self._in_force is None, None, None
-        self._hooks.attach_sites()
+        self.hooks.attach_sites()
         if self.settled or torn:
-            self._prefetcher.start()
+            self.prefetcher.start()
             self.settled = False
-            self._hooks.attach_passes()
-        held = self._prefetcher.held
+            self.hooks.attach_passes()
+        held = self.prefetcher.held
         if not held:
             self.settle_edits()  # else the pass has looked for them when it began
-        units = self._prefetcher.units
+        units = self.prefetcher.units
         changed = {i for i, unit in enumerate(units) if unit.plan is not plan.units[i]}
         for seat in self._seats:
             if not changed.isdisjoint(seat.units) and held.isdisjoint(seat.units):
                 seat.evict()
-        self._prefetcher.resplit(plan.units, plan.slot_bytes)
+        self.prefetcher.resplit(plan.units, plan.slot_bytes)
         self._in_force, self._kept_old = plan, bool(held)
 
     def pass_ended(self) -> None:
@@ -98,14 +98,14 @@ class Replan:
         Raises:
             UnsupportedOperationError: what was written to a weight is gone, or cannot be left.
         """
-        if self._edits.settle(self._prefetcher.units):
-            for index in self._hooks.sites():
+        if self.edits.settle(self.prefetcher.units):
+            for index in self.hooks.sites():
                 if not self._seats[index].parameters:
-                    self._hooks.detach_site(index)
+                    self.hooks.detach_site(index)
 
     def drop_settled(self) -> None:
         """Take the hooks off sites that are all resident and bound, after a pass."""
-        units, seats, sites = self._prefetcher.units, self._seats, self._hooks.sites()
+        units, seats, sites = self.prefetcher.units, self._seats, self.hooks.sites()
         if self._streaming is None:
             self._streaming = frozenset(
                 site for site in sites if any(units[index].streams for index in seats[site].units)
@@ -115,7 +115,7 @@ class Replan:
         waiting = [site for site in sites if not seats[site].settled(units)]
         for site in sites:
             if site not in waiting and not (waiting and seats[site].shared):
-                self._hooks.detach_site(site)
+                self.hooks.detach_site(site)
         if not waiting:
             self._settle()
 
@@ -124,7 +124,7 @@ class Replan:
         self.settled = True
         for seat in self._seats:
             if seat.shared:
-                seat.bind_whole(self._whole)
-        self._hooks.detach_shared_tables()
-        self._hooks.attach_settled()
-        self._prefetcher.close()
+                seat.bind_whole(self.whole)
+        self.hooks.detach_shared_tables()
+        self.hooks.attach_settled()
+        self.prefetcher.close()

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
+from pipeload.engine.refusals import refuse_recording
 from pipeload.weights.residents import whole_tensor
 from pipeload_hooks import computes_linear, restore_split
 
@@ -14,11 +15,9 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from pipeload.budget.governor import Governor
     from pipeload.engine.replan import Replan
     from pipeload.engine.seats import Seat
     from pipeload.engine.table_seats import TableSeat
-    from pipeload.prefetch.prefetcher import Prefetcher
     from pipeload.weights.layout import Weight
 
 
@@ -30,20 +29,15 @@ class Streamer:
         *,
         seats: Sequence[Seat],
         tables: Sequence[TableSeat],
-        prefetcher: Prefetcher,
-        governor: Governor,
         replan: Replan,
-        whole: Callable[[Weight], torch.Tensor],
     ) -> None:
-        """`whole` shows a weight whose ranges of rows are all resident."""
         self.seats, self.tables = seats, tables
         self.inside: set[int] = set()
         """Sites that are running."""
         self.stall_seconds = 0.0
         """How long sites have waited for their weights."""
-        self._prefetcher, self._governor = prefetcher, governor
         self._replan = replan
-        self._whole = whole
+        self._prefetcher, self._governor = replan.prefetcher, replan.governor
 
     def acquire(self, site: int) -> bool:
         """Bind the site's weights, waiting for the disk if they are not there yet.
@@ -71,7 +65,7 @@ class Streamer:
         for index in () if seat.settled(units) else seat.units:
             self.stall_seconds += prefetcher.acquire(index)
             prefetcher.release(index)
-        seat.bind_whole(self._whole)
+        seat.bind_whole(self._replan.whole)
         return True
 
     def chunks(self, site: int) -> Generator[tuple[int, int, torch.Tensor], None, None]:
@@ -116,6 +110,10 @@ class Streamer:
                 prefetcher.release(index)
         self.inside.discard(site)
         return True
+
+    def refuse_recording(self, site: int) -> NoReturn:
+        """Training is not possible: weights are overwritten before backward could use them."""
+        refuse_recording(self.seats[site].name)
 
     @contextlib.contextmanager
     def borrowed(self, index: int) -> Iterator[Mapping[str, torch.Tensor]]:

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 from pipeload.budget.counters import Counters
 from pipeload.checkpoint.readers import READER_DIED, Outcome, forget_frames, reader_died
-from pipeload.errors import UnsupportedModelError, UnsupportedOperationError
-from pipeload.prefetch.read_faults import name_block, name_fault
+from pipeload.errors import UnsupportedOperationError
+from pipeload.prefetch.read_faults import name_block, name_fault, no_buffer
 from pipeload.prefetch.reads import Reads
 from pipeload.prefetch.slots import Slots
 from pipeload.prefetch.unit import Load, Split, Ticket, Unit, UnitState
@@ -97,15 +97,15 @@ class Dispatcher:
             self.counters.hits += 1
         else:
             self.counters.misses += 1
-            self._doubt_read_ahead()
+            # Safe here only, while the model's thread waits: see [Note: the ready flag].
+            self._slots.doubt()
         self._tickets[ticket.unit] = ticket
 
     def released(self, index: int) -> None:
         """The block has run."""
         unit = self.units[index]
         if unit.state is UnitState.IN_USE:
-            unit.state, unit.used = UnitState.RESIDENT, True
-            unit.ready = not unit.streams
+            unit.give_back()
 
     def ran(self, index: int) -> None:
         """The model's thread took a ready unit, and the block has run."""
@@ -113,15 +113,14 @@ class Dispatcher:
         self._order.arrive(index)
         unit = self.units[index]
         if unit.state is UnitState.RESIDENT:
-            unit.used, unit.ready = True, not unit.streams
+            unit.give_back()
 
     def reset(self, ticket: Ticket) -> None:
         """A pass died: whatever it used or waited for is given back."""
         self._tickets.clear()
         for unit in self.units:
             if unit.state in (UnitState.IN_USE, UnitState.RESIDENT):
-                unit.state, unit.used = UnitState.RESIDENT, True
-                unit.ready = not unit.streams
+                unit.give_back()
         ticket.settle()
 
     def resplit(self, split: Split) -> None:
@@ -191,13 +190,7 @@ class Dispatcher:
             return
         holders = [*self._slots.held()]
         if all(holder.state is UnitState.IN_USE for holder in holders):
-            self._tickets.pop(index).settle(
-                UnsupportedModelError(
-                    f"block {unit.plan.name!r} runs inside {len(holders)} other streamed blocks, "
-                    "which hold every buffer. Raise memory_limit until the model fits, or load it "
-                    "without pipeload."
-                )
-            )
+            self._tickets.pop(index).settle(no_buffer(unit.plan.name, len(holders)))
 
     def _adopt(self, split: Split) -> None:
         """Give back first; what stays from now on is read when its unit comes by.
@@ -214,15 +207,6 @@ class Dispatcher:
         self._slots.shrink(split.slot_bytes)
         self._split = None
         split.ticket.settle()
-
-    def _doubt_read_ahead(self) -> None:
-        """After a surprise: what was read ahead counts as used until it is found to come next.
-
-        Safe here only, while the model's thread waits: see [Note: the ready flag].
-        """
-        for unit in self._slots.held():
-            if unit.state is not UnitState.IN_USE:
-                unit.used, unit.ready = True, False
 
     def _next_needed(self) -> int | None:
         """The first of the units that come next that is not there; those before it are kept."""
@@ -276,9 +260,6 @@ class Dispatcher:
 
     # -- its beginning and its end -----------------------------------------------------------------
 
-    def _report(self, outcome: Outcome) -> None:
-        self.inbox.put(partial(self._finished, outcome))
-
     def abandon(self) -> None:
         """In a forked child, where no thread is: give all memory back. Nothing is read again."""
         for unit in self.units:
@@ -289,7 +270,7 @@ class Dispatcher:
 
     def open(self) -> None:
         """Start the readers."""
-        self._reads.open(self._report)
+        self._reads.open(lambda outcome: self.inbox.put(partial(self._finished, outcome)))
 
     def close(self) -> None:
         """End the readers; tell whoever waits."""

@@ -66,6 +66,12 @@ class Slots:
         """The units that hold buffers."""
         return (self._units[index] for index in self.occupants if index is not None)
 
+    def doubt(self) -> None:
+        """After a surprise: what was read ahead counts as used until it is found to come next."""
+        for unit in self.held():
+            if unit.state is not UnitState.IN_USE:
+                unit.used, unit.ready = True, False
+
     def enter(self, slot: int, index: int) -> Place:
         """Give the buffer to that unit, in the place of whoever was there; where it lies then."""
         unit, previous = self._units[index], self.occupants[slot]

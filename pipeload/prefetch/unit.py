@@ -61,6 +61,10 @@ class Unit:
         """Whether it needs a slot."""
         return self.plan.streamed.nbytes > 0
 
+    def give_back(self) -> None:
+        """Nobody computes with it any more: it stays until its slot is needed."""
+        self.state, self.used, self.ready = UnitState.RESIDENT, True, not self.streams
+
     def adopt(self, plan: UnitPlan) -> None:
         """Keep and stream other parts from now on. It holds no slot and is not in use."""
         self.plan = plan
