@@ -66,7 +66,7 @@ class DeviceTarget:
         """What stays passes through it."""
         return True
 
-    def settle(self, model: nn.Module) -> Iterator[Step]:
+    def bring_along(self, model: nn.Module) -> Iterator[Step]:
         """Move what pipeload does not fill, and say where the model is, as pipelines ask."""
         for module in model.modules():
             for parameter in module.parameters(recurse=False):

@@ -54,7 +54,7 @@ class DeviceRestorer:
             raise UnsupportedOperationError(
                 "remove() was called while a forward pass is running. Let it end first."
             )
-        session.passes.rest()
+        session.passes.come_to_rest()
         gone = {
             name: weight
             for name, (parameter, weight) in self._parameters.items()

@@ -11,7 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
 from pipeload.engine.calls import MERGING, has_all
-from pipeload.engine.guards import forget
+from pipeload.engine.guards import take_off
 from pipeload.engine.undo import Undo
 from pipeload.errors import UnsupportedOperationError
 from pipeload_hooks import TreeWatch, is_placeholder
@@ -82,7 +82,7 @@ class Adapters:
         if has_all(module, (_ALL_AT_ONCE,)):
             names.append(_ALL_AT_ONCE)
         for name in names:
-            self._undo.push(partial(forget, weakref.ref(module), name))
+            self._undo.push(partial(take_off, weakref.ref(module), name))
             object.__setattr__(module, name, partial(_refuse_merging, name))
 
 

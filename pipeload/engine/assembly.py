@@ -64,19 +64,19 @@ CHUNK_BYTES = 16 << 20
 """The most one read call asks for."""
 
 
-class Source(Protocol):
-    """A model, and what fills it."""
+class Origin(Protocol):
+    """Where a model comes from: the library, or the user who has it in memory."""
 
     @property
     def model(self) -> Any:
-        """The library's model."""
+        """The model, of a class of the library's."""
 
     @property
     def files(self) -> Sequence[Path]:
-        """Where its weights are."""
+        """The files that its weights are in."""
 
     def converter(self) -> Convert:
-        """Makes weights that are not in the files as they are."""
+        """What makes weights that are not in the files as they are."""
 
     def prepared(self, name: str) -> Prepared | None:
         """What shows a quantised weight; None for any other."""
@@ -87,7 +87,7 @@ class Assembly:
 
     def __init__(
         self,
-        source: Source,
+        origin: Origin,
         build: Build,
         target: Target,
         needs: PassNeeds,
@@ -108,26 +108,26 @@ class Assembly:
         self._build, self._target, self._pressure = build, target, pressure
         self._prepared: dict[str, Prepared] = {}
         try:
-            self._open(source, needs, hint)
+            self._open(origin, needs, hint)
         except BaseException:
             self.give_up()
             raise
 
-    def _open(self, source: Source, needs: PassNeeds, hint: PassHint) -> None:
+    def _open(self, origin: Origin, needs: PassNeeds, hint: PassHint) -> None:
         build, target = self._build, self._target
         parts, plan = build.parts, build.plan
-        paths = source.files
+        paths = origin.files
         stamps = stamps_of(entry for weight in parts.weights for entry in weight.sources)
         self._files = files = FileSet(paths, build.stream_mode, build.read_timeout, stamps)
         self._undo.push(files.close)
-        convert = source.converter()
+        convert = origin.converter()
         wholes = [site.whole for site in parts.sites if site.whole is not None]
         mapped = list(paths) if plan.io_mode == MAPPED else None
         self._places = places = target.places(files, convert, wholes, mapped)
         scratch = target.scratch(plan)
         pinned = places.make(lay_out(parts.pinned))
         self._pinned_read = run_jobs(pinned.read_jobs(CHUNK_BYTES), scratch, files.stalls)
-        self._filled = self._set_parameters(source, pinned)
+        self._filled = self._set_parameters(origin, pinned)
         self._companions = {name: packed.companions for name, packed in self._prepared.items()}
         self._prefetcher = Prefetcher(
             [_unit(build, index, places) for index in range(len(plan.units))],
@@ -141,7 +141,7 @@ class Assembly:
         self._undo.push(self._prefetcher.close)
         counters = self._prefetcher.counters
         self._governor = target.governor(build, needs, hint, counters, pressure=self._pressure)
-        model = source.model
+        model = origin.model
         self._governor.name = f"{type(model).__name__} of {getattr(model, 'name_or_path', '')!r}"
         self._undo.push(self._governor.leave)
         self._governor.join()
@@ -149,16 +149,16 @@ class Assembly:
         forks.know(self)
 
     def _set_parameters(
-        self, source: Source, pinned: Place
+        self, origin: Origin, pinned: Place
     ) -> Mapping[str, tuple[nn.Parameter, Weight]]:
         """Fill every parameter that is ours: pinned ones with values, others with placeholders."""
-        model, where = source.model, self._target.where
+        model, where = origin.model, self._target.where
         originals = dict(model.named_parameters())
         filled: dict[str, tuple[nn.Parameter, Weight]] = {}
         for weight in self._build.parts.weights:
             name = weight.name
             parameter, data = originals[name], pinned.views.get(name)
-            prepared = source.prepared(name)
+            prepared = origin.prepared(name)
             if prepared is not None:
                 self._prepared[name], parameter = prepared, prepared.parameter
                 put_parameter(model, name, parameter)
@@ -226,7 +226,7 @@ class Assembly:
         `root` is a module around it that the user has put there.
         """
         undo = self._undo
-        undo.push_all(self._target.settle(model))
+        undo.push_all(self._target.bring_along(model))
         for prepared in self._prepared.values():
             undo.push(prepared.activate())
         modules = library.pretrained_modules(model)
@@ -243,7 +243,7 @@ class Assembly:
         undo.push_all(guards.install(model, modules, sites, weights))
         undo.push_all(allow_copies(model, weights))
         for name in (library.AUTO_COMPILE, "pipeload"):
-            undo.push(partial(guards.forget, weakref.ref(model), name))
+            undo.push(partial(guards.take_off, weakref.ref(model), name))
         library.disable_auto_compile(model)
         self._governor.put_into_force_by(session.passes.adopt)
         if self._pressure:
@@ -255,10 +255,11 @@ class Assembly:
     def _stream(
         self, pass_modules: Sequence[nn.Module], adapters: Adapters, weights: OwnWeights
     ) -> Session:
-        """Put on what runs with every pass."""
+        """Make what runs with every pass, and put on the hooks that call it."""
         seats, tables, prefetcher = self._seats, self._tables, self._prefetcher
         edits = Edits(seats, tables, weights.own, self._files)
         self._undo.push(edits.disarm)
+        edits.arm()
         hooks = Hooks(seats, tables, pass_modules)
         replan = Replan(
             seats=seats,

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class PassCall(NamedTuple):
-    """The call that a pass is of."""
+    """A call that is a pass: of which module, and with which arguments."""
 
     module: nn.Module
     args: tuple[Any, ...]

@@ -82,11 +82,11 @@ def _override(
 ) -> Iterator[Step]:
     # Weak: an attribute that holds its own module would keep a forgotten model alive.
     reference = weakref.ref(module)
-    yield partial(forget, reference, name)
+    yield partial(take_off, reference, name)
     object.__setattr__(module, name, make(reference))
 
 
-def forget(reference: weakref.ref[nn.Module], name: str) -> None:
+def take_off(reference: weakref.ref[nn.Module], name: str) -> None:
     """Take an instance attribute off a module that may be gone."""
     module = reference()
     if module is not None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from pipeload.engine.guards import forget
+from pipeload.engine.guards import take_off
 from pipeload.errors import UnsupportedOperationError
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def allow_copies(model: nn.Module, weights: OwnWeights) -> Iterator[Step]:
     for module in model.modules():
         if weights.hidden_of(module) and next(module.children(), None) is None:
             reference = weakref.ref(module)
-            yield partial(forget, reference, _NAME)
+            yield partial(take_off, reference, _NAME)
             object.__setattr__(module, _NAME, partial(_copy, reference, weights))
 
 

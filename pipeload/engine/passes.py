@@ -169,7 +169,7 @@ class Passes:
         if self._running is not Running.NOTHING or self._prefetcher.held:
             self.recover()
         self._adapters.check()
-        self._replan.settle_edits()
+        self._replan.hand_over_edits()
         discard_ended()  # another thread may have ended a pass that died in this one
         self._running = _MODEL
         self._files.check_unchanged()
@@ -219,9 +219,9 @@ class Passes:
         if self._running is Running.PART:
             self._running = _MODEL  # its own hooks have nothing to say any more
 
-    def rest(self) -> None:
+    def come_to_rest(self) -> None:
         """Be done with all weights, before somebody puts others in their place."""
-        self._edits.settle(self._prefetcher.units, last=True)
+        self._edits.hand_over(self._prefetcher.units, last=True)
         self.recover()
 
     def _overlook_edits(self) -> None:

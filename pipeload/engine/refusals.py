@@ -54,7 +54,7 @@ class FirstCalls:
         adapters: Adapters,
         gate: PassGate,
     ) -> None:
-        """`gate` tells whether a pass died."""
+        """Watch the weights of these seats and tables; `gate` tells whether a pass died."""
         self.call: Call | None = None
         """How the running pass was called; None until that is known."""
         self._seen: set[Call] = set()

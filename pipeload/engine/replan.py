@@ -78,7 +78,7 @@ class Replan:
             self.hooks.attach_passes()
         held = self.prefetcher.held
         if not held:
-            self.settle_edits()  # else the pass has looked for them when it began
+            self.hand_over_edits()  # else the pass has looked for them when it began
         units = self.prefetcher.units
         changed = {i for i, unit in enumerate(units) if unit.plan is not plan.units[i]}
         for seat in self._seats:
@@ -92,13 +92,13 @@ class Replan:
         if self._kept_old:
             self._in_force = None
 
-    def settle_edits(self) -> None:
-        """Leave weights that were changed meanwhile to the user. To be called while none is in use.
+    def hand_over_edits(self) -> None:
+        """Leave weights to the user that were changed meanwhile; to be called while none is in use.
 
         Raises:
             UnsupportedOperationError: what was written to a weight is gone, or cannot be left.
         """
-        if self.edits.settle(self.prefetcher.units):
+        if self.edits.hand_over(self.prefetcher.units):
             for index in self.hooks.sites():
                 if not self._seats[index].parameters:
                     self.hooks.detach_site(index)
@@ -112,11 +112,11 @@ class Replan:
             )
         if sites and self._streaming.issuperset(sites):
             return
-        waiting = [site for site in sites if not seats[site].settled(units)]
+        left = [site for site in sites if not seats[site].settled(units)]
         for site in sites:
-            if site not in waiting and not (waiting and seats[site].shared):
+            if site not in left and not (left and seats[site].shared):
                 self.hooks.detach_site(site)
-        if not waiting:
+        if not left:
             self._settle()
 
     def _settle(self) -> None:

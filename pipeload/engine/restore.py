@@ -53,7 +53,7 @@ class Restorer:
             raise UnsupportedOperationError(
                 "remove() was called while a forward pass is running. Let it end first."
             )
-        self._session.passes.rest()
+        self._session.passes.come_to_rest()
         self._session.files.check_unchanged()
         with torch.inference_mode(False):  # else parameters would be inference tensors for good
             made = self._make_converted()

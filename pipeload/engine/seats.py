@@ -52,7 +52,7 @@ class Seat:
 
     @property
     def parameters(self) -> Mapping[str, nn.Parameter]:
-        """By name."""
+        """The parameters that may be streamed, by name."""
         return self._binding.parameters
 
     def bind(self, unit: Unit) -> None:
@@ -106,7 +106,7 @@ class Seat:
         """Whether that parameter is quantised."""
         return name in self._packed
 
-    def leave(self, name: str, units: Sequence[Unit]) -> None:
+    def let_go(self, name: str, units: Sequence[Unit]) -> None:
         """Never again touch that parameter, nor the memory that it shows. Nothing is passing."""
         parameter = self.parameters[name]
         self._binding.forget(name)

@@ -33,7 +33,7 @@ class NotebookBar:
         self._shown = 0
 
     def show(self, done: int, total: int) -> None:
-        """So many of all blocks are done."""
+        """Show that `done` of `total` blocks have run."""
         if self._bar is None:
             self._bar = library.progress_bar(total, "First pass", "layer")
         self._bar.update(done - self._shown)

@@ -149,7 +149,7 @@ class Prefetcher:
 
     @property
     def counters(self) -> Counters:
-        """Running totals."""
+        """Running totals of what was read."""
         return self._dispatcher.counters
 
     def acquire(self, index: int) -> float:
