@@ -13,7 +13,7 @@ from __future__ import annotations
 import inspect
 import sys
 from types import FunctionType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from torch import nn
 
@@ -80,25 +80,21 @@ class Callers:
         """
         found: tuple[FrameType, nn.Module] | None = None
         frame: FrameType | None = sys._getframe()
+        codes = self._codes
         while frame is not None:
             code = frame.f_code
-            module = frame.f_locals.get("self") if code is CALL_CODE else self._self_of(frame)
-            if isinstance(module, nn.Module) and id(module) in self._ids:
-                if code is not CALL_CODE:
-                    if found is None or code in self._forwards:
-                        found = frame, module
-                elif module is not arriving:
-                    return module
+            if code is CALL_CODE:
+                module = frame.f_locals.get("self")
+                if id(module) in self._ids and module is not arriving:
+                    return cast("nn.Module", module)
+            # Of other code nothing is asked: in old Pythons the answer keeps all variables, as they
+            # are then, as long as the call runs.
+            elif code in codes:
+                module = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+                if isinstance(module, nn.Module) and id(module) in self._ids:
+                    found = (frame, module) if found is None or code in self._forwards else found
             frame = frame.f_back
         return None if found is None else _caller(*found)
-
-    def _self_of(self, frame: FrameType) -> object:
-        # Of other code it is not asked: in old Pythons the answer keeps all variables, as they are
-        # then, as long as the call runs.
-        code = frame.f_code
-        if code not in self._codes or not code.co_argcount:
-            return None
-        return frame.f_locals.get(code.co_varnames[0])
 
 
 def arguments_of(module: nn.Module) -> tuple[tuple[Any, ...], dict[str, Any]]:

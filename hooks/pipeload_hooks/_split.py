@@ -58,7 +58,7 @@ class SplitSource(Protocol):
         """Autograd would record weights that are gone by the time of backward: raise."""
 
 
-_seats: weakref.WeakKeyDictionary[nn.Module, _Seat] = weakref.WeakKeyDictionary()
+_emptied: weakref.WeakKeyDictionary[nn.Module, _Emptied] = weakref.WeakKeyDictionary()
 # As torch has them: whoever replaces one in the class itself does so after this was imported.
 _FORWARD, _CALL = nn.Linear.forward, nn.Linear.__call__
 _OWN = frozenset({"weight", "bias"})
@@ -109,33 +109,33 @@ def attach_split(module: nn.Linear, index: int, source: SplitSource) -> tuple[Re
     bias back first. Take the handles off only after `restore_split`.
     """
     # Closures, not bound methods: a deep copy of the module shares them instead of copying source.
-    seat = _seats[module] = _Seat()
+    emptied = _emptied[module] = _Emptied()
 
     def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        seat.fill()
+        emptied.fill()
         if torch.is_grad_enabled() and _recorded(module, args, kwargs):
             source.refuse_recording(index)
         if not source.acquire(index):
             # Not before: until then, another thread may be in the module.
-            seat.go_first(module)
-            seat.empty(module)
+            emptied.go_first(module)
+            emptied.empty(module)
 
     def leave(
         module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: object
     ) -> torch.Tensor | None:
         try:
-            if not seat.fill() or not isinstance(output, torch.Tensor):
+            if not emptied.fill() or not isinstance(output, torch.Tensor):
                 return None
             given = args[0] if args else kwargs["input"]
             multiply = source.by_whole(index, module, given, output.dtype)
             with contextlib.closing(source.chunks(index)) as chunks:
                 return _by_rows(module, output, chunks, multiply or _by_ranges(module, given))
         finally:
-            seat.step_back()
+            emptied.step_back()
             source.release(index)
 
     after = module.register_forward_hook(leave, prepend=True, always_call=True, with_kwargs=True)
-    seat.hook = after.id
+    emptied.hook = after.id
     return module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True), after
 
 
@@ -143,20 +143,20 @@ def _leave_early(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: object
 ) -> torch.Tensor | None:
     """Run the post-hook of a split module; when its turn comes, nothing is left for it to do."""
-    seat = _seats.get(module)
-    leave = None if seat is None else module._forward_hooks.get(seat.hook)
+    emptied = _emptied.get(module)
+    leave = None if emptied is None else module._forward_hooks.get(emptied.hook)
     made: torch.Tensor | None = None if leave is None else leave(module, args, kwargs, output)
     return made
 
 
 def restore_split(module: nn.Module) -> None:
     """Put back weight and bias of a split Linear whose last call died. May be called any time."""
-    if (seat := _seats.get(module)) is not None:
-        seat.step_back()
-        seat.fill()
+    if (emptied := _emptied.get(module)) is not None:
+        emptied.step_back()
+        emptied.fill()
 
 
-class _Seat:
+class _Emptied:
     """What the parameters of a Linear held before their rows were taken away.
 
     It keeps no module: that would be a cycle through the hooks, and keep a dropped model alive.

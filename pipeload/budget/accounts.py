@@ -69,7 +69,8 @@ class Accountant:
         self.lock = threading.RLock()
         """Whoever moves a budget holds it: models ask each other for memory, so with a lock each,
         two could wait for one another."""
-        self._clients: weakref.WeakSet[Client] = weakref.WeakSet()
+        self._clients: weakref.WeakValueDictionary[int, Client] = weakref.WeakValueDictionary()
+        """By their `id`."""
         self.limit: int | None = None
         """Bytes, None while no model streams."""
         self.rss_bytes = 0
@@ -83,7 +84,7 @@ class Accountant:
     def clients(self) -> list[Client]:
         """Everybody who streams now."""
         with self.lock:
-            clients = list(self._clients)
+            clients = [c for one in self._clients.valuerefs() if (c := one()) is not None]
             if not clients:
                 self.limit = None
             return clients
@@ -109,12 +110,14 @@ class Accountant:
         """Count `client` from now on, as long as it lives."""
         with self.lock:
             self.limit = limit
-            self._clients.add(client)
+            self._clients[id(client)] = client
 
     def leave(self, client: Client) -> None:
-        """Forget `client`. May be called again."""
-        with self.lock:
-            self._clients.discard(client)
+        """Forget `client`. May be called again.
+
+        Without the lock: a model may be collected in a thread that somebody waits for who has it.
+        """
+        self._clients.pop(id(client), None)
 
     def forget_all(self) -> None:
         """Count nobody any more."""

@@ -13,6 +13,7 @@ measured raises the next estimates.
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
@@ -105,6 +106,19 @@ class Governor:
     def join(self) -> None:
         """Have the accountant count it from now on."""
         ACCOUNTANT.join(self, self.plan.memory_limit)
+
+    def put_into_force_by(self, adopt: Callable[[Plan], bool]) -> None:
+        """Have plans put into force by `adopt`, from now on and as long as its object lives.
+
+        That is a method of whoever holds this governor, so it is held weakly.
+        """
+        reference = weakref.WeakMethod(adopt)
+
+        def adopt_weakly(plan: Plan) -> bool:
+            method = reference()
+            return method is not None and method(plan)
+
+        self.adopt = adopt_weakly
 
     def leave(self) -> None:
         """Have it counted no more. May be called again."""

@@ -55,7 +55,7 @@ class DeviceAccount(Accountant):
 
     def _uncap_if_alone(self) -> None:
         with self._capping:
-            if not any(True for _ in self._clients):  # those that live: without the accounts' lock
+            if not any(one() for one in self._clients.valuerefs()):  # without the accounts' lock
                 self._cap(None)
 
     def check_limit(self, limit: int) -> None:

@@ -17,7 +17,7 @@ from pipeload.hf import marks
 from pipeload.weights.placement import make_scratch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Iterator
     from pathlib import Path
 
     import torch
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from pipeload.budget.plan import Plan
     from pipeload.checkpoint.files import FileSet
     from pipeload.engine.backend import PlacesLike, Target
+    from pipeload.engine.undo import Step
     from pipeload.prefetch.dispatcher import MakePlace
     from pipeload.weights.arena import Region
     from pipeload.weights.device import Device
@@ -65,7 +66,7 @@ class DeviceTarget:
         """What stays passes through it."""
         return True
 
-    def settle(self, model: nn.Module, undo: list[Callable[[], None]]) -> None:
+    def bring_along(self, model: nn.Module) -> Iterator[Step]:
         """Move what pipeload does not fill, and say where the model is, as pipelines ask."""
         for module in model.modules():
             for parameter in module.parameters(recurse=False):
@@ -74,7 +75,7 @@ class DeviceTarget:
             for name, buffer in list(module.named_buffers(recurse=False)):
                 if buffer.device != self.where:
                     module._buffers[name] = buffer.to(self.where)  # noqa: SLF001 - its own
-        marks.place(model, self.where, undo)
+        yield from marks.place(model, self.where)
 
 
 class _DevicePlaces:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from pipeload.engine.backend import PlacesLike
-    from pipeload.engine.streamer import Streamer
+    from pipeload.engine.session import Session
     from pipeload.weights.device import Device
     from pipeload.weights.layout import Weight
     from pipeload_hooks import Companion
@@ -32,12 +32,12 @@ class DeviceRestorer:
         self,
         device: Device,
         places: PlacesLike,
-        streamer: Streamer,
+        session: Session,
         parameters: Mapping[str, tuple[nn.Parameter, Weight]],
         companions: Mapping[str, Sequence[Companion]],
     ) -> None:
         """As for `Restorer`; `places` gives weights memory on the device."""
-        self._device, self._places, self._streamer = device, places, streamer
+        self._device, self._places, self._session = device, places, session
         self._parameters, self._companions = parameters, companions
 
     def __call__(self, _model: nn.Module) -> None:
@@ -49,19 +49,19 @@ class DeviceRestorer:
             ReadError: the disk failed, or does not answer, or the device has less memory.
             UnsupportedOperationError: a forward pass is running.
         """
-        streamer = self._streamer
-        if streamer.busy:
+        session = self._session
+        if session.passes.busy:
             raise UnsupportedOperationError(
                 "remove() was called while a forward pass is running. Let it end first."
             )
-        streamer.rest()
+        session.passes.come_to_rest()
         gone = {
             name: weight
             for name, (parameter, weight) in self._parameters.items()
             if is_placeholder(parameter)
         }
         need = sum(weight.nbytes for weight in gone.values())
-        limit, held = streamer.governor.plan.memory_limit, self._device.allocated_bytes()
+        limit, held = session.governor.plan.memory_limit, self._device.allocated_bytes()
         # The buffers go once the model is a plain one.
         if need and held + need > limit:
             raise MemoryLimitError(
@@ -72,7 +72,7 @@ class DeviceRestorer:
                 smallest_limit=held + need,
             )
         if gone:
-            streamer.files.check_unchanged()
+            session.files.check_unchanged()
         made = self._read([weight for weight in gone.values() if weight.group is None])
         made |= self._borrow({name for name, weight in gone.items() if weight.group is not None})
         parameters = {name: parameter for name, (parameter, _) in self._parameters.items()}
@@ -83,18 +83,18 @@ class DeviceRestorer:
         places = [self._places.make(lay_out([weight])) for weight in weights]
         jobs = [job for place in places for job in place.read_jobs(CAST_CHUNK_BYTES)]
         # Not the readers' own: they may be reading ahead.
-        scratch = make_scratch(self._streamer.governor.plan.readers)
-        run_jobs(jobs, scratch, self._streamer.files.stalls)
+        scratch = make_scratch(self._session.governor.plan.readers)
+        run_jobs(jobs, scratch, self._session.files.stalls)
         return {name: view for place in places for name, view in place.views.items()}
 
     def _borrow(self, names: set[str]) -> dict[str, torch.Tensor]:
         """What is made together with others while it is read."""
         made: dict[str, torch.Tensor] = {}
-        for index, unit in enumerate(self._streamer.prefetcher.units):
+        for index, unit in enumerate(self._session.prefetcher.units):
             here = {weight.name for weight in unit.plan.streamed.weights}
             here |= {weight.name for weight in unit.plan.resident_weights}
             if here := here & names:
-                with self._streamer.borrowed(index) as views:
+                with self._session.streamer.borrowed(index) as views:
                     self._device.synchronize()  # the last copies
                     made.update((name, self._put(views[name])) for name in here)
         return made

@@ -11,13 +11,12 @@ from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
 from pipeload.engine.calls import MERGING, has_all
-from pipeload.engine.guards import forget
+from pipeload.engine.guards import take_off
+from pipeload.engine.undo import Undo
 from pipeload.errors import UnsupportedOperationError
 from pipeload_hooks import TreeWatch, is_placeholder
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from torch import nn
 
     from pipeload.engine.own_weights import OwnWeights
@@ -28,28 +27,22 @@ _ALL_AT_ONCE = "merge_and_unload"
 class Adapters:
     """Refuses merging, and what was made of weights while they were on disk."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        root: nn.Module,
-        weights: OwnWeights,
-        undo: list[Callable[[], None]],
-    ) -> None:
-        """Look at `root`, and from now on at whatever is added to `model`, which is inside.
-
-        What undoes it is put into `undo` before anything is done.
-        """
+    def __init__(self, model: nn.Module, weights: OwnWeights) -> None:
+        """Of a `model` that streams. Nothing is done before `watch`."""
         self.present = False
         """Whether there may be any: what a pass reads then depends on which are active."""
         self._unchecked = True
         self._model = weakref.ref(model)
         self._own = weights.own
-        self._undo: list[Callable[[], None]] = []
+        self._undo = Undo()
         self._tree: TreeWatch | None = None
-        undo.append(self.remove)
+
+    def watch(self, root: nn.Module) -> None:
+        """Look at `root`, and from now on at whatever is added to the model, which is inside."""
         for module in root.modules():
             self._meet(module)
-        self._tree = TreeWatch(model, self._grown)
+        if (model := self._model()) is not None:
+            self._tree = TreeWatch(model, self._grown)
 
     def check(self) -> None:
         """Look at what is new since the last time. To be called before a pass.
@@ -71,11 +64,10 @@ class Adapters:
         self._unchecked = False
 
     def remove(self) -> None:
-        """Allow everything again."""
+        """Allow everything again. May be called again."""
         if self._tree is not None:
             self._tree.close()
-        while self._undo:
-            self._undo.pop()()
+        self._undo()
 
     def _grown(self, module: nn.Module, inside: bool) -> None:
         if inside:
@@ -90,7 +82,7 @@ class Adapters:
         if has_all(module, (_ALL_AT_ONCE,)):
             names.append(_ALL_AT_ONCE)
         for name in names:
-            self._undo.append(partial(forget, weakref.ref(module), name))
+            self._undo.push(partial(take_off, weakref.ref(module), name))
             object.__setattr__(module, name, partial(_refuse_merging, name))
 
 

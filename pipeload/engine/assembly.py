@@ -1,4 +1,4 @@
-"""Builds a streaming model: memory, weights that stay, reader threads, then hooks and guards."""
+"""Builds a session: memory, weights that stay, reader threads, then hooks and guards."""
 
 from __future__ import annotations
 
@@ -13,13 +13,16 @@ from pipeload.checkpoint.readers import run_jobs
 from pipeload.engine import forks, guards
 from pipeload.engine.adapters import Adapters
 from pipeload.engine.edits import Edits
-from pipeload.engine.first_pass import FirstPass
 from pipeload.engine.handle import Handle
+from pipeload.engine.hooking import Hooks
 from pipeload.engine.module_copies import allow_copies
-from pipeload.engine.notebook_bar import NotebookBar, in_notebook
 from pipeload.engine.own_weights import OwnWeights
+from pipeload.engine.passes import Passes
+from pipeload.engine.replan import Replan
+from pipeload.engine.session import Session
 from pipeload.engine.streamer import Streamer
 from pipeload.engine.table_seats import TableSeat
+from pipeload.engine.undo import Undo
 from pipeload.hf import library
 from pipeload.hf.marks import mark_initialised
 from pipeload.prefetch.prefetcher import Prefetcher
@@ -49,11 +52,11 @@ if TYPE_CHECKING:
 
     from pipeload.budget.governor import Governor
     from pipeload.budget.pass_needs import PassNeeds
-    from pipeload.budget.plan import Plan
     from pipeload.budget.reserve import PassHint
     from pipeload.checkpoint.stalls import Stalls
     from pipeload.engine.backend import PlacesLike, Target
     from pipeload.engine.seats import Seat
+    from pipeload.engine.undo import Step
     from pipeload.formats.format import Shown
     from pipeload.weights.placement import Convert, Place
 
@@ -61,19 +64,19 @@ CHUNK_BYTES = 16 << 20
 """The most one read call asks for."""
 
 
-class Source(Protocol):
-    """A model, and what fills it."""
+class Origin(Protocol):
+    """Where a model comes from: the library, or the user who has it in memory."""
 
     @property
     def model(self) -> Any:
-        """The library's model."""
+        """The model, of a class of the library's."""
 
     @property
     def files(self) -> Sequence[Path]:
-        """Where its weights are."""
+        """The files that its weights are in."""
 
     def converter(self) -> Convert:
-        """Makes weights that are not in the files as they are."""
+        """What makes weights that are not in the files as they are."""
 
     def shown(self, name: str) -> Shown | None:
         """What shows a quantised weight; None for any other."""
@@ -84,7 +87,7 @@ class Assembly:
 
     def __init__(
         self,
-        source: Source,
+        origin: Origin,
         build: Build,
         target: Target,
         needs: PassNeeds,
@@ -94,28 +97,39 @@ class Assembly:
     ) -> None:
         """Allocate memory, read what is always resident, and start reading the first units.
 
+        Nothing is left behind when this raises.
+
         Raises:
             ReadError: the disk failed.
         """
+        self._undo = Undo()
+        self._dropped = weakref.finalize(self, self._undo)
+        self._dropped.atexit = False
+        self._build, self._target, self._pressure = build, target, pressure
+        self._shown: dict[str, Shown] = {}
+        try:
+            self._open(origin, needs, hint)
+        except BaseException:
+            self.give_up()
+            raise
+
+    def _open(self, origin: Origin, needs: PassNeeds, hint: PassHint) -> None:
+        build, target = self._build, self._target
         parts, plan = build.parts, build.plan
-        self._parts = parts
-        self._pressure = pressure
-        self._undo: list[Callable[[], None]] = []
-        paths = source.files
+        paths = origin.files
         stamps = stamps_of(entry for weight in parts.weights for entry in weight.sources)
-        files = FileSet(paths, build.stream_mode, build.read_timeout, stamps)
-        convert = source.converter()
+        self._files = files = FileSet(paths, build.stream_mode, build.read_timeout, stamps)
+        self._undo.push(files.close)
+        convert = origin.converter()
         wholes = [site.whole for site in parts.sites if site.whole is not None]
         mapped = list(paths) if plan.io_mode == MAPPED else None
-        self._target = target
-        places = self._places = target.places(files, convert, wholes, mapped)
+        self._places = places = target.places(files, convert, wholes, mapped)
         scratch = target.scratch(plan)
         pinned = places.make(lay_out(parts.pinned))
-        read = run_jobs(pinned.read_jobs(CHUNK_BYTES), scratch, files.stalls)
-        self._shown: dict[str, Shown] = {}
-        self._filled = self._set_parameters(source, build, pinned)
+        self._pinned_read = run_jobs(pinned.read_jobs(CHUNK_BYTES), scratch, files.stalls)
+        self._filled = self._set_parameters(origin, pinned)
         self._companions = {name: packed.companions for name, packed in self._shown.items()}
-        prefetcher = Prefetcher(
+        self._prefetcher = Prefetcher(
             [_unit(build, index, places) for index in range(len(plan.units))],
             slots=target.slots(build),
             place=target.place,
@@ -124,34 +138,27 @@ class Assembly:
             scratch=scratch,
             chunk_bytes=CHUNK_BYTES,
         )
-        self._governor = target.governor(build, needs, hint, prefetcher.counters, pressure=pressure)
-        model = source.model
+        self._undo.push(self._prefetcher.close)
+        counters = self._prefetcher.counters
+        self._governor = target.governor(build, needs, hint, counters, pressure=self._pressure)
+        model = origin.model
         self._governor.name = f"{type(model).__name__} of {getattr(model, 'name_or_path', '')!r}"
+        self._undo.push(self._governor.leave)
         self._governor.join()
-        self._read = _reader_of(target, places, plan.readers, files.stalls, self._governor)
-        self._seats = self._make_seats()
-        self._streamer = Streamer(
-            seats=self._seats,
-            tables=self._tables(files),
-            prefetcher=prefetcher,
-            governor=self._governor,
-            files=files,
-            pinned_read=read,
-            whole=places.whole,
-        )
-        forks.know(self._streamer)
+        self._seats, self._tables = self._make_seats(), self._make_tables()
+        forks.know(self)
 
     def _set_parameters(
-        self, source: Source, build: Build, pinned: Place
+        self, origin: Origin, pinned: Place
     ) -> Mapping[str, tuple[nn.Parameter, Weight]]:
         """Fill every parameter that is ours: pinned ones with values, others with placeholders."""
-        model, where = source.model, self._target.where
+        model, where = origin.model, self._target.where
         originals = dict(model.named_parameters())
         filled: dict[str, tuple[nn.Parameter, Weight]] = {}
-        for weight in build.parts.weights:
+        for weight in self._build.parts.weights:
             name = weight.name
             parameter, data = originals[name], pinned.views.get(name)
-            shown = source.shown(name)
+            shown = origin.shown(name)
             if shown is not None:
                 self._shown[name], parameter = shown, shown.parameter
                 put_parameter(model, name, parameter)
@@ -171,10 +178,11 @@ class Assembly:
         return filled
 
     def _make_seats(self) -> list[Seat]:
-        tables = {table.weight.name for table in self._parts.tables}
+        parts = self._build.parts
+        tables = {table.weight.name for table in parts.tables}
         seats = []
-        for site in self._parts.sites:
-            specs = (self._parts.specs[index] for index in site.units)
+        for site in parts.sites:
+            specs = (parts.specs[index] for index in site.units)
             weights = [site.whole] if site.whole else [w for spec in specs for w in spec.weights]
             names = [weight.name for weight in weights]
             parameters = {name: self._filled[name][0] for name in names}
@@ -185,72 +193,123 @@ class Assembly:
             seats.append(self._target.seat(site, parameters, companions, shared=shared))
         return seats
 
-    def _tables(self, files: FileSet) -> list[TableSeat]:
+    def _make_tables(self) -> list[TableSeat]:
         return [
             TableSeat(
                 table.modules,
                 table.weight.name,
                 self._filled[table.weight.name][0],
-                RowTable(table.weight, files, keep_bytes=TABLE_KEEP_BYTES),
+                RowTable(table.weight, self._files, keep_bytes=TABLE_KEEP_BYTES),
             )
-            for table in self._parts.tables
+            for table in self._build.parts.tables
         ]
 
-    def at_removal(self, act: Callable[[], None]) -> None:
-        """Have `act` called when the handle is removed; to be said before `finish`."""
-        self._undo.append(act)
+    def at_removal(self, act: Step) -> None:
+        """Have `act` called when the model is taken down, before what is there already goes."""
+        self._undo.push(act)
 
     def give_up(self) -> None:
-        """Take off whatever `finish` has put on, and stop reading: somebody interrupted it."""
-        self._streamer.detach()
-        while self._undo:
-            self._undo.pop()()
-        self._governor.leave()
-        self._streamer.prefetcher.close()
-        self._streamer.files.close()
+        """Take down what there is, whatever interrupted it: see [Note: one way down]."""
+        self._undo()
+
+    def forget(self) -> bool:
+        """In a child that is forked while the library loads: see [Note: what a child has]."""
+        return self._governor.forget()
+
+    def abandon(self) -> None:
+        """In such a child: give the memory of the weights back."""
+        self._prefetcher.abandon()
 
     def finish(self, model: Any, root: nn.Module | None = None) -> None:
         """Put hooks and guards on the loaded model and give it its handle.
 
         `root` is a module around it that the user has put there.
         """
-        self._target.settle(model, self._undo)
+        undo = self._undo
+        undo.push_all(self._target.bring_along(model))
         for shown in self._shown.values():
-            self._undo.append(shown.activate())
+            undo.push(shown.activate())
         modules = library.pretrained_modules(model)
         weights = self._own_weights()
-        undo = self._undo
-        adapters = Adapters(model, root or model, weights, undo)
+        adapters = Adapters(model, weights)
+        undo.push(adapters.remove)
+        adapters.watch(root or model)
         parameters = [parameter for parameter, _ in self._filled.values()]
-        undo.append(partial(_make_plain, parameters))
+        undo.push(partial(_make_plain, parameters))
         for parameter in parameters:
             note_changes(parameter)
-        edits = Edits(self._seats, self._streamer.tables, weights.own, self._streamer.files)
-        undo.append(edits.disarm)
-        self._streamer.attach(modules, adapters, edits)
-        sites = [site.module for site in self._parts.sites]
-        guards.install(model, modules, sites, weights, undo)
-        allow_copies(model, weights, undo)
-        library.disable_auto_compile(model)
+        session = self._stream(modules, adapters, weights)
+        sites = [site.module for site in self._build.parts.sites]
+        undo.push_all(guards.install(model, modules, sites, weights))
+        undo.push_all(allow_copies(model, weights))
         for name in (library.AUTO_COMPILE, "pipeload"):
-            undo.append(partial(guards.forget, weakref.ref(model), name))
-        self._governor.adopt = _weak_adopt(self._streamer)
+            undo.push(partial(guards.take_off, weakref.ref(model), name))
+        library.disable_auto_compile(model)
+        self._governor.put_into_force_by(session.passes.adopt)
         if self._pressure:
             watch(self._governor.look_around)
-        undo += guards.guard_packed(model, self._companions)
-        if in_notebook():
-            undo.append(FirstPass(model, NotebookBar()).stop)
-        restore = self._target.restorer(
-            self._places, self._streamer, self._filled, self._companions
+        undo.push_all(guards.guard_packed(model, self._companions))
+        restore = self._target.restorer(self._places, session, self._filled, self._companions)
+        object.__setattr__(model, "pipeload", Handle(model, session, restore))
+
+    def _stream(
+        self, pass_modules: Sequence[nn.Module], adapters: Adapters, weights: OwnWeights
+    ) -> Session:
+        """Make what runs with every pass, and put on the hooks that call it."""
+        seats, tables, prefetcher = self._seats, self._tables, self._prefetcher
+        edits = Edits(seats, tables, weights.own, self._files)
+        self._undo.push(edits.disarm)
+        edits.arm()
+        hooks = Hooks(seats, tables, pass_modules)
+        replan = Replan(
+            seats=seats,
+            hooks=hooks,
+            edits=edits,
+            prefetcher=prefetcher,
+            governor=self._governor,
+            whole=self._places.whole,
         )
-        handle = Handle(model, self._streamer, undo, restore)
-        object.__setattr__(model, "pipeload", handle)
+        streamer = Streamer(
+            seats=seats,
+            tables=tables,
+            replan=replan,
+        )
+        passes = Passes(
+            streamer=streamer,
+            replan=replan,
+            files=self._files,
+            adapters=adapters,
+            pass_modules=pass_modules,
+        )
+        self._undo.push(passes.first_calls.end)
+        weakref.finalize(passes, self._undo).atexit = False
+        self._dropped.detach()
+        forks.know(passes)
+        self._undo.push(hooks.detach)
+        hooks.attach(passes)
+        return Session(
+            files=self._files,
+            prefetcher=prefetcher,
+            governor=self._governor,
+            streamer=streamer,
+            passes=passes,
+            pinned_read=self._pinned_read,
+            close=self._undo,
+        )
 
     def _own_weights(self) -> OwnWeights:
-        moving = {*self._parts.streamed, *(table.weight.name for table in self._parts.tables)}
+        parts = self._build.parts
+        moving = {*parts.streamed, *(table.weight.name for table in parts.tables)}
         own = {id(parameter): weight for parameter, weight in self._filled.values()}
         hidden = {k: w for k, w in own.items() if w.name in moving or w.guarded}
-        return OwnWeights(own, hidden, self._read)
+        read = _reader_of(
+            self._target,
+            self._places,
+            self._build.plan.readers,
+            self._files.stalls,
+            self._governor,
+        )
+        return OwnWeights(own, hidden, read)
 
 
 def _make_plain(parameters: Sequence[nn.Parameter]) -> None:
@@ -275,17 +334,6 @@ def _reader_of(
         return place.views[weight.name].clone()
 
     return read
-
-
-def _weak_adopt(streamer: Streamer) -> Callable[[Plan], bool]:
-    """The streamer holds its governor; a reference back would keep both until a collection."""
-    reference = weakref.WeakMethod(streamer.adopt)
-
-    def adopt(plan: Plan) -> bool:
-        method = reference()
-        return method is not None and method(plan)
-
-    return adopt
 
 
 def _unit(build: Build, index: int, places: PlacesLike) -> Unit:

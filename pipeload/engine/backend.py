@@ -21,7 +21,7 @@ from pipeload.weights.placement import make_scratch
 from pipeload.weights.residents import Places
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
     from pathlib import Path
 
     from torch import nn
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from pipeload.budget.make_plan import Build
     from pipeload.budget.plan import Plan
     from pipeload.checkpoint.files import FileSet
+    from pipeload.engine.undo import Step
     from pipeload.prefetch.dispatcher import MakePlace
     from pipeload.prefetch.slots import Buffer
     from pipeload.weights.layout import Layout, Weight
@@ -52,7 +53,7 @@ class Target(Protocol):
 
     @property
     def where(self) -> torch.device:
-        """The device of its parameters."""
+        """The device that its parameters are on."""
 
     @property
     def place(self) -> MakePlace:
@@ -66,10 +67,10 @@ class Target(Protocol):
         mapped: list[Path] | None,
         /,
     ) -> PlacesLike:
-        """As `Places` takes them."""
+        """What gives weights that stay their memory, made of what `Places` takes."""
 
     def slots(self, build: Build, /) -> Sequence[Buffer]:
-        """The buffers."""
+        """The buffers that streamed weights pass through."""
 
     def scratch(self, plan: Plan) -> list[Region | None]:
         """Working memory, one entry per reader."""
@@ -79,18 +80,21 @@ class Target(Protocol):
 
     @property
     def governor(self) -> Callable[..., Governor]:
-        """Makes one, of what `Governor` takes."""
+        """Makes a governor, of what `Governor` takes."""
 
     @property
     def seat(self) -> Callable[..., Seat]:
-        """Makes one, of what `Seat` takes."""
+        """Makes a seat, of what `Seat` takes."""
 
     @property
     def restorer(self) -> Callable[..., Callable[[nn.Module], None]]:
         """Makes what puts real weights back, of the model's places and what `Restorer` takes."""
 
-    def settle(self, model: nn.Module, undo: list[Callable[[], None]], /) -> None:
-        """Have all else that the model consists of be where its weights are."""
+    def bring_along(self, model: nn.Module, /) -> Iterable[Step]:
+        """Have all else that the model consists of be where its weights are.
+
+        Gives what undoes that, each as soon as it is done.
+        """
 
 
 class CpuTarget:
@@ -114,16 +118,17 @@ class CpuTarget:
         return [arena.take(largest) for _ in range(SLOTS)]
 
     def scratch(self, plan: Plan) -> list[Region | None]:
-        """Only where weights are cast."""
+        """Working memory for every reader, where weights are cast."""
         return make_scratch(plan.readers) if plan.scratch_bytes else [None] * plan.readers
 
     def needs_scratch(self, layout: Layout) -> bool:
-        """Only where weights are cast."""
+        """Whether any of its weights is cast."""
         return bool(layout.casts)
 
     def restorer(self, _places: PlacesLike, *parts: Any) -> Callable[[nn.Module], None]:
         """What it puts back comes from the files themselves."""
         return Restorer(*parts)
 
-    def settle(self, _model: nn.Module, _undo: list[Callable[[], None]]) -> None:
-        """It is."""
+    def bring_along(self, _model: nn.Module) -> Iterable[Step]:
+        """All of it is in the processor's memory already."""
+        return ()

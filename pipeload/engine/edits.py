@@ -45,12 +45,18 @@ class Edits:
         self._parameters = {
             id(p): (name, p) for owner in owners for name, p in owner.parameters.items()
         }
-        for owner in owners:
+        self._owners = owners
+        self._watched: list[nn.Parameter] = []
+        self._known: list[int] = []
+
+    def arm(self) -> None:
+        """Have changes be seen from now on."""
+        for owner in self._owners:
             owner.arm()
         self._watched = [parameter for _, parameter in self._parameters.values()]
         self._known = self._versions()
 
-    def settle(self, units: Sequence[Unit], *, last: bool = False) -> bool:
+    def hand_over(self, units: Sequence[Unit], *, last: bool = False) -> bool:
         """Leave what was changed to whoever did; to be called while no weight is in use.
 
         Returns whether there was anything. `last`: streaming ends, so nothing is refused.
@@ -75,10 +81,8 @@ class Edits:
     def disarm(self) -> None:
         """Look for nothing any more; all parameters are plain ones, whatever they hold."""
         self._watched, self._known = [], []
-        for seat in self._seats:
-            seat.disarm()
-        for table in self._tables:
-            table.disarm()
+        for owner in self._owners:
+            owner.disarm()
 
     def overlook(self) -> None:
         """What was done to weights until now is no edit: modules that were added do such things."""
@@ -117,7 +121,7 @@ class Edits:
             )
         for seat in self._seats:
             if name in seat.parameters:
-                seat.leave(name, units)
+                seat.let_go(name, units)
         for table in self._tables:
             if name in table.parameters:
-                table.leave(name)
+                table.let_go(name)

@@ -16,7 +16,7 @@ class Display(Protocol):
     """Where it is shown how far the pass is."""
 
     def show(self, done: int, total: int) -> None:
-        """So many of all blocks are done."""
+        """Show that `done` of `total` blocks have run."""
 
     def close(self) -> None:
         """The pass is over. May be called again."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -14,11 +13,13 @@ from pipeload.engine.on_disk_tensor import Hide, OnDisk, save_hidden, shows
 from pipeload.errors import UnsupportedModelError, UnsupportedOperationError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
     from pipeload.engine.own_weights import OwnWeights
+    from pipeload.engine.undo import Step
     from pipeload.weights.layout import Weight
     from pipeload_hooks import Companion
 
-Undo = Callable[[], None]
 _WAY_OUT = (
     "Call handle.remove() first to get the plain model back (pipeload.handle(model).remove())"
 )
@@ -29,40 +30,40 @@ def install(
     pass_modules: Sequence[nn.Module],
     blocks: Sequence[nn.Module],
     weights: OwnWeights,
-    undo: list[Undo],
-) -> None:
-    """Guard a streaming model.
+) -> Iterator[Step]:
+    """Guard a streaming model. Yields what takes each guard off again, when it is put on.
 
     Args:
-        model: it.
+        model: the model that streams.
         pass_modules: the library's models in it.
         blocks: modules that get their weights before they run.
         weights: those of its parameters that come from the checkpoint.
-        undo: gets what takes the guards off again, one by one: this may be interrupted.
     """
     refuse_load = _load_guard(weights)
     for module in dict.fromkeys((model, *pass_modules, *blocks)):
-        undo += [_override(module, name, make) for name, make in _OVERRIDES.items()]
-        undo.append(module.register_load_state_dict_pre_hook(refuse_load).remove)
+        for name, make in _OVERRIDES.items():
+            yield from _override(module, name, make)
+        yield module.register_load_state_dict_pre_hook(refuse_load).remove
     for module in model.modules():
         # By the owners: every route to a state dict passes through their own.
         mine = weights.hidden_of(module)
         if mine:
-            undo.append(module.register_load_state_dict_pre_hook(refuse_load).remove)
+            yield module.register_load_state_dict_pre_hook(refuse_load).remove
         if any(weight.guarded for weight in mine):
-            undo.append(_override(module, "_save_to_state_dict", partial(save_hidden, weights)))
+            yield from _override(module, "_save_to_state_dict", partial(save_hidden, weights))
         elif mine:
-            undo.append(module.register_state_dict_post_hook(Hide(weights)).remove)
+            yield module.register_state_dict_post_hook(Hide(weights)).remove
 
 
-def guard_packed(model: nn.Module, companions: Mapping[str, Sequence[Companion]]) -> list[Undo]:
-    """Have quantised modules refuse to run while what they compute with is on disk."""
-    return [
-        model.get_submodule(name.rpartition(".")[0])
-        .register_forward_pre_hook(partial(_refuse_evicted, name, tuple(several)))
-        .remove
-        for name, several in companions.items()
-    ]
+def guard_packed(model: nn.Module, companions: Mapping[str, Sequence[Companion]]) -> Iterator[Step]:
+    """Have quantised modules refuse to run while what they compute with is on disk.
+
+    Yields what takes each guard off again, as soon as it is on.
+    """
+    for name, several in companions.items():
+        module = model.get_submodule(name.rpartition(".")[0])
+        refuse = partial(_refuse_evicted, name, tuple(several))
+        yield module.register_forward_pre_hook(refuse).remove
 
 
 def _refuse_evicted(
@@ -76,13 +77,16 @@ def _refuse_evicted(
         )
 
 
-def _override(module: nn.Module, name: str, make: Callable[[weakref.ref[nn.Module]], Any]) -> Undo:
+def _override(
+    module: nn.Module, name: str, make: Callable[[weakref.ref[nn.Module]], Any]
+) -> Iterator[Step]:
     # Weak: an attribute that holds its own module would keep a forgotten model alive.
-    object.__setattr__(module, name, make(weakref.ref(module)))
-    return partial(forget, weakref.ref(module), name)
+    reference = weakref.ref(module)
+    yield partial(take_off, reference, name)
+    object.__setattr__(module, name, make(reference))
 
 
-def forget(reference: weakref.ref[nn.Module], name: str) -> None:
+def take_off(reference: weakref.ref[nn.Module], name: str) -> None:
     """Take an instance attribute off a module that may be gone."""
     module = reference()
     if module is not None:

@@ -10,14 +10,14 @@ from pipeload.errors import UnsupportedOperationError
 from pipeload.system.memory import PeakSince, peak_rss_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
     from types import TracebackType
 
     from torch import nn
     from typing_extensions import Self
 
     from pipeload.budget.plan import Plan
-    from pipeload.engine.streamer import Streamer
+    from pipeload.engine.session import Session
 
 LISTENERS: list[Callable[[nn.Module, Handle], None]] = []
 """Called with each model that is streamed, and its handle."""
@@ -30,19 +30,15 @@ class Handle:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        streamer: Streamer,
-        undo: Sequence[Callable[[], None]],
-        restore: Callable[[nn.Module], None],
+        self, model: nn.Module, session: Session, restore: Callable[[nn.Module], None]
     ) -> None:
-        self._plan = streamer.governor.plan
-        streamer.governor.peak = PeakSince()  # what loading took is no part of it
+        """`restore` puts real weights into the model."""
+        self._plan = session.governor.plan
+        session.governor.peak = PeakSince()  # what loading took is no part of it
         self._model = weakref.ref(model)
         # None once removed: they hold the memory that streaming took.
-        self._streamer: Streamer | None = streamer
+        self._session: Session | None = session
         self._restore: Callable[[nn.Module], None] | None = restore
-        self._undo = list(undo)
         self._last_stats: Stats | None = None
         for listen in LISTENERS:
             listen(model, self)
@@ -53,7 +49,7 @@ class Handle:
 
         Another one takes its place when residents yield to a longer cache or come back after it.
         """
-        return self._plan if self._streamer is None else self._streamer.governor.plan
+        return self._plan if self._session is None else self._session.governor.plan
 
     def set_memory_limit(
         self, memory_limit: int | str, *, host_memory_limit: int | str | None = None
@@ -74,11 +70,11 @@ class Handle:
             OptionError: it is no size.
             UnsupportedOperationError: the model is not streamed any more.
         """
-        if self._streamer is None:
+        if self._session is None:
             raise UnsupportedOperationError(
                 "set_memory_limit() after remove(): the model is a plain one. Load it again."
             )
-        self._streamer.governor.set_limit(memory_limit, host_memory_limit)
+        self._session.governor.set_limit(memory_limit, host_memory_limit)
 
     def pass_bytes(self, *args: Any, **kwargs: Any) -> int | None:
         """Bytes that a call of the model with these arguments would stream now.
@@ -87,39 +83,40 @@ class Handle:
         Tensors may be on the meta device: only their shapes count. None where such a pass does not
         fit the limit; 0 once the model is not streamed any more.
         """
-        return 0 if self._streamer is None else self._streamer.governor.pass_bytes(args, kwargs)
+        return 0 if self._session is None else self._session.governor.pass_bytes(args, kwargs)
 
     def stats(self) -> Stats:
         """A frozen snapshot of the work so far."""
         if self._last_stats is not None:
             return self._last_stats
-        streamer = self._streamer
-        assert streamer is not None  # noqa: S101 - there until the last statistics are
-        log, counters, pinned = streamer.log, streamer.prefetcher.counters, streamer.pinned_read
-        rows = sum(table.bytes_read for table in streamer.tables)
+        session = self._session
+        assert session is not None  # noqa: S101 - there until the last statistics are
+        log, counters, pinned = session.passes.log, session.prefetcher.counters, session.pinned_read
+        rows = sum(table.bytes_read for table in session.streamer.tables)
+        stalled = session.streamer.stall_seconds
         return Stats(
             passes=log.passes,
             tokens=log.tokens,
             bytes_read=pinned.nbytes + rows + counters.bytes_read,
             reads=pinned.reads + counters.reads,
             read_seconds=pinned.seconds + counters.read_seconds,
-            stall_seconds=log.stall_seconds,
-            compute_seconds=max(0.0, log.pass_seconds - log.stall_seconds),
+            stall_seconds=stalled,
+            compute_seconds=max(0.0, log.pass_seconds - stalled),
             hits=counters.hits,
             misses=counters.misses,
             resident_bytes=self.plan.resident,
             buffer_bytes=self.plan.buffers,
             peak_rss_bytes=peak_rss_bytes(),
-            peak_since_load_bytes=streamer.governor.peak.nbytes,
+            peak_since_load_bytes=session.governor.peak.nbytes,
             memory_limit=self.plan.memory_limit,
             io_mode=self.plan.io_mode,
-            **streamer.governor.device_figures(),
+            **session.governor.device_figures(),
         )
 
     @property
     def removed(self) -> bool:
         """Whether `remove` has been called."""
-        return self._streamer is None
+        return self._session is None
 
     def remove(self) -> None:
         """Give the plain model back: no hooks, no threads, weights mapped where the file has them.
@@ -131,19 +128,17 @@ class Handle:
             CheckpointChangedError: a file was changed, and the weights in it would be others.
             UnsupportedOperationError: a forward pass is running.
         """
-        model, streamer, restore = self._model(), self._streamer, self._restore
-        if model is None or streamer is None or restore is None:
+        model, session, restore = self._model(), self._session, self._restore
+        if model is None or session is None or restore is None:
             return
-        restore(model)
-        streamer.detach()
-        for undo in self._undo:
-            undo()
-        self._undo.clear()
-        self._last_stats, self._plan = self.stats(), self.plan
-        streamer.governor.leave()
-        streamer.prefetcher.close()
-        streamer.files.close()
-        self._streamer = self._restore = None
+        if self._last_stats is None:
+            restore(model)
+            self._last_stats, self._plan = self.stats(), self.plan
+        try:
+            session.close()
+        finally:
+            if session.close.is_done:  # else an interrupt came in between: it goes on next time
+                self._session = self._restore = None
 
     def __enter__(self) -> Self:
         return self

@@ -7,29 +7,36 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import nn
 
+from pipeload.engine.table_seats import TableSource
 from pipeload_hooks import Attachment, SplitSource, attach, attach_split
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     from torch.utils.hooks import RemovableHandle
 
     from pipeload.engine.seats import Seat
-    from pipeload.engine.table_seats import Passes, TableSeat
+    from pipeload.engine.table_seats import TableSeat
 
 
-class Source(SplitSource, Protocol):
-    """What sites and tables call."""
+class Source(SplitSource, TableSource, Protocol):
+    """What all hooks on a model call: those of sites, of tables, and where a pass may begin."""
 
-    def enter(self, module: nn.Module | None) -> None:
-        """An embedding is about to run."""
+    def begin(self, module: Any, args: Any, kwargs: Any, /) -> None:
+        """A call begins that may be a pass."""
 
-    def leave(self, module: nn.Module | None) -> None:
-        """It has run."""
+    def end(self, module: Any, args: Any, output: Any, /) -> None:
+        """A call is over that `begin` was called for."""
+
+    def begin_settled(self, module: Any, args: Any, kwargs: Any, /) -> None:
+        """A pass begins that needs no other hook."""
+
+    def arrive_at(self, module: Any, args: Any, kwargs: Any, /) -> None:
+        """A part is called, perhaps past the hooks of the model."""
 
 
 class Hooks:
-    """Puts hooks on and takes them off. It holds modules weakly."""
+    """Puts hooks on and takes them off. It holds both modules and what hooks call weakly."""
 
     def __init__(
         self,
@@ -40,6 +47,7 @@ class Hooks:
         """`pass_modules` are those at which a pass may begin, the outermost first."""
         self._seats, self._tables = seats, tables
         self._pass_modules = [weakref.ref(module) for module in pass_modules]
+        self._source: weakref.ref[Source] | None = None
         self._attachment = Attachment()
         self._pass_hooks: list[RemovableHandle] = []
         self._entries = [weakref.ref(module) for module in self._find_entries()]
@@ -65,7 +73,7 @@ class Hooks:
         return self._attachment.sites()
 
     def outermost(self) -> nn.Module | None:
-        """The model, None when it is gone."""
+        """The model itself; None when it is gone."""
         return self._pass_modules[0]() if self._pass_modules else None
 
     def begins_at(self, module: nn.Module) -> bool:
@@ -76,8 +84,21 @@ class Hooks:
         """The site that a module is, None if it is none."""
         return next((i for i, seat in enumerate(self._seats) if seat.module() is module), None)
 
-    def attach_sites(self, source: Source) -> None:
-        """Around every site and every table that carries none."""
+    def attach(self, source: Source) -> None:
+        """Put all hooks on. They call `source`, and hold it: this does not."""
+        self._source = weakref.ref(source)
+        self.attach_sites()
+        self.attach_passes()
+
+    def _alive_source(self) -> Source:
+        source = None if self._source is None else self._source()
+        if source is None:
+            raise ReferenceError("the model that streamed is gone")
+        return source
+
+    def attach_sites(self) -> None:
+        """Put hooks around every site and every table that carries none."""
+        source = self._alive_source()
         hooked = set(self._attachment.sites())
         for index, seat in enumerate(self._seats):
             module = seat.module()
@@ -87,41 +108,44 @@ class Hooks:
                 self._attachment.add(index, *attach_split(module, index, source))
             else:
                 self._attachment.add(index, *attach(module, index, source))
-        passes: Passes = source
         for table in self._tables:
-            table.attach(passes)
+            table.attach(source)
 
-    def attach_passes(self, begin: Callable[..., Any], end: Callable[..., Any]) -> None:
-        """In place of those that were, where a pass may begin."""
+    def attach_passes(self) -> None:
+        """Have hooks where a pass may begin, in the place of those that were."""
+        source = self._alive_source()
         self._detach_passes()
         for module in filter(None, (reference() for reference in self._pass_modules)):
             # Before the hooks of its sites.
             self._pass_hooks += [
-                module.register_forward_pre_hook(begin, prepend=True, with_kwargs=True),
-                module.register_forward_hook(end, always_call=True),
+                module.register_forward_pre_hook(source.begin, prepend=True, with_kwargs=True),
+                module.register_forward_hook(source.end, always_call=True),
             ]
 
-    def attach_settled(self, begin: Callable[..., Any], arrive: Callable[..., Any]) -> None:
-        """In place of those that were: at the model, and wherever a call past its hooks arrives."""
+    def attach_settled(self) -> None:
+        """Have hooks at the model, and wherever a call past them arrives, and no others."""
+        source = self._alive_source()
         self._detach_passes()
+        places = [(self._pass_modules[0], source.begin_settled)]
         inner = dict.fromkeys((*self._pass_modules[1:], *self._entries))
-        for reference, hook in ((self._pass_modules[0], begin), *((at, arrive) for at in inner)):
+        places += [(reference, source.arrive_at) for reference in inner]
+        for reference, hook in places:
             if (module := reference()) is not None:
                 self._pass_hooks.append(module.register_forward_pre_hook(hook, with_kwargs=True))
 
     def detach_site(self, index: int) -> None:
-        """Nothing is left to do for it."""
+        """Take the hooks off one site: nothing is left to do for it."""
         self._attachment.remove(index)
 
     def detach_shared_tables(self) -> None:
-        """Their rows are all in the weight of a head now."""
+        """Take the hooks off tables whose rows are all in the weight of a head now."""
         names = {name for seat in self._seats if seat.shared for name in seat.parameters}
         for table in self._tables:
             if not names.isdisjoint(table.parameters):
                 table.detach()
 
     def detach(self) -> None:
-        """Take all off."""
+        """Take all hooks off. May be called again."""
         self._attachment.remove()
         for table in self._tables:
             table.detach()

@@ -9,27 +9,28 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from pipeload.engine.guards import forget
+from pipeload.engine.guards import take_off
 from pipeload.errors import UnsupportedOperationError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Iterator, Mapping
 
     from pipeload.engine.own_weights import OwnWeights
+    from pipeload.engine.undo import Step
 
 _NAME = "__deepcopy__"
 
 
-def allow_copies(model: nn.Module, weights: OwnWeights, undo: list[Callable[[], None]]) -> None:
+def allow_copies(model: nn.Module, weights: OwnWeights) -> Iterator[Step]:
     """Have modules that own streamed weights, and hold no others, be copied with these weights.
 
-    Adapters train copies of a head or an embedding, which begin as the original. What undoes it is
-    put into `undo`.
+    Adapters train copies of a head or an embedding, which begin as the original. Yields what
+    undoes each, before it is done.
     """
     for module in model.modules():
         if weights.hidden_of(module) and next(module.children(), None) is None:
             reference = weakref.ref(module)
-            undo.append(partial(forget, reference, _NAME))
+            yield partial(take_off, reference, _NAME)
             object.__setattr__(module, _NAME, partial(_copy, reference, weights))
 
 

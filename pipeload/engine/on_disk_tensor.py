@@ -82,7 +82,7 @@ class OnDisk(torch.Tensor):
         return self.__torch_function__(torch.Tensor.__reduce_ex__, (), (self, protocol))
 
     def __repr__(self) -> str:  # type: ignore[override]
-        """Not the values."""
+        """Show its name and shape: the values are on disk."""
         return f"OnDisk({self.weight_name!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
 
@@ -170,7 +170,7 @@ class Hide:
                 state[name] = OnDisk(parameter, name)
 
     def __deepcopy__(self, _memo: object) -> Self:
-        """Shared, as a function would be."""
+        """Be shared by the copy of a module, as a function would be."""
         return self
 
     def __reduce_ex__(self, _protocol: Any) -> Any:

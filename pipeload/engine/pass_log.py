@@ -25,7 +25,6 @@ class PassLog:
     def __init__(self) -> None:
         self.passes = 0
         self.pass_seconds = 0.0
-        self.stall_seconds = 0.0
         self._tokens = 0
         self._started = 0.0
         self._cache: weakref.ref[Any] | None = None
@@ -55,18 +54,18 @@ class PassLog:
         self._started = time.perf_counter()
 
     def end(self) -> None:
-        """The pass gave its output."""
+        """Count a pass that has given its output."""
         self.lap()
         self.count()
 
     def lap(self) -> None:
-        """The pass has come so far, and perhaps to its end."""
+        """Count the time of a pass until now: it may be over, which nobody says."""
         now = time.perf_counter()
         self.pass_seconds += now - self._started
         self._started = now
 
     def count(self) -> None:
-        """One more pass, however long it takes."""
+        """Count one more pass, however long it takes."""
         self.passes += 1
         # What the pass gave at least, should its cache be gone before anybody asks.
         self._ended = self._batch

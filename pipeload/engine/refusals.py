@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
 
 from pipeload.errors import UnsupportedModelError, UnsupportedOperationError
-from pipeload_hooks import EvictedWeightWatch, inside_compiled_call
+from pipeload_hooks import EvictedWeightWatch, PassGate, inside_compiled_call
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from pipeload.engine.adapters import Adapters
     from pipeload.engine.seats import Seat
     from pipeload.engine.table_seats import TableSeat
 
@@ -31,16 +33,6 @@ Call = tuple[int, tuple[bool, ...], frozenset[tuple[str, bool]]]
 """How a model is called: which module of it, and with which arguments, each one token or not."""
 
 
-def call_of(module: nn.Module, args: Sequence[object], kwargs: Mapping[str, object]) -> Call:
-    """The same for two calls that differ in nothing but values, and in how many tokens there are.
-
-    What a model reads depends on that: a picture has a tower run that text alone has not, and
-    models with a state go another way where one token continues it.
-    """
-    named = ((name, _is_single(value)) for name, value in kwargs.items() if value is not None)
-    return id(module), tuple(map(_is_single, args)), frozenset(named)
-
-
 def arguments_alone(
     module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
@@ -52,11 +44,76 @@ def arguments_alone(
     return args, kwargs if is_head else {**kwargs, "logits_to_keep": 1}
 
 
+class FirstCalls:
+    """Watches each kind of call once, to its end, for reads of weights that are on disk."""
+
+    def __init__(
+        self,
+        seats: Sequence[Seat],
+        tables: Sequence[TableSeat],
+        adapters: Adapters,
+        gate: PassGate,
+    ) -> None:
+        """Watch the weights of these seats and tables; `gate` tells whether a pass died."""
+        self.call: Call | None = None
+        """How the running pass was called; None until that is known."""
+        self._seen: set[Call] = set()
+        """Calls that have been watched to their end."""
+        self._adapters = adapters
+        # Held weakly: a pass that died leaves its watch on its thread's stack of modes.
+        adapters_then, gate_then = weakref.ref(adapters), weakref.ref(gate)
+
+        def adapted() -> bool:
+            adapters = adapters_then()
+            return adapters is not None and adapters.present
+
+        def ended() -> bool:
+            gate = gate_then()
+            return gate is None or gate.died()
+
+        self._watch = _make_watch(seats, tables, adapted=adapted, ended=ended)
+        self.end: Callable[[], None] = self._watch.end
+        """Watches no more, in any thread; holds no more than the watch."""
+
+    def begin(
+        self, module: nn.Module, args: Sequence[object], kwargs: Mapping[str, object]
+    ) -> None:
+        """A pass begins that was called so: watch it, unless that is known to need nothing."""
+        self.call = call = _call_of(module, args, kwargs)
+        # With adapters, it depends on which of them are active.
+        if self._adapters.present or self._watch.has_served or call not in self._seen:
+            self._watch.begin()
+
+    def stop(self) -> None:
+        """The pass is over, whatever became of it."""
+        if self._watch.active:
+            self._watch.discard()
+
+    def discard(self) -> None:
+        """The pass died: take what is left of its watch off this thread."""
+        self._watch.discard()
+
+    def done(self) -> None:
+        """The pass that is over has given its output."""
+        if self.call is not None and not self._adapters.present:
+            self._seen.add(self.call)
+
+
+def _call_of(module: nn.Module, args: Sequence[object], kwargs: Mapping[str, object]) -> Call:
+    """The same for two calls that differ in nothing but values, and in how many tokens there are.
+
+    What a model reads depends on that: a picture has a tower run that text alone has not, and
+    models with a state go another way where one token continues it.
+    """
+    named = ((name, _is_single(value)) for name, value in kwargs.items() if value is not None)
+    return id(module), tuple(map(_is_single, args)), frozenset(named)
+
+
 def _is_single(value: object) -> bool:
     return isinstance(value, torch.Tensor) and value.dim() > 1 and value.shape[1] == 1
 
 
-def make_watch(
+def _make_watch(
     seats: Sequence[Seat],
     tables: Sequence[TableSeat],
     *,

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from pipeload.engine.streamer import Streamer
+    from pipeload.engine.session import Session
     from pipeload.weights.layout import Weight
     from pipeload_hooks import Companion
 
@@ -28,7 +28,7 @@ class Restorer:
 
     def __init__(
         self,
-        streamer: Streamer,
+        session: Session,
         parameters: Mapping[str, tuple[nn.Parameter, Weight]],
         companions: Mapping[str, Sequence[Companion]],
     ) -> None:
@@ -36,7 +36,7 @@ class Restorer:
 
         `companions` are what goes with those that are quantised.
         """
-        self._streamer = streamer
+        self._session = session
         self._parameters = parameters
         self._companions = companions
         self._versions = {name: p._version for name, (p, _) in parameters.items()}  # noqa: SLF001
@@ -49,12 +49,12 @@ class Restorer:
             CheckpointChangedError: a file was changed; its weights would be others.
             UnsupportedOperationError: a forward pass is running.
         """
-        if self._streamer.busy:
+        if self._session.passes.busy:
             raise UnsupportedOperationError(
                 "remove() was called while a forward pass is running. Let it end first."
             )
-        self._streamer.rest()
-        self._streamer.files.check_unchanged()
+        self._session.passes.come_to_rest()
+        self._session.files.check_unchanged()
         with torch.inference_mode(False):  # else parameters would be inference tensors for good
             made = self._make_converted()
             made.update(self._map_raw())
@@ -74,9 +74,9 @@ class Restorer:
     def _make_converted(self) -> dict[str, torch.Tensor]:
         """Copies of the streamed weights that the file does not hold as they are."""
         # What is, not what is planned: a unit that was in use then has kept its parts.
-        plans = [unit.plan for unit in self._streamer.prefetcher.units]
+        plans = [unit.plan for unit in self._session.prefetcher.units]
         need = sum(w.nbytes for plan in plans for w in plan.streamed.weights if not w.raw)
-        limit, held = self._streamer.governor.plan.memory_limit, rss_bytes()
+        limit, held = self._session.governor.plan.memory_limit, rss_bytes()
         if need and held + need > limit:
             raise MemoryLimitError(
                 f"remove() must hold {format_size(need)} of cast or converted weights beside "
@@ -91,7 +91,7 @@ class Restorer:
             weights = [w for w in (*plan.resident_weights, *plan.streamed.weights) if not w.raw]
             if not weights:
                 continue
-            with self._streamer.borrowed(index) as views:
+            with self._session.streamer.borrowed(index) as views:
                 for weight in weights:
                     view = views[weight.name]
                     if weight.whole is not None:
@@ -113,7 +113,7 @@ class Restorer:
                 by_file.setdefault(weight.sources[0].file, []).append(weight)
         mapped: dict[str, torch.Tensor] = {}
         for file, weights in by_file.items():
-            with safe_open(self._streamer.files.reopen_name(file), framework="pt") as opened:
+            with safe_open(self._session.files.reopen_name(file), framework="pt") as opened:
                 mapped.update(
                     (weight.name, opened.get_tensor(weight.sources[0].name)) for weight in weights
                 )

@@ -38,6 +38,8 @@ class Seat:
         self.name = site.name
         self.module = weakref.ref(site.module)
         self.units = site.units
+        self.chosen: Sequence[int] = site.units
+        """Those of its units that its next run needs: all, unless somebody knows which."""
         self.whole = site.whole
         self.products = None if site.whole is None else RowProducts(site.whole, site.ranges)
         """How it computes from ranges of rows, if it does."""
@@ -50,7 +52,7 @@ class Seat:
 
     @property
     def parameters(self) -> Mapping[str, nn.Parameter]:
-        """By name."""
+        """The parameters that may be streamed, by name."""
         return self._binding.parameters
 
     def bind(self, unit: Unit) -> None:
@@ -104,7 +106,7 @@ class Seat:
         """Whether that parameter is quantised."""
         return name in self._packed
 
-    def leave(self, name: str, units: Sequence[Unit]) -> None:
+    def let_go(self, name: str, units: Sequence[Unit]) -> None:
         """Never again touch that parameter, nor the memory that it shows. Nothing is passing."""
         parameter = self.parameters[name]
         self._binding.forget(name)

@@ -28,14 +28,14 @@ if TYPE_CHECKING:
     from pipeload.weights.row_table import RowTable
 
 
-class Passes(Protocol):
-    """Who is told that an embedding runs."""
+class TableSource(Protocol):
+    """What hooks on an embedding call beside its rows: it may run by itself, or inside a pass."""
 
     def enter(self, module: nn.Module | None) -> None:
-        """It is about to run."""
+        """An embedding is about to run."""
 
     def leave(self, module: nn.Module | None) -> None:
-        """It has run."""
+        """An embedding has run."""
 
 
 class TableSeat:
@@ -56,7 +56,7 @@ class TableSeat:
 
     @property
     def parameters(self) -> Mapping[str, nn.Parameter]:
-        """The table's, by name."""
+        """The parameter of the table, by its name."""
         return self._binding.parameters
 
     def arm(self) -> None:
@@ -67,7 +67,7 @@ class TableSeat:
         """Have nothing seen any more, and nothing changed."""
         self._binding.disarm()
 
-    def leave(self, name: str) -> None:
+    def let_go(self, name: str) -> None:
         """Never again touch it: whoever changed it has all of it in memory."""
         self.detach()
         self._modules.clear()
@@ -79,11 +79,11 @@ class TableSeat:
         """Whether the embeddings carry hooks."""
         return bool(self._handles)
 
-    def attach(self, passes: Passes) -> None:
+    def attach(self, source: TableSource) -> None:
         """Put hooks on the embeddings. Does nothing if they are on."""
         if not self._handles:
             for module in filter(None, (reference() for reference in self._modules)):
-                self._handles += attach_rows(module, _Rows(self, module, passes))
+                self._handles += attach_rows(module, _Rows(self, module, source))
 
     def detach(self) -> None:
         """Take the hooks off. May be called again."""
@@ -130,22 +130,22 @@ class TableSeat:
 class _Rows:
     """What the hooks of one embedding call."""
 
-    def __init__(self, seat: TableSeat, module: nn.Module, passes: Passes) -> None:
-        self._seat, self._module, self._passes = seat, weakref.ref(module), passes
+    def __init__(self, seat: TableSeat, module: nn.Module, source: TableSource) -> None:
+        self._seat, self._module, self._source = seat, weakref.ref(module), source
 
     def rows_wanted(self, ids: torch.Tensor) -> None:
         """The embedding is about to take these rows."""
         module = self._module()
-        self._passes.enter(module)
+        self._source.enter(module)
         # Not where the pass that this one waited for has put all rows there, for good.
         if module is not None and self._seat.attached:
             self._seat.gate.enter(module)
             self._seat.bind(ids)
 
     def rows_done(self) -> None:
-        """It has taken them."""
+        """The embedding has taken its rows."""
         module = self._module()
         if module is not None and self._seat.gate.owned():
             self._seat.unbind()
             self._seat.gate.leave(module)
-        self._passes.leave(module)
+        self._source.leave(module)

@@ -24,6 +24,7 @@ from pipeload.devices.backend import make_target
 from pipeload.devices.make_plan import make_device_plan
 from pipeload.engine.assembly import Assembly
 from pipeload.engine.forks import give_back_inherited
+from pipeload.entry.notebook_bar import show_first_pass
 from pipeload.errors import MemoryLimitError, UnsupportedModelError
 from pipeload.hf import arguments, takeover
 from pipeload.system.memory import keep_few_kernels, return_freed_memory, rss_bytes
@@ -78,10 +79,15 @@ class Loading:
             built.append(assembly)
             return report
 
-        with takeover.take_over_loading(stream, device, self.request.options.read_timeout):
-            result = load(pretrained_model_name_or_path, *args, **passed_on)
-        for assembly in built:
-            assembly.finish(result[0] if isinstance(result, tuple) else result)
+        try:
+            with takeover.take_over_loading(stream, device, self.request.options.read_timeout):
+                result = load(pretrained_model_name_or_path, *args, **passed_on)
+            for assembly in built:
+                finish(assembly, result[0] if isinstance(result, tuple) else result)
+        except BaseException:
+            for assembly in built:
+                assembly.give_up()
+            raise
         return result
 
     def _load_plainly(self, pending: PendingLoad, error: NothingToStreamError) -> Any:
@@ -160,7 +166,17 @@ def assemble(pending: PendingLoad, request: Request) -> tuple[Assembly, Any]:
     assembly = Assembly(
         pending, build, make_target(build), needs, request.hint, pressure=request.pressure
     )
-    return assembly, pending.load_rest([weight.name for weight in build.parts.weights])
+    try:
+        return assembly, pending.load_rest([weight.name for weight in build.parts.weights])
+    except BaseException:
+        assembly.give_up()
+        raise
+
+
+def finish(assembly: Assembly, model: Any, root: nn.Module | None = None) -> None:
+    """Have a loaded model stream: see `Assembly.finish`."""
+    assembly.finish(model, root)
+    show_first_pass(assembly, model)
 
 
 def plan_beside_others(make: Callable[[], Build], device: Device | None) -> Build:

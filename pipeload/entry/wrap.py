@@ -23,6 +23,7 @@ from pipeload.entry.loading import (
     assemble,
     check_limits,
     check_source,
+    finish,
     fuses,
     plan_beside_others,
     plan_model,
@@ -171,7 +172,7 @@ def _stream(
         )
         if spill is not None:
             assembly.at_removal(spill.remove)
-        assembly.finish(model, root)
+        finish(assembly, model, root)
     except BaseException:  # an interrupt as well: the model is what it was
         if assembly is not None:
             assembly.give_up()
@@ -236,7 +237,7 @@ def _fill(model: Any, meta: list[str], pending: PendingLoad | None, request: Req
         assembly, report = assemble(pending, request)
         pending.finish(report)
         model.eval()
-        assembly.finish(model)
+        finish(assembly, model)
     except BaseException:  # an interrupt as well: the model is what it was
         if assembly is not None:
             assembly.give_up()

@@ -5,11 +5,12 @@ Seen in transformers 5.24.0 and accelerate 1.15.
 
 from __future__ import annotations
 
+import weakref
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     import torch
     from torch import nn
@@ -40,9 +41,16 @@ def commit_of(config: Any) -> str | None:
     return getattr(config, "_commit_hash", None)
 
 
-def place(model: nn.Module, where: torch.device, undo: list[Callable[[], None]]) -> None:
-    """Have the model say that all of it is there, unless it says something already."""
-    own = vars(model)
-    if _DEVICE_MAP not in own:
-        own[_DEVICE_MAP] = {"": where}
-        undo.append(partial(own.pop, _DEVICE_MAP, None))
+def place(model: nn.Module, where: torch.device) -> Iterator[Callable[[], None]]:
+    """Have the model say that all of it is there, unless it says something already.
+
+    Yields what undoes that, which holds no model.
+    """
+    if _DEVICE_MAP not in vars(model):
+        yield partial(_forget, weakref.ref(model), _DEVICE_MAP)
+        vars(model)[_DEVICE_MAP] = {"": where}
+
+
+def _forget(reference: weakref.ref[nn.Module], name: str) -> None:
+    if (model := reference()) is not None:
+        vars(model).pop(name, None)

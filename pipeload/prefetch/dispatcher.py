@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 from pipeload.budget.counters import Counters
 from pipeload.checkpoint.readers import READER_DIED, Outcome, forget_frames, reader_died
-from pipeload.errors import UnsupportedModelError, UnsupportedOperationError
-from pipeload.prefetch.read_faults import name_block, name_fault
+from pipeload.errors import UnsupportedOperationError
+from pipeload.prefetch.read_faults import name_block, name_fault, no_buffer
 from pipeload.prefetch.reads import Reads
 from pipeload.prefetch.slots import Slots
 from pipeload.prefetch.unit import Load, Split, Ticket, Unit, UnitState
@@ -91,21 +91,21 @@ class Dispatcher:
         if unit.state in (UnitState.RESIDENT, UnitState.IN_USE):
             unit.state, unit.ready = UnitState.IN_USE, False
             self.counters.hits += 1
-            ticket.settle()
+            ticket.answer()
             return
         if unit.state is UnitState.LOADING:
             self.counters.hits += 1
         else:
             self.counters.misses += 1
-            self._doubt_read_ahead()
+            # Safe here only, while the model's thread waits: see [Note: the ready flag].
+            self._slots.doubt()
         self._tickets[ticket.unit] = ticket
 
     def released(self, index: int) -> None:
-        """The block has run."""
+        """The model's thread gives a unit back: its block has run."""
         unit = self.units[index]
         if unit.state is UnitState.IN_USE:
-            unit.state, unit.used = UnitState.RESIDENT, True
-            unit.ready = not unit.streams
+            unit.give_back()
 
     def ran(self, index: int) -> None:
         """The model's thread took a ready unit, and the block has run."""
@@ -113,16 +113,15 @@ class Dispatcher:
         self._order.arrive(index)
         unit = self.units[index]
         if unit.state is UnitState.RESIDENT:
-            unit.used, unit.ready = True, not unit.streams
+            unit.give_back()
 
     def reset(self, ticket: Ticket) -> None:
         """A pass died: whatever it used or waited for is given back."""
         self._tickets.clear()
         for unit in self.units:
             if unit.state in (UnitState.IN_USE, UnitState.RESIDENT):
-                unit.state, unit.used = UnitState.RESIDENT, True
-                unit.ready = not unit.streams
-        ticket.settle()
+                unit.give_back()
+        ticket.answer()
 
     def resplit(self, split: Split) -> None:
         """Units are to keep and stream other parts; done once no read is in flight."""
@@ -141,10 +140,10 @@ class Dispatcher:
         if load.error is None and not load.converting:
             self._after_reads(load)
         else:
-            self._settle(load)
+            self._end_load(load)
 
     def _after_reads(self, load: Load) -> None:
-        """Everything was read."""
+        """Make weights of what a load has read, where the files do not hold them as they are."""
         load.converting = True
         jobs = [job for placement in load.placements for job in placement.convert_jobs()]
         if jobs and not all(placement.quick for placement in load.placements):
@@ -155,7 +154,7 @@ class Dispatcher:
                 job(None)
         except Exception as error:  # whoever waits for the unit is told
             load.error = forget_frames(error)  # they hold the load
-        self._settle(load)
+        self._end_load(load)
 
     # -- decisions -------------------------------------------------------------------------------
 
@@ -189,15 +188,9 @@ class Dispatcher:
         if slot is not None or not unit.streams:
             self._start(index, slot)
             return
-        holders = [*self._slots.held()]
+        holders = [*self._slots.holders()]
         if all(holder.state is UnitState.IN_USE for holder in holders):
-            self._tickets.pop(index).settle(
-                UnsupportedModelError(
-                    f"block {unit.plan.name!r} runs inside {len(holders)} other streamed blocks, "
-                    "which hold every buffer. Raise memory_limit until the model fits, or load it "
-                    "without pipeload."
-                )
-            )
+            self._tickets.pop(index).answer(no_buffer(unit.plan.name, len(holders)))
 
     def _adopt(self, split: Split) -> None:
         """Give back first; what stays from now on is read when its unit comes by.
@@ -213,16 +206,7 @@ class Dispatcher:
         self._unread = sum(bool(unit.home.unread) for unit in self.units)
         self._slots.shrink(split.slot_bytes)
         self._split = None
-        split.ticket.settle()
-
-    def _doubt_read_ahead(self) -> None:
-        """After a surprise: what was read ahead counts as used until it is found to come next.
-
-        Safe here only, while the model's thread waits: see [Note: the ready flag].
-        """
-        for unit in self._slots.held():
-            if unit.state is not UnitState.IN_USE:
-                unit.used, unit.ready = True, False
+        split.ticket.answer()
 
     def _next_needed(self) -> int | None:
         """The first of the units that come next that is not there; those before it are kept."""
@@ -252,7 +236,7 @@ class Dispatcher:
         else:
             self._after_reads(load)
 
-    def _settle(self, load: Load) -> None:
+    def _end_load(self, load: Load) -> None:
         unit = self.units[load.unit]
         self._loading -= 1
         ticket = self._tickets.pop(load.unit, None)
@@ -263,7 +247,7 @@ class Dispatcher:
                 self.counters.resident_bytes -= place.nbytes
             unit.state, unit.failed = UnitState.ON_DISK, True
             if ticket is not None:
-                ticket.settle(name_block(load.error, unit.plan.name))
+                ticket.answer(name_block(load.error, unit.plan.name))
             return
         if unit.home.unread:
             unit.home.mark_read()
@@ -272,12 +256,9 @@ class Dispatcher:
             unit.state, unit.ready = UnitState.RESIDENT, not unit.used
         else:
             unit.state = UnitState.IN_USE
-            ticket.settle()
+            ticket.answer()
 
     # -- its beginning and its end -----------------------------------------------------------------
-
-    def _report(self, outcome: Outcome) -> None:
-        self.inbox.put(partial(self._finished, outcome))
 
     def abandon(self) -> None:
         """In a forked child, where no thread is: give all memory back. Nothing is read again."""
@@ -288,8 +269,8 @@ class Dispatcher:
             region.discard()
 
     def open(self) -> None:
-        """Start the readers."""
-        self._reads.open(self._report)
+        """Start the reader threads; to be called before `dispatch`."""
+        self._reads.open(lambda outcome: self.inbox.put(partial(self._finished, outcome)))
 
     def close(self) -> None:
         """End the readers; tell whoever waits."""
@@ -299,10 +280,10 @@ class Dispatcher:
             "plain one now."
         )
         if self._split is not None:
-            self._split.ticket.settle(error)
+            self._split.ticket.answer(error)
             self._split = None
         for ticket in self._tickets.values():
-            ticket.settle(error)
+            ticket.answer(error)
         self._tickets.clear()
         self._reads.join()
         self._forget_loads()

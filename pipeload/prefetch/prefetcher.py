@@ -15,7 +15,7 @@ from pipeload.errors import ReadError, UnsupportedOperationError
 from pipeload.prefetch.dispatcher import Dispatcher, dispatch
 from pipeload.prefetch.order import LastSeen
 from pipeload.prefetch.read_faults import name_block
-from pipeload.prefetch.unit import Split, Ticket, Unit
+from pipeload.prefetch.unit import Split, Ticket
 from pipeload.weights.placement import Placement
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from pipeload.prefetch.dispatcher import MakePlace
     from pipeload.prefetch.order import Order
     from pipeload.prefetch.slots import Buffer
+    from pipeload.prefetch.unit import Unit
     from pipeload.weights.arena import Region
     from pipeload.weights.placement import Convert, Place
 
@@ -105,6 +106,10 @@ class Prefetcher:
         self._dispatcher = dispatcher
         self._stalls = files.stalls
         self._inbox = dispatcher.inbox
+        self.units: Sequence[Unit] = units
+        """In the order of the model; only the dispatcher changes them."""
+        self.held: set[int] = set()
+        """Units that were acquired and are not released yet."""
         self._taken: int | None = None
         """A ready unit that was acquired: told when it is released, or before anything is asked.
 
@@ -143,13 +148,8 @@ class Prefetcher:
             self._closer = weakref.finalize(self, _end, self._inbox, self._thread)
 
     @property
-    def units(self) -> Sequence[Unit]:
-        """The units; only the dispatcher changes them."""
-        return self._dispatcher.units
-
-    @property
     def counters(self) -> Counters:
-        """Running totals."""
+        """Running totals of what was read."""
         return self._dispatcher.counters
 
     def acquire(self, index: int) -> float:
@@ -160,6 +160,7 @@ class Prefetcher:
             UnsupportedModelError: more blocks run inside each other than there are buffers.
             UnsupportedOperationError: in a forked child, or after `close`.
         """
+        self.held.add(index)
         if self.units[index].ready and self._dispatcher.fault is None:
             self._tell()
             self._taken = index
@@ -187,6 +188,7 @@ class Prefetcher:
             self._taken = None
             message = self._dispatcher.ran
         self._inbox.put(partial(message, index))
+        self.held.discard(index)
 
     def _tell(self) -> None:
         index, self._taken = self._taken, None
@@ -195,6 +197,7 @@ class Prefetcher:
 
     def reset(self) -> None:
         """Give back whatever a pass that died was holding."""
+        self.held.clear()
         if self._dispatcher.fault is not None:
             return  # there is no next pass, but a way back to the plain model
         ticket = Ticket(-1)

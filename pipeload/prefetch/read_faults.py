@@ -1,8 +1,13 @@
-"""What is said of a block that could not be read, and of a dispatcher that has ended."""
+"""What is said of a block that cannot be read, and of a dispatcher that has ended."""
 
 from __future__ import annotations
 
-from pipeload.errors import PipeloadError, ReadError, UnsupportedOperationError
+from pipeload.errors import (
+    PipeloadError,
+    ReadError,
+    UnsupportedModelError,
+    UnsupportedOperationError,
+)
 
 
 def name_fault(error: BaseException) -> UnsupportedOperationError:
@@ -13,6 +18,14 @@ def name_fault(error: BaseException) -> UnsupportedOperationError:
     return UnsupportedOperationError(
         f"the thread that dispatches reads has ended: {type(error).__name__}: {error}. Load the "
         "model again."
+    )
+
+
+def no_buffer(block: str, holders: int) -> UnsupportedModelError:
+    """The error for a block that runs inside others, which hold all the buffers."""
+    return UnsupportedModelError(
+        f"block {block!r} runs inside {holders} other streamed blocks, which hold every buffer. "
+        "Raise memory_limit until the model fits, or load it without pipeload."
     )
 
 

@@ -63,7 +63,7 @@ class Reads:
         return max(_MIN_CHUNK_BYTES, min(self._chunk_bytes, share))
 
     def submit(self, load: Load, jobs: Sequence[Work]) -> None:
-        """Have these jobs of a load done."""
+        """Have the readers do these jobs of a load."""
         if not self._jobs:
             self._counted_to = time.perf_counter()
         self._jobs += len(jobs)

@@ -62,9 +62,15 @@ class Slots:
                 return slot
         return None
 
-    def held(self) -> Iterator[Unit]:
-        """The units that hold buffers."""
+    def holders(self) -> Iterator[Unit]:
+        """The units that hold a buffer now."""
         return (self._units[index] for index in self.occupants if index is not None)
+
+    def doubt(self) -> None:
+        """After a surprise: what was read ahead counts as used until it is found to come next."""
+        for unit in self.holders():
+            if unit.state is not UnitState.IN_USE:
+                unit.used, unit.ready = True, False
 
     def enter(self, slot: int, index: int) -> Place:
         """Give the buffer to that unit, in the place of whoever was there; where it lies then."""

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class UnitState(enum.Enum):
-    """Where the bytes of a unit are."""
+    """Where the bytes of a unit are, and who needs them."""
 
     ON_DISK = enum.auto()  # nothing held but its resident part
     LOADING = enum.auto()  # a slot is taken and reads are in flight
@@ -58,8 +58,12 @@ class Unit:
 
     @property
     def streams(self) -> bool:
-        """Whether it needs a slot."""
+        """Whether a part of it is evicted, so that it needs a slot to run."""
         return self.plan.streamed.nbytes > 0
+
+    def give_back(self) -> None:
+        """Nobody computes with it any more: it stays until its slot is needed."""
+        self.state, self.used, self.ready = UnitState.RESIDENT, True, not self.streams
 
     def adopt(self, plan: UnitPlan) -> None:
         """Keep and stream other parts from now on. It holds no slot and is not in use."""
@@ -82,7 +86,7 @@ class Ticket:
         self._done = threading.Lock()
         self._done.acquire()
 
-    def settle(self, error: BaseException | None = None) -> None:
+    def answer(self, error: BaseException | None = None) -> None:
         """Let the waiting thread go on, or raise `error` there."""
         self.error = error
         self._done.release()

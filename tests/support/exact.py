@@ -137,8 +137,9 @@ def assert_streamed(model: Any) -> None:
 def bytes_streamed(model: Any) -> int:
     """What has been read beside the weights that are read once; all blocks must have run."""
     handle = model.pipeload
-    streamer = handle._streamer
-    once: int = streamer.pinned_read.nbytes + sum(t.bytes_read for t in streamer.tables)
+    session = handle._session
+    once: int = session.pinned_read.nbytes
+    once += sum(table.bytes_read for table in session.streamer.tables)
     once += sum(layout.read_bytes for unit in handle.plan.units for layout in unit.resident)
     read: int = handle.stats().bytes_read
     return read - once

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import pytest
     from torch import nn
 
-    from pipeload.engine.streamer import Streamer
+    from pipeload.engine.session import Session
     from pipeload.prefetch.prefetcher import Prefetcher
 
 WAIT_SECONDS = 30.0
@@ -90,14 +90,19 @@ def generated(model: Any, ids: torch.Tensor = IDS) -> list[int]:
     return tokens
 
 
-def streamer_of(model: nn.Module) -> Streamer:
-    streamer = pipeload.handle(model)._streamer
-    assert streamer is not None, "removed"
-    return streamer
+def session_of(model: nn.Module) -> Session:
+    session = pipeload.handle(model)._session
+    assert session is not None, "removed"
+    return session
 
 
 def prefetcher_of(model: nn.Module) -> Prefetcher:
-    return streamer_of(model).prefetcher
+    return session_of(model).prefetcher
+
+
+def hooked_sites(model: nn.Module) -> int:
+    """Sites that still carry hooks."""
+    return len(session_of(model).passes._hooks.sites())
 
 
 def our_threads() -> set[threading.Thread]:
@@ -134,17 +139,17 @@ def finish_reads(prefetcher: Prefetcher) -> None:
 
 def assert_nothing_held(model: nn.Module) -> None:
     """No pass is open, no unit in use, no two units in one slot."""
-    streamer = streamer_of(model)
-    assert not streamer.busy
-    assert streamer._held == streamer._inside == set()
-    prefetcher = streamer.prefetcher
+    session = session_of(model)
+    assert not session.passes.busy
+    prefetcher = session.prefetcher
+    assert prefetcher.held == session.streamer.inside == set()
     finish_messages(prefetcher)
     assert prefetcher._dispatcher._tickets == {}
     assert prefetcher._taken is None
     assert all(unit.state is not UnitState.IN_USE for unit in prefetcher.units)
     slots = [unit.slot for unit in prefetcher.units if unit.slot is not None]
     assert len(slots) == len(set(slots))
-    assert all(not seat._passing for seat in streamer._seats)
+    assert all(not seat._passing for seat in session.streamer.seats)
 
 
 def in_thread(function: Callable[..., Any], *args: Any) -> Future[Any]:

@@ -270,6 +270,7 @@ class Paced:
             cast("PacedFiles", self.rig.files).permits.release()
             while counters.reads == reads:
                 finish_messages(prefetcher)
+            finish_messages(prefetcher)  # and has told whoever waits for it
 
 
 def _measure_disk(counts: Counts) -> None:

@@ -27,10 +27,11 @@ from tests.support.streaming import (
     check,
     finish_reads,
     generated,
+    hooked_sites,
     logits,
     our_threads,
     prefetcher_of,
-    streamer_of,
+    session_of,
 )
 
 if TYPE_CHECKING:
@@ -262,8 +263,7 @@ def test_what_fits_leaves_no_hook_on_what_follows(tiny: TinyCheckpoint, device: 
     expected = reference(folder)
     model = load(folder, spare=EVERYTHING)
     logits(model)
-    streamer = streamer_of(model)
-    assert streamer.hooked_sites == 0
+    assert hooked_sites(model) == 0
     assert not our_threads()
     read, done = model.pipeload.stats().bytes_read, len(device.log)
     check(model, expected)
@@ -418,9 +418,9 @@ def test_a_copy_that_fails(
         raise RuntimeError("the link is down")
 
     monkeypatch.setattr(device, "copy", fail)
-    for unit in streamer_of(model).prefetcher.units[2:]:  # the others may be there
+    for unit in session_of(model).prefetcher.units[2:]:  # the others may be there
         with pytest.raises(pipeload.ReadError, match=r"could not be put on cpu.*the link is down"):
-            streamer_of(model).prefetcher.acquire(streamer_of(model).prefetcher.units.index(unit))
+            session_of(model).prefetcher.acquire(session_of(model).prefetcher.units.index(unit))
     monkeypatch.setattr(device, "copy", copy)
     check(model, expected)
 
@@ -516,7 +516,7 @@ def test_a_placement_shows_its_own_memory(tiny: TinyCheckpoint, device: FakeDevi
     """Views of a unit in a buffer are all in the buffer's memory, at multiples of the alignment."""
     model = load(tiny("llama"))
     logits(model, IDS)
-    for unit in streamer_of(model).prefetcher.units:
+    for unit in session_of(model).prefetcher.units:
         for place in unit.slots.values():
             assert isinstance(place, DevicePlacement)
             assert {view.data_ptr() % 512 for view in place.views.values()} == {0}
@@ -580,7 +580,7 @@ def test_a_larger_limit_is_the_allocators_first(
     account = account_of(device)
     limit = model.pipeload.plan.memory_limit
     seen: list[int | None] = []
-    governor = streamer_of(model).governor
+    governor = session_of(model).governor
     take = governor.take_limit
 
     def look(limit: int) -> None:
@@ -620,7 +620,7 @@ def test_caches_of_others_take_residents(tiny: TinyCheckpoint, device: FakeDevic
     model = load(folder, spare=PART)
     check(model, expected)
     before = model.pipeload.plan.resident
-    need = streamer_of(model).governor._needs.for_pass((IDS,), {})
+    need = session_of(model).governor._needs.for_pass((IDS,), {})
     device.others = model.pipeload.plan.reserve_bytes - need + PART // 2
     check(model, expected)
     assert model.pipeload.plan.resident < before

@@ -17,7 +17,7 @@ from tests.support.streaming import (
     in_thread,
     load_streamed,
     logits,
-    streamer_of,
+    session_of,
 )
 from tests.support.users import small_ranges
 
@@ -36,7 +36,7 @@ def load(folder: Path, *, tied: bool) -> Any:
     save_random(config, folder, "fp32", seed=3)
     with small_ranges():
         model = load_streamed(folder, spare=10_000_000, modules=True)
-    assert len(streamer_of(model).tables) == 1
+    assert len(session_of(model).streamer.tables) == 1
     return model
 
 
@@ -50,7 +50,7 @@ def test_two_lookups_at_once(tmp_path: Path) -> None:
     """Passes run beside each other then, but the second one's rows do not replace the first's."""
     model, plain = load(tmp_path, tied=False), load_plain(tmp_path)
     logits(model)
-    assert streamer_of(model)._settled
+    assert session_of(model).passes._replan.settled
     others: list[Future[torch.Tensor]] = []
 
     def have_another(*_args: object) -> None:
@@ -104,7 +104,7 @@ def test_called_while_the_first_pass_ends(
     hook = model.model.layers[2].mlp.register_forward_pre_hook(stop)
     first = in_thread(logits, model)
     assert inside.wait(WAIT_SECONDS)
-    changed: Any = streamer_of(model)._gate._changed
+    changed: Any = session_of(model).passes._gate._changed
     original = changed.wait
 
     def tell(timeout: float | None = None) -> bool:
@@ -115,6 +115,6 @@ def test_called_while_the_first_pass_ends(
     second = in_thread(alone, model)
     assert torch.equal(first.result(WAIT_SECONDS), logits(plain))
     assert torch.equal(second.result(WAIT_SECONDS), alone(plain))
-    assert streamer_of(model)._settled
+    assert session_of(model).passes._replan.settled
     assert_nothing_held(model)
     assert torch.equal(logits(model), logits(plain))

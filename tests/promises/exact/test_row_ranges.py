@@ -25,7 +25,7 @@ from tests.support.streaming import (
     generated,
     load_streamed,
     logits,
-    streamer_of,
+    session_of,
 )
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def small_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def split_sites(model: Any) -> list[Any]:
-    return [seat for seat in streamer_of(model)._seats if seat.whole is not None]
+    return [seat for seat in session_of(model).streamer.seats if seat.whole is not None]
 
 
 @pytest.mark.parametrize(("stored", "loaded"), DTYPES)
@@ -61,7 +61,7 @@ def test_every_kind(tiny: TinyCheckpoint, family: str, stored: str, loaded: str)
         if spare < 1_000_000:
             # A Conv1D is no Linear, and GPT-2's head shares a table, which is not cast row by row.
             assert split_sites(model) or (family == "gpt2" and stored != loaded)
-            assert streamer_of(model).tables or stored != loaded, "no table is read by rows"
+            assert session_of(model).streamer.tables or stored != loaded, "no table is read by rows"
         for _ in range(2):
             assert torch.equal(logits(model), wanted), spare
         assert generated(model) == text
@@ -83,7 +83,7 @@ def test_ranges_that_are_not_exact(
     """As with AMX: the smallest limit is no larger for it, and the bits are the whole's."""
     folder, dtype = tiny("llama", stored), TORCH[loaded]
     plain = load_plain(folder, dtype=dtype)
-    usual = streamer_of(load_streamed(folder, modules=True, dtype=dtype)).governor.plan
+    usual = session_of(load_streamed(folder, modules=True, dtype=dtype)).governor.plan
     monkeypatch.setattr(row_cuts, "ranges_are_exact", lambda *_: False)
     monkeypatch.setattr(row_products, "ranges_are_exact", lambda *_: False)
     multiply, ranges = row_products.by_zeros, []
@@ -94,7 +94,7 @@ def test_ranges_that_are_not_exact(
 
     monkeypatch.setattr(row_products, "by_zeros", counted)
     model = load_streamed(folder, modules=True, dtype=dtype)
-    plan = streamer_of(model).governor.plan
+    plan = session_of(model).governor.plan
     assert plan.smallest_limit - plan.floor_bytes <= usual.smallest_limit - usual.floor_bytes
     assert split_sites(model)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
@@ -120,7 +120,7 @@ def test_a_limit_changed_before_a_replaced_forward(tiny: TinyCheckpoint) -> None
     wanted = logits(model)
     assert split_sites(model)
     model.lm_head.forward = types.MethodType(nn.Linear.forward, model.lm_head)
-    governor = streamer_of(model).governor
+    governor = session_of(model).governor
     model.model.norm.register_forward_hook(
         lambda *_: governor.take_limit(governor.plan.memory_limit + 1)
     )
@@ -190,7 +190,7 @@ def test_a_replaced_forward_that_does_not_fit(tiny: TinyCheckpoint) -> None:
     """One error says which weight is needed as a whole, and the limit that holds it."""
     model = load_streamed(tiny("llama"), spare=0, modules=True)
     wanted = logits(model)
-    governor = streamer_of(model).governor
+    governor = session_of(model).governor
     model.lm_head.forward = lambda x: functional.linear(x, model.lm_head.weight)
     with (
         mock.patch.object(governor, "_room", return_value=1000),

@@ -16,7 +16,7 @@ from pipeload.budget.accounts import ACCOUNTANT
 from pipeload.budget.pass_shape import read_shape
 from pipeload.engine import table_seats
 from tests.support.models import randomize, save_random, tiny_config
-from tests.support.streaming import logits, streamer_of
+from tests.support.streaming import logits, session_of
 from tests.tools.model_types import configs
 from tests.tools.model_types.check import tiny_planning
 
@@ -129,7 +129,7 @@ def test_a_table_that_is_used_whole(tmp_path: Path) -> None:
 def test_rows_of_a_table(tmp_path: Path) -> None:
     """They are read, in every pass that asks for them; the table as a whole never is."""
     streamed, plain = streamed_and_plain(Picking, tmp_path)
-    (table,) = streamer_of(streamed).tables
+    (table,) = session_of(streamed).streamer.tables
     assert list(table.parameters) == ["words.weight"]
     with tiny_planning():
         for given in ({}, {"pixel_values": PIXELS}, {"pixel_values": PIXELS}, {}):
@@ -142,7 +142,7 @@ def test_a_table_as_a_matrix(tmp_path: Path) -> None:
     streamed, plain = streamed_and_plain(Mixing, tmp_path)
     with tiny_planning():
         assert torch.equal(streamed(IDS), plain(IDS))
-        (table,) = streamer_of(streamed).tables
+        (table,) = session_of(streamed).streamer.tables
         with (
             mock.patch.object(table_seats, "rss_bytes", return_value=1 << 60),
             pytest.raises(pipeload.MemoryLimitError, match=r"table 'words\.weight'"),

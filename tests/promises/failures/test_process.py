@@ -48,9 +48,9 @@ from tests.support.streaming import (
     our_threads,
     prefetcher_of,
     reference,
+    session_of,
     smallest_limit,
     steady_floor,
-    streamer_of,
     wait_for_threads,
 )
 
@@ -111,7 +111,7 @@ def test_a_fork_while_another_thread_holds_the_locks(
     held, done = threading.Event(), threading.Event()
 
     def hold() -> None:
-        with ACCOUNTANT.lock, streamer_of(model)._gate._lock:
+        with ACCOUNTANT.lock, session_of(model).passes._gate._lock:
             held.set()
             assert done.wait(2 * WAIT_SECONDS)
 

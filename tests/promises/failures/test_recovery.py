@@ -165,7 +165,7 @@ def test_a_waiting_thread_takes_over(reference: Reference) -> None:
 
 
 def pipeload_gate(model: Any) -> Any:
-    return model.pipeload._streamer._gate
+    return model.pipeload._session.passes._gate
 
 
 def test_two_threads_take_turns(reference: Reference) -> None:

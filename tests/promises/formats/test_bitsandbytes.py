@@ -188,7 +188,7 @@ def test_unpacked_bytes_count_in_the_dtype_that_is_computed_in(
     largest = max(linears(model), key=lambda m: m.weight.numel() * is_4bit(m))
     assert largest.compute_dtype == torch.float32
     assert next(model.parameters()).dtype == torch.bfloat16
-    counted = model.pipeload._streamer.governor._needs._products(1)
+    counted = model.pipeload._session.governor._needs._products(1)
     if processor == AVX2:  # all of it for a prompt, and what is kept for ranges: here as much
         wanted = 4 if make_fill(torch.ones(16), 64) is None else 8
         assert counted >= wanted * largest.in_features * largest.out_features
@@ -256,7 +256,7 @@ def companions_of(model: Any) -> list[Any]:
     """What goes with its quantised weights."""
     return [
         companion
-        for seat in model.pipeload._streamer._seats
+        for seat in model.pipeload._session.streamer.seats
         for several in seat._binding._companions.values()
         for companion in several
     ]
@@ -286,7 +286,7 @@ def test_the_limit_in_mid_life(quantised: Callable[[str, str], Path]) -> None:
     small, _, large = limits(folder, 3)
     model = load(folder, large)
     expected = all_outputs(model)
-    governor = model.pipeload._streamer.governor  # the fixture lets no accountant reach it
+    governor = model.pipeload._session.governor  # the fixture lets no accountant reach it
     governor.take_limit(small)
     assert model.pipeload.plan.bytes_per_pass > 0
     assert_same(all_outputs(model), expected)

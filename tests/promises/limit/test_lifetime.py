@@ -264,7 +264,7 @@ def test_a_block_costs_two_hooks_and_one_message(
         assert calls.count("ran") + calls.count("wanted") == 7  # six blocks and the head
         assert calls.count("entered") + calls.count("wanted") == calls.count("released")
         assert {"reset", "open", "collect"}.isdisjoint(calls)
-        files = len(model.pipeload._streamer.files._files)
+        files = len(model.pipeload._session.files._files)
         assert calls.count("fstat") == files
 
 

@@ -26,13 +26,14 @@ from tests.support.streaming import (
     assert_nothing_held,
     finish_messages,
     generated,
+    hooked_sites,
     in_thread,
     load_streamed,
     logits,
     prefetcher_of,
+    session_of,
     smallest_limit,
     steady_floor,
-    streamer_of,
 )
 
 if TYPE_CHECKING:
@@ -78,7 +79,7 @@ def held(model: Any) -> int:
 
 def most_beside(model: Any) -> int:
     """Bytes that others may hold: nothing is left for residents, and passes are not refused yet."""
-    governor = streamer_of(model).governor
+    governor = session_of(model).governor
     return int(governor.plan.memory_limit - governor.least_bytes() - governor._hint_need)
 
 
@@ -96,7 +97,7 @@ def test_down_and_up_between_passes(folder: Path, plain: Any, spare: int) -> Non
     check_right(model, plain)
     before = held(model)
     model.pipeload.set_memory_limit(limit - spare)
-    governor = streamer_of(model).governor
+    governor = session_of(model).governor
     assert held(model) <= governor.budget < before
     assert model.pipeload.plan.memory_limit == model.pipeload.stats().memory_limit == limit - spare
     check_right(model, plain)
@@ -198,7 +199,7 @@ def test_a_settled_pass_keeps_its_weights(folder: Path, plain: Any, inner: bool)
     """While a thread computes without hooks, another one's limit waits, also for inner modules."""
     model = load_streamed(folder, spare=ALL)
     logits(model)
-    assert streamer_of(model)._settled
+    assert session_of(model).passes._replan.settled
     low = model.pipeload.plan.memory_limit - ALL
 
     def call(model: Any) -> torch.Tensor:
@@ -219,7 +220,7 @@ def test_a_settled_pass_keeps_its_weights(folder: Path, plain: Any, inner: bool)
     hook.remove()
     assert changed
     check_right(model, plain)
-    assert held(model) <= streamer_of(model).governor.budget
+    assert held(model) <= session_of(model).governor.budget
 
 
 def test_a_limit_from_inside_the_own_pass(folder: Path, plain: Any) -> None:
@@ -234,7 +235,7 @@ def test_a_limit_from_inside_the_own_pass(folder: Path, plain: Any) -> None:
         assert torch.equal(logits(model), logits(plain))
         hook.remove()
         check_right(model, plain)
-        assert held(model) <= streamer_of(model).governor.budget
+        assert held(model) <= session_of(model).governor.budget
 
 
 def test_two_settled_passes_that_both_want_memory(
@@ -245,8 +246,8 @@ def test_two_settled_passes_that_both_want_memory(
     monkeypatch.setattr(budget_governor, "MIN_STEP_BYTES", 4096)
     model = load_streamed(folder, spare=ALL)
     logits(model)
-    streamer = streamer_of(model)
-    governor, adopt = streamer.governor, streamer.adopt
+    passes = session_of(model).passes
+    governor, adopt = session_of(model).governor, passes.adopt
     least, most = governor.wants
     need = governor._needs.for_pass((IDS,), {})
     spare = governor._room(governor._limit, 0) - need
@@ -260,11 +261,11 @@ def test_two_settled_passes_that_both_want_memory(
             threads.append(in_thread(logits, model))
             # What this process has learnt of its passes may let that one run as it is.
             deadline = time.monotonic() + WAIT_SECONDS / 3
-            while len(streamer._waiting) < 2 and time.monotonic() < deadline:
+            while len(passes._waiting) < 2 and time.monotonic() < deadline:
                 time.sleep(0.001)
         return adopt(new)
 
-    monkeypatch.setattr(streamer, "adopt", slow)
+    monkeypatch.setattr(passes, "adopt", slow)
     pressure.nbytes = governor._floor + WARM_UP_BYTES + spare - (least + most) // 2
     threads.append(in_thread(logits, model))
     threads[0].result(WAIT_SECONDS)
@@ -280,13 +281,13 @@ def test_it_settles_again(folder: Path, plain: Any) -> None:
     limit = model.pipeload.plan.memory_limit
     for _ in range(3):
         check_right(model, plain)
-        assert streamer_of(model).hooked_sites == 0
+        assert hooked_sites(model) == 0
         model.pipeload.set_memory_limit(limit - ALL)
-        assert streamer_of(model).hooked_sites > 0
+        assert hooked_sites(model) > 0
         check_right(model, plain)
         model.pipeload.set_memory_limit(limit)
     check_right(model, plain)
-    assert streamer_of(model).hooked_sites == 0
+    assert hooked_sites(model) == 0
 
 
 def test_user_memory_takes_residents(folder: Path, plain: Any, pressure: Pressure) -> None:
@@ -296,7 +297,7 @@ def test_user_memory_takes_residents(folder: Path, plain: Any, pressure: Pressur
     full = held(model)
     pressure.nbytes = most_beside(model)
     check_right(model, plain)
-    low = streamer_of(model).governor
+    low = session_of(model).governor
     assert held(model) <= low.budget == low.wants[0] < full
     pressure.nbytes = 0
     for _ in range(6):
@@ -327,9 +328,9 @@ def test_two_share_and_one_gives_back(folder: Path, plain: Any) -> None:
         limit = smallest_limit(folder) + 1_500_000
         first = pipeload.from_pretrained(folder, memory_limit=limit, dtype="auto")
         check_right(first, plain)
-        alone = streamer_of(first).governor.budget
+        alone = session_of(first).governor.budget
         second = pipeload.from_pretrained(folder, memory_limit=limit, dtype="auto")
-    shared = streamer_of(first).governor.budget
+    shared = session_of(first).governor.budget
     assert shared < alone
     for _ in range(2):
         check_right(first, plain)
@@ -339,7 +340,7 @@ def test_two_share_and_one_gives_back(folder: Path, plain: Any) -> None:
     assert len(ACCOUNTANT.clients) == 1
     for _ in range(6):
         check_right(first, plain)
-    assert streamer_of(first).governor.budget > shared
+    assert session_of(first).governor.budget > shared
     del first
     gc.collect()
     assert ACCOUNTANT.clients == []
@@ -359,6 +360,8 @@ def test_an_interrupt_anywhere_in_a_resplit(folder: Path, plain: Any, pressure: 
 
     found = places_of(partial(logits, settled()))
     files = (
+        "engine/passes.py",
+        "engine/replan.py",
         "engine/streamer.py",
         "prefetch/prefetcher.py",
         "budget/governor.py",
@@ -374,5 +377,5 @@ def test_an_interrupt_anywhere_in_a_resplit(folder: Path, plain: Any, pressure: 
         assert torch.equal(in_thread(logits, model).result(WAIT_SECONDS), expected), where
         assert torch.equal(logits(model), expected), where
         assert_nothing_held(model)
-        assert held(model) <= streamer_of(model).governor.wants[0], where
+        assert held(model) <= session_of(model).governor.wants[0], where
     assert struck > 5

@@ -310,7 +310,7 @@ def test_weights_that_an_adapter_changes(lab: Lab) -> None:
     torch.manual_seed(0)
     plain = peft.get_peft_model(load_plain(lab.folder), lora(init_lora_weights="pissa")).eval()
     assert Answer(adapted) == Answer(plain)
-    model.pipeload._streamer.governor.shrink(0)
+    model.pipeload._session.governor.shrink(0)
     assert Answer(adapted) == Answer(plain)
     with pytest.raises(UnsupportedOperationError, match=r"q_proj\.weight.*spill_dir"):
         peft.get_peft_model(load_streamed(lab.folder), lora(init_lora_weights="pissa"))

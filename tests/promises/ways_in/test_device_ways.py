@@ -23,10 +23,10 @@ from tests.support.streaming import (
     check,
     finish_reads,
     generated,
+    hooked_sites,
     load_streamed,
     logits,
     prefetcher_of,
-    streamer_of,
 )
 
 if TYPE_CHECKING:
@@ -159,7 +159,7 @@ def test_no_way_back_to_a_checkpoint_that_changed(
     os.truncate(file, file.stat().st_size // 2)
     with pytest.raises(pipeload.CheckpointChangedError, match="was changed in place"):
         model.pipeload.remove()
-    assert streamer_of(model).hooked_sites > 0
+    assert hooked_sites(model) > 0
 
 
 def mixture(family: str) -> Any:
@@ -287,6 +287,6 @@ def check_plain(model: Any, expected: Reference) -> None:
 def test_device_maps_that_agree(tiny: TinyCheckpoint, device: FakeDevice) -> None:
     """A map that says the same is no second opinion; another one is refused."""
     model = load(tiny("llama"), device_map={"": "cpu"})
-    assert streamer_of(model).hooked_sites > 0
+    assert hooked_sites(model) > 0
     with pytest.raises(pipeload.OptionError, match="device_map puts modules on xpu:3"):
         load(tiny("llama"), device_map={"": "xpu:3"})

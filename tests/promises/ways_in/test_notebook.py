@@ -237,7 +237,7 @@ def test_the_librarys_bars(
 ) -> None:
     """Its bar does, and so does its stand-in where bars are switched off."""
     monkeypatch.setattr("transformers.utils.logging._tqdm_active", shown)
-    monkeypatch.setattr("pipeload.engine.assembly.in_notebook", lambda: True)
+    monkeypatch.setattr("pipeload.entry.notebook_bar.in_notebook", lambda: True)
     model = load_smallest(tiny("llama"))
     before = hooks_of(model)
     run_pass(model)

@@ -27,7 +27,7 @@ from tests.support.streaming import (
     our_threads,
     prefetcher_of,
     reference,
-    streamer_of,
+    session_of,
     wait_for_threads,
 )
 
@@ -139,7 +139,7 @@ def test_rows_that_hang(
     monkeypatch.setattr(make_plan, "TABLE_KEEP_BYTES", 0)
     expected = logits(load_plain(tiny("llama")))
     model = load_streamed(tiny("llama"), read_timeout=SECONDS)
-    assert streamer_of(model).tables
+    assert session_of(model).streamer.tables
     assert torch.equal(logits(model), expected)
     while any(unit.state.name == "LOADING" for unit in prefetcher_of(model).units):
         finish_messages(prefetcher_of(model))

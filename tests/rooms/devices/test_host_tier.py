@@ -24,7 +24,7 @@ from tests.promises.exact.test_device import (
     smallest,
 )
 from tests.support.fake_device import FakeDevice, lend
-from tests.support.streaming import check, logits, streamer_of
+from tests.support.streaming import check, logits, session_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -93,7 +93,7 @@ def test_the_same_output_with_fewer_reads(
 def _finish(model: Any) -> None:
     from tests.support.streaming import finish_messages
 
-    prefetcher = streamer_of(model).prefetcher
+    prefetcher = session_of(model).prefetcher
     while prefetcher._dispatcher._loading:
         finish_messages(prefetcher)
 
@@ -131,7 +131,7 @@ def test_they_yield_to_the_hosts_limit(
     model = load(folder)
     check(model, expected)
     assert model.pipeload.plan.hosted_bytes > 0
-    governor: Any = streamer_of(model).governor
+    governor: Any = session_of(model).governor
     room = governor._host.room
     monkeypatch.setattr(governor._host, "room", lambda _limit: 700_000)
     check(model, expected)
@@ -182,7 +182,7 @@ def test_what_libraries_and_conversions_take_stays_free(
     """In the plan, and when a pass looks how much may stay in host memory."""
     folder = tiny("llama")
     model = load(folder)
-    governor: Any = streamer_of(model).governor
+    governor: Any = session_of(model).governor
     with steady_process(100 << 20):  # less than the floor, which counts then
         room = governor._host.room(8 << 30)
         free = {"host_slack_bytes": 3_000_000, "host_conversion_bytes": 5_000_000}
@@ -226,7 +226,7 @@ def test_the_system_refuses_memory_for_them(
     model = load(folder)
     for _ in range(3):
         check(model, expected)
-    hosting = streamer_of(model).governor.hosting  # type: ignore[attr-defined]
+    hosting = session_of(model).governor.hosting  # type: ignore[attr-defined]
     assert 0 < hosting.held_bytes < model.pipeload.plan.hosted_bytes
 
 

@@ -17,7 +17,7 @@ from tests.support.streaming import (
     WAIT_SECONDS,
     assert_nothing_held,
     load_streamed,
-    streamer_of,
+    session_of,
 )
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def test_forward_is_one_pass(folder: Path, spare: int) -> None:
         with torch.no_grad():
             assert torch.equal(way(IDS).logits, want)
         assert model.pipeload.stats().passes == number
-    assert streamer_of(model)._settled == (spare == ALL)
+    assert session_of(model).passes._replan.settled == (spare == ALL)
     assert torch.equal(by_parts(model), by_parts(plain))
 
 
@@ -96,7 +96,7 @@ def test_a_call_that_died_is_over(folder: Path) -> None:
     with pytest.raises(KeyboardInterrupt) as kept:
         forwarded(model)
     hook.remove()
-    assert not streamer_of(model).busy
+    assert not session_of(model).passes.busy
     assert torch.equal(forwarded(model), forwarded(plain))
     assert kept.value.__traceback__ is not None
     with torch.no_grad():

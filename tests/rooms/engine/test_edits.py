@@ -26,9 +26,9 @@ from tests.support.streaming import (
     IDS,
     load_streamed,
     logits,
+    session_of,
     smallest_limit,
     steady_floor,
-    streamer_of,
 )
 from tests.support.users import small_ranges
 
@@ -167,7 +167,7 @@ def test_edited(state: str, target: str, tiny: TinyCheckpoint) -> None:
         kept.add(name)
         assert torch.equal(logits(model), wanted), name
         for _ in range(2 if len(kept) % 3 else 0):
-            streamer_of(model).governor.shrink(0)
+            session_of(model).governor.shrink(0)
             assert torch.equal(logits(model), wanted), name
         if name not in {"prune", "weight_norm"}:
             model.pipeload.remove()
@@ -196,7 +196,7 @@ def test_quantised(method: str, spare: int, tmp_path: Path) -> None:
     refused = refusal(without_grad(lambda weight: weight.zero_()), target)
     assert torch.equal(logits(model), wanted if refused is None else unedited)
     if refused is None:
-        governor = streamer_of(model).governor
+        governor = session_of(model).governor
         governor.plan = governor._plan_for(governor.wants[0])
         refused = refusal(logits, model)
         assert refused is not None or torch.equal(logits(model), wanted)
@@ -219,7 +219,7 @@ def test_changed_inside_a_pass(tiny: TinyCheckpoint) -> None:
             logits(model)
         # As where remove() finds the files to be others.
         changed = mock.patch.object(
-            streamer_of(model).files, "check_unchanged", side_effect=KeyError
+            session_of(model).files, "check_unchanged", side_effect=KeyError
         )
         with changed, pytest.raises(KeyError):
             model.pipeload.remove()
@@ -247,7 +247,7 @@ def test_copied_onto_itself(tiny: TinyCheckpoint) -> None:
     weight = model.model.layers[2].mlp.up_proj.weight
     with torch.no_grad():
         weight.copy_(weight.clone())
-    streamer_of(model).governor.shrink(0)
+    session_of(model).governor.shrink(0)
     with pytest.raises(UnsupportedOperationError, match=r"sum\(\) needs"):
         weight.sum()
 

@@ -523,7 +523,7 @@ def test_a_disk_that_fails(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     [
         "engine.assembly.Streamer",
         "engine.assembly.Adapters",
-        "engine.streamer.Streamer.attach",
+        "engine.hooking.Hooks.attach",
         "engine.guards._load_guard",
         "engine.guards.Hide",
         "engine.assembly.allow_copies",

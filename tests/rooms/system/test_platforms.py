@@ -35,9 +35,9 @@ from tests.support.streaming import (
     generated,
     load_streamed,
     logits,
+    session_of,
     smallest_limit,
     steady_floor,
-    streamer_of,
 )
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ from pipeload.budget import make_plan
 from pipeload.system import pages
 from pipeload.budget import cut
 from pipeload.budget.accounts import Accountant
-from tests.support.streaming import FLOOR_BYTES, load_streamed, streamer_of
+from tests.support.streaming import FLOOR_BYTES, load_streamed, session_of
 Accountant.other_bytes = lambda self: FLOOR_BYTES  # a tiny model is less than the libraries' noise
 cut._TABLE_BYTES = 0  # a tiny model's table is read by rows, too
 assembly.TABLE_KEEP_BYTES = make_plan.TABLE_KEEP_BYTES = 0  # and given back after every pass
@@ -84,7 +84,7 @@ for folder, expected, spare in zip(folders, wanted, (200_000, 30_000_000)):
     model = load_streamed(folder, spare=spare, io_mode=io_mode)
     plan = model.pipeload.plan
     result = {"streamed": plan.bytes_per_pass, "io_mode": plan.io_mode}
-    result |= {"same": [same()], "tables": len(streamer_of(model).tables)}
+    result |= {"same": [same()], "tables": len(session_of(model).streamer.tables)}
     for change in (-spare // 2, spare):
         model.pipeload.set_memory_limit(model.pipeload.plan.memory_limit + change)
         result["same"].append(same())
@@ -176,7 +176,7 @@ def test_one_thing_missing(
     FALLBACKS[missing](monkeypatch)
     model = load_streamed(folder, spare=500_000, io_mode=io_mode)
     assert model.pipeload.plan.bytes_per_pass > 0
-    assert len(streamer_of(model).tables) == 1
+    assert len(session_of(model).streamer.tables) == 1
     for limit in (0, -500_000, 500_000):
         if limit:
             model.pipeload.set_memory_limit(model.pipeload.plan.memory_limit + limit)

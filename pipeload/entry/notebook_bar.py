@@ -1,11 +1,15 @@
-"""The first pass of a model in a notebook, as the library there shows its own loading."""
+"""The first pass of a model in a notebook is shown, as the library there shows its loading."""
 
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from pipeload.engine.first_pass import FirstPass
 from pipeload.hf import library
+
+if TYPE_CHECKING:
+    from pipeload.engine.assembly import Assembly
 
 
 def in_notebook() -> bool:
@@ -13,6 +17,12 @@ def in_notebook() -> bool:
     ipython: Any = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
     return shell is not None and "IPKernelApp" in shell.config
+
+
+def show_first_pass(assembly: Assembly, model: Any) -> None:
+    """In a notebook, show how far the first pass of a model is that streams now."""
+    if in_notebook():
+        assembly.at_removal(FirstPass(model, NotebookBar()).stop)
 
 
 class NotebookBar:
@@ -23,7 +33,7 @@ class NotebookBar:
         self._shown = 0
 
     def show(self, done: int, total: int) -> None:
-        """So many of all blocks are done."""
+        """Show that `done` of `total` blocks have run."""
         if self._bar is None:
             self._bar = library.progress_bar(total, "First pass", "layer")
         self._bar.update(done - self._shown)
