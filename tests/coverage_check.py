@@ -17,7 +17,7 @@ from unittest import mock
 import torch
 
 import pipeload
-from pipeload.budget import cut, make_plan, residency
+from pipeload.budget import cut, residency
 from pipeload.budget.accounts import ACCOUNTANT, Accountant
 from tests.coverage_classes import classes_of
 from tests.coverage_configs import RECIPES, config_for, is_small, tiny_config
@@ -25,6 +25,7 @@ from tests.coverage_inputs import candidates
 from tests.coverage_outputs import difference_of, tensors_of
 from tests.coverage_repairs import repaired
 from tests.coverage_special_inputs import save_beside
+from tests.measuring import steady
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -74,11 +75,8 @@ class WrongError(Exception):
 def tiny_planning() -> Iterator[None]:
     """Plans of tiny models look like those of large ones: all but vectors is worth streaming."""
     with (
-        mock.patch.object(make_plan, "rss_bytes", return_value=_FLOOR_BYTES),
-        mock.patch.object(make_plan, "lower_floor"),
+        steady(_FLOOR_BYTES),
         mock.patch.object(Accountant, "other_bytes", return_value=_FLOOR_BYTES),
-        mock.patch.object(make_plan, "SMALLEST_SLACK_BYTES", 0),
-        mock.patch.object(make_plan, "CHUNKS", (1 << 14,)),
         mock.patch.object(cut, "CHUNKS", (1 << 14,)),
         mock.patch.object(cut, "_TABLE_BYTES", 1 << 12),
         mock.patch.object(residency, "_TINY_BYTES", 256),
