@@ -83,12 +83,15 @@ def __getattr__(name: str) -> object:
 def _import_torch() -> None:
     """Import torch by itself, and give back what only that needed: the peak of the rest is lower.
 
-    Starting it reads some 70 MB of its libraries; importing the models then needs 110 MB more.
+    Starting it reads some 70 MB of its libraries; importing the models then needs 110 MB more. How
+    many kernels torch keeps is said now: it asks once, when it first multiplies.
     """
     import torch  # noqa: F401
 
     from pipeload.system.library_pages import lower_floor
+    from pipeload.system.memory import keep_few_kernels
 
+    keep_few_kernels()
     lower_floor()
 
 

@@ -23,7 +23,6 @@ import transformers
 from transformers.generation.streamers import BaseStreamer
 
 import pipeload
-from pipeload.devices.make_plan import DevicePlan
 from pipeload.devices.open_device import open_device
 from pipeload.system.memory import peak_rss_bytes
 from pipeload_hooks import find_blocks
@@ -31,7 +30,8 @@ from pipeload_hooks import find_blocks
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pipeload.budget.plan import UnitPlan
+    from pipeload.budget.device_share import DeviceShare
+    from pipeload.budget.plan import Plan, UnitPlan
     from pipeload.engine.handle import Handle
     from pipeload.engine.stats import Stats
     from pipeload.weights.device import Device
@@ -65,7 +65,7 @@ def describe(model: Any) -> dict[str, Any]:
     tied = head is not None and head.weight is table
     total = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
     return {
-        **(_describe_device(plan) if isinstance(plan, DevicePlan) else {}),
+        **({} if plan.device_share is None else _describe_device(plan, plan.device_share)),
         "memory_limit": plan.memory_limit,
         "floor": plan.floor_bytes,
         "reserve": plan.reserve_bytes,
@@ -82,18 +82,18 @@ def describe(model: Any) -> dict[str, Any]:
     }
 
 
-def _describe_device(plan: DevicePlan) -> dict[str, Any]:
+def _describe_device(plan: Plan, share: DeviceShare) -> dict[str, Any]:
     """What the terms of the bound are made of, in bytes and bytes per second."""
-    device = open_device(plan.device)
+    device = open_device(share.device)
     link_rate = None if device is None else device.link_rate()
     assert link_rate is not None  # noqa: S101 - measured before the model was there
-    host = plan.host_memory_limit - plan.host_floor_bytes - plan.host_reserve_bytes
+    host = share.host_memory_limit - share.host_floor_bytes - share.host_reserve_bytes
     return {
-        "device": plan.device,
-        "host_memory_limit": plan.host_memory_limit,
+        "device": share.device,
+        "host_memory_limit": share.host_memory_limit,
         "blocks": sum(unit.resident_bytes + unit.streamed.nbytes for unit in plan.units),
         "pinned": plan.pinned_bytes,
-        "host_room": host - plan.staging_scratch_bytes,
+        "host_room": host - share.staging_scratch_bytes,
         "hosted": plan.hosted_bytes,
         "link_rate": link_rate,
     }

@@ -186,7 +186,26 @@ def _is_open_as(path: Path, descriptor: int) -> bool:
 
 
 def resolve_io_mode(requested: str, files: Sequence[Path], fits_cache: bool) -> str:
-    """The mode that "auto" means for these files.
+    """The mode that "auto" means for these files, which are asked where that counts.
+
+    Raises:
+        OptionError: the name is unknown, or the files refuse the mode that was asked for.
+    """
+    asked = requested == "direct" or (requested == "auto" and not fits_cache)
+    refusal = direct_refusal(files) if asked else None
+    return choose_io_mode(requested, files, refusal, fits_cache=fits_cache)
+
+
+def choose_io_mode(
+    requested: str, files: Sequence[Path], refusal: str | None, *, fits_cache: bool
+) -> str:
+    """The mode that "auto" means for files that refuse direct reads so.
+
+    Args:
+        requested: one of `IO_MODES`.
+        files: paths, for the error alone.
+        refusal: as `direct_refusal` gives it.
+        fits_cache: whether the page cache has room for all that is streamed.
 
     Raises:
         OptionError: the name is unknown, or the files refuse the mode that was asked for.
@@ -195,8 +214,7 @@ def resolve_io_mode(requested: str, files: Sequence[Path], fits_cache: bool) -> 
         raise OptionError(f"io_mode={requested!r} is unknown. Choose one of {', '.join(IO_MODES)}.")
     if requested == "buffered" or (requested == "auto" and fits_cache):
         return "buffered"
-    refusal = _direct_refusal(files) if requested != "uncached" else "not asked for"
-    if refusal is None:
+    if requested != "uncached" and refusal is None:
         return "direct"
     if requested == "direct":
         raise OptionError(
@@ -209,7 +227,7 @@ def resolve_io_mode(requested: str, files: Sequence[Path], fits_cache: bool) -> 
     return "buffered"
 
 
-def _direct_refusal(files: Sequence[Path]) -> str | None:
+def direct_refusal(files: Sequence[Path]) -> str | None:
     """Why direct reads do not work, None when they do. Reads one page."""
     if not hasattr(os, "O_DIRECT") or not hasattr(os, "preadv"):
         return "this system has no direct reads"

@@ -21,7 +21,6 @@ from pipeload.cli.model import DTYPES, check_model, explained, load_tokenizer
 from pipeload.cli.plan_text import shown
 from pipeload.cli.screen import log, silence_libraries
 from pipeload.demo.model import STAMP, default_model_folder, make_smollm2
-from pipeload.devices.make_plan import DevicePlan
 from pipeload.devices.open_device import open_device
 from pipeload.errors import CheckpointError, MemoryLimitError
 from pipeload.system.memory import peak_rss_bytes
@@ -101,9 +100,10 @@ def _plan_or_refusal(model: str, *, device: str, **options: Any) -> Plan | Memor
 
 def _at_rates(plan: Plan, disk_rate: float, device: str) -> Plan:
     plan = replace(plan, disk_rate=disk_rate)
-    if isinstance(plan, DevicePlan) and (found := open_device(device)) is not None:
-        plan = replace(plan, link_rate=found.link_rate(), compute_rate=found.compute_rate())
-    return plan
+    share = plan.device_share
+    if share is not None and (found := open_device(device)) is not None:
+        share = replace(share, link_rate=found.link_rate(), compute_rate=found.compute_rate())
+    return replace(plan, device_share=share)
 
 
 def probe(files: Sequence[Path]) -> float:
@@ -181,12 +181,12 @@ def choose_limit(model: str, *, debug: bool, **where: Any) -> int:
             tight = _plan(model, memory_limit=error.smallest_limit * 11 // 10, **options)
     whole = tight.floor_bytes + tight.reserve_bytes + weights
     limit = tight.smallest_limit + round((whole - tight.smallest_limit) * _CHOSEN_SHARE)
-    if not isinstance(tight, DevicePlan):
+    if tight.device_share is None:
         # A CUDA build of torch took more while it was loaded, and that is the peak that is shown.
         limit = max(limit, min(peak_rss_bytes(), whole - weights // 4))
     log.info(
         "%s are in use before; with all weights it would be %s."
-        if isinstance(tight, DevicePlan)
+        if tight.device_share is not None
         else "Python and its libraries take %s; with all weights it would be %s.",
         format_size(tight.floor_bytes),
         format_size(whole),

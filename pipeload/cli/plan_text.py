@@ -6,7 +6,6 @@ import json
 from typing import TYPE_CHECKING
 
 from pipeload._sizes import counted, format_size
-from pipeload.devices.make_plan import DevicePlan
 from pipeload.errors import MemoryLimitError
 
 if TYPE_CHECKING:
@@ -73,7 +72,7 @@ def _figures(plan: Plan, *, batch: int, probed: bool) -> dict[str, object]:
         "disk_rate_measured": probed,
         "seconds_per_pass": plan.seconds_per_pass,
         "tokens_per_second": _tokens_per_second(plan, batch),
-        **(plan.host_figures() if isinstance(plan, DevicePlan) else {}),
+        **plan.host_figures(),
     }
 
 
@@ -117,9 +116,10 @@ def _text(plan: Plan, *, batch: int, probed: bool) -> str:
     else:
         per_token = format_size(round(plan.bytes_per_pass / batch))
         link = ""
-        if isinstance(plan, DevicePlan) and plan.link_rate:
+        share = plan.device_share
+        if share is not None and share.link_rate:
             copied = format_size(round(plan.link_bytes_per_pass / batch))
-            link = f", {copied} over the link at {format_size(round(plan.link_rate))}/s"
+            link = f", {copied} over the link at {format_size(round(share.link_rate))}/s"
         lines.append(
             f"{counted(len(plan.units), 'unit')}; {per_token} come from disk per token. "
             f"At {rate} ({source}){link}\n"

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from pipeload._sizes import counted, format_size
 from pipeload._text_tables import Row, Tabled
-from pipeload.devices.make_plan import DevicePlan
 from pipeload.engine.stats import past_the_cache, work_rows
 
 if TYPE_CHECKING:
@@ -129,8 +128,8 @@ def count(
 def describe_limits(plan: Plan) -> str:
     """The limit, or both with the device that one of them is of."""
     limit = f"memory limit {format_size(plan.memory_limit)}"
-    if isinstance(plan, DevicePlan):
-        limit += f" of {plan.device}, {format_size(plan.host_memory_limit)} of host memory"
+    if (share := plan.device_share) is not None:
+        limit += f" of {share.device}, {format_size(share.host_memory_limit)} of host memory"
     return limit
 
 
@@ -139,7 +138,7 @@ def describe_plan(plan: Plan) -> str:
     limits = describe_limits(plan)
     if plan.fits:
         return f"{limits}: all weights fit; after the first pass nothing is read"
-    copied = plan.link_bytes_per_pass if isinstance(plan, DevicePlan) else None
+    copied = None if plan.device_share is None else plan.link_bytes_per_pass
     kept = plan.resident - plan.pinned_bytes
     share = kept / (kept + (plan.bytes_per_pass if copied is None else copied))
     text = (

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import deque
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from pipeload._sizes import format_size
 from pipeload.budget.accounts import ACCOUNTANT, Accountant
@@ -19,7 +19,7 @@ from pipeload.budget.governor import MIN_STEP_BYTES, PATIENCE, STEPS, Governor
 from pipeload.budget.out_of_memory import PassMemoryLimitError
 from pipeload.devices.accounts import account_of, device_limit
 from pipeload.devices.host_share import HostShare
-from pipeload.devices.host_tier import choose_hosted, with_hosted
+from pipeload.devices.host_tier import host_within
 from pipeload.errors import MemoryLimitError
 from pipeload.system.memory import parse_limit
 
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from pipeload.budget.plan import Plan, UnitPlan
     from pipeload.budget.reserve import PassHint
     from pipeload.devices.host_tier import Hosting
-    from pipeload.devices.make_plan import DevicePlan
     from pipeload.devices.slots import DeviceSlot, SlotSize
     from pipeload.weights.device import Device
 
@@ -63,7 +62,7 @@ class DeviceGovernor(Governor):
         self.hosting = hosting
         self._inner_adopt: Callable[[Plan], bool] | None = None
         super().__init__(build, needs, hint, counters, pressure=pressure)
-        plan = cast("DevicePlan", build.plan)
+        plan = build.plan
         self._slots = slots
         self._host = HostShare(self, slots)
         self.hosted_budget = plan.hosted_bytes
@@ -85,13 +84,10 @@ class DeviceGovernor(Governor):
         self._size.follow(plan.units)
 
     @property
-    def device_plan(self) -> DevicePlan:
-        """The same."""
-        return cast("DevicePlan", self._plan)
-
-    @device_plan.setter
-    def device_plan(self, plan: DevicePlan) -> None:
-        self.plan = plan
+    def _host_limit(self) -> int:
+        share = self.plan.device_share
+        assert share is not None  # noqa: S101 - the plan is a device's
+        return share.host_memory_limit
 
     @property
     def adopt(self) -> Callable[[Plan], bool] | None:
@@ -114,9 +110,8 @@ class DeviceGovernor(Governor):
 
     def join(self) -> None:
         """Count from now on."""
-        plan = self.device_plan
-        ACCOUNTANT.join(self._host, plan.host_memory_limit)
-        self._account.join(self, plan.memory_limit)
+        ACCOUNTANT.join(self._host, self._host_limit)
+        self._account.join(self, self.plan.memory_limit)
 
     def leave(self) -> None:
         """Count no more."""
@@ -142,7 +137,7 @@ class DeviceGovernor(Governor):
         """What `Stats` shows of a device."""
         return {
             "device": str(self._device.where),
-            "host_memory_limit": self.device_plan.host_memory_limit,
+            "host_memory_limit": self._host_limit,
             "copied_bytes": sum(slot.copied_bytes for slot in self._slots),
             "peak_device_bytes": self._device.peak_bytes(),
             "locked": self.hosting.locked and all(slot.locked for slot in self._slots),
@@ -195,7 +190,7 @@ class DeviceGovernor(Governor):
         """Measure what may stay in host memory; returns whether that is another amount now."""
         if not self.hosting.pays:
             return False
-        limit = self.device_plan.host_memory_limit
+        limit = self._host_limit
         room, was = max(0, self._host.room(limit)), self.hosted_budget
         self._recent_host.append(room)
         if room < was:
@@ -216,7 +211,7 @@ class DeviceGovernor(Governor):
             fits = budget >= self._residency.smallest
             if not fits:
                 return None
-            return cast("DevicePlan", self._plan_for(budget)).link_bytes_per_pass
+            return self._plan_for(budget).link_bytes_per_pass
 
     def inside_pass(self) -> None:
         """See [Note: what holds a device's limit]."""
@@ -272,12 +267,11 @@ class DeviceGovernor(Governor):
         return self.plan.memory_limit
 
     def _plan_for(self, budget: int) -> Plan:
-        plan = cast("DevicePlan", super()._plan_for(budget))
-        return self._with_hosted(plan, self.hosted_budget)
+        return self._with_hosted(super()._plan_for(budget), self.hosted_budget)
 
-    def _with_hosted(self, plan: DevicePlan, budget: int) -> DevicePlan:
+    def _with_hosted(self, plan: Plan, budget: int) -> Plan:
         """The plan with as much in host memory as that. Units that stay as they are keep theirs."""
-        units = with_hosted(plan.units, choose_hosted(plan.units, budget))
+        units = host_within(plan.units, budget)
         # See [Note: buffers of another size] in slots.py.
         resized = plan.slot_bytes != self.plan.slot_bytes
         units = tuple(
@@ -289,7 +283,7 @@ class DeviceGovernor(Governor):
     def host(self, budget: int) -> bool:
         """Keep so much in host memory from now on; False when a pass is running."""
         budget = budget if self.hosting.pays else 0
-        plan = self._with_hosted(self.device_plan, budget)
+        plan = self._with_hosted(self.plan, budget)
         if self.adopt is None or not self.adopt(plan):
             return False
         self.hosted_budget, self.plan = budget, plan

@@ -14,8 +14,9 @@ from pipeload.errors import MemoryLimitError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from pipeload.budget.device_share import DeviceShare
+    from pipeload.budget.plan import Plan
     from pipeload.devices.host_tier import Hosting
-    from pipeload.devices.make_plan import DevicePlan
     from pipeload.devices.slots import DeviceSlot
 
 
@@ -23,7 +24,7 @@ class Owner(Protocol):
     """Whose host memory it is."""
 
     name: str
-    device_plan: DevicePlan
+    plan: Plan
     """What is to be kept and streamed."""
     hosting: Hosting
     hosted_budget: int
@@ -55,9 +56,15 @@ class HostShare:
         return self._governor.name
 
     @property
-    def plan(self) -> DevicePlan:
+    def plan(self) -> Plan:
         """The owner's."""
-        return self._governor.device_plan
+        return self._governor.plan
+
+    @property
+    def _share(self) -> DeviceShare:
+        share = self.plan.device_share
+        assert share is not None  # noqa: S101 - the owner's is a device's
+        return share
 
     @property
     def budget(self) -> int:
@@ -75,7 +82,7 @@ class HostShare:
         """What is there now."""
         hosted = self._governor.hosting.held_bytes
         slots = sum(slot.host_bytes for slot in self._slots)
-        return self.plan.staging_scratch_bytes + slots + hosted
+        return self._share.staging_scratch_bytes + slots + hosted
 
     def promised_bytes(self) -> int:
         """What it may come to hold."""
@@ -84,7 +91,7 @@ class HostShare:
     def least_bytes(self) -> int:
         """Staging, as it is or as it will be, and scratch."""
         there = sum(slot.host_bytes for slot in self._slots)
-        return self.plan.staging_scratch_bytes + max(there, self.plan.staging_bytes)
+        return self._share.staging_scratch_bytes + max(there, self.plan.staging_bytes)
 
     def running_bytes(self) -> int:
         """A pass takes its memory on the device."""
@@ -93,10 +100,10 @@ class HostShare:
     def room(self, limit: int) -> int:
         """What may stay in host memory, measured now."""
         overhead = KERNEL_BYTES + page_table_bytes(limit) + self.least_bytes()
-        overhead += self.plan.host_conversion_bytes
+        overhead += self._share.host_conversion_bytes
         others = ACCOUNTANT.promised_to_others(self)
         # It will be that much soon.
-        floor = self.plan.host_floor_bytes + WARM_UP_BYTES + self.plan.host_slack_bytes
+        floor = self._share.host_floor_bytes + WARM_UP_BYTES + self._share.host_slack_bytes
         return limit - max(ACCOUNTANT.other_bytes(), floor) - overhead - others
 
     def shrink(self, budget: int) -> bool:
@@ -114,13 +121,14 @@ class HostShare:
             need = limit_for(limit - page_table_bytes(limit) - room)
             raise MemoryLimitError(
                 f"host_memory_limit={limit} bytes ({format_size(limit)}) is too small for the "
-                f"staging of a model that streams to {self.plan.device}. Set at least {need} bytes "
-                f"({format_size(need)}).",
+                f"staging of a model that streams to {self._share.device}. Set at least {need} "
+                f"bytes ({format_size(need)}).",
                 limit=limit,
                 smallest_limit=need,
             )
 
     def take_limit(self, limit: int) -> None:
         """Keep what it holds, as far as another limit of the process allows."""
-        self._governor.device_plan = dataclasses.replace(self.plan, host_memory_limit=limit)
+        share = dataclasses.replace(self._share, host_memory_limit=limit)
+        self._governor.plan = dataclasses.replace(self.plan, device_share=share)
         self._governor.host(max(0, self.room(limit)))

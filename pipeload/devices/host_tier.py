@@ -37,20 +37,6 @@ _log = logging.getLogger("pipeload")
 _GOLDEN = (math.sqrt(5) - 1) / 2
 
 
-def worth_hosting(
-    streamed: int, *, disk_rate: float | None, link_rate: float | None, compute_seconds: float = 0.0
-) -> int:
-    """How many of the streamed bytes it pays to keep in host memory.
-
-    Reading the rest then takes no longer than copying everything, or than computing. With unknown
-    rates (bytes per second) the disk is taken for the slowest by far.
-    """
-    if not disk_rate:
-        return streamed
-    copying = streamed / link_rate if link_rate else 0.0
-    return max(0, math.ceil(streamed - disk_rate * max(copying, compute_seconds)))
-
-
 def choose_hosted(units: Sequence[UnitPlan], budget: int) -> frozenset[str]:
     """The names of units that stay in `budget` bytes of host memory, spread over the pass."""
     order = sorted(range(len(units)), key=lambda index: (index * _GOLDEN % 1.0, index))
@@ -61,6 +47,11 @@ def choose_hosted(units: Sequence[UnitPlan], budget: int) -> frozenset[str]:
             chosen.append(units[index].name)
             budget -= nbytes
     return frozenset(chosen)
+
+
+def host_within(units: Sequence[UnitPlan], budget: int) -> tuple[UnitPlan, ...]:
+    """The same units, of which `budget` bytes stay in host memory."""
+    return with_hosted(units, choose_hosted(units, budget))
 
 
 def with_hosted(units: Sequence[UnitPlan], hosted: frozenset[str]) -> tuple[UnitPlan, ...]:

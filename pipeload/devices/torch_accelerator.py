@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pipeload._sizes import format_size
+from pipeload.system.library_pages import droppable_bytes, lower_floor
 from pipeload.weights.arena import Arena
 from pipeload.weights.device import ALIGN, aligned
 
@@ -82,6 +83,8 @@ class TorchDevice:
         self._rates: dict[Callable[[TorchDevice], float], float] = {}
         self._open()
         self.warm_up()
+        self.code_bytes = self._find_code()
+        """Library pages that computing needs, in bytes of host memory."""
 
     def _open(self) -> None:
         self._module: Any = torch.get_device_module(self.where)
@@ -118,6 +121,12 @@ class TorchDevice:
         process still takes on that has computed for a while.
         """
         return _HOST_SLACK_BYTES if self._blocks < _WARM_BLOCKS else _LATER_HOST_SLACK_BYTES
+
+    def _find_code(self) -> int:
+        """What comes back with computing once all library pages were given back, in bytes."""
+        lower_floor()
+        self.warm_up()
+        return droppable_bytes()
 
     def warm_up(self) -> None:
         """What a block is made of, small: products of several and of one row, attention."""

@@ -6,7 +6,8 @@ import weakref
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
-from pipeload.budget.make_plan import MAPPED, TABLE_KEEP_BYTES, Build
+from pipeload.budget.host_memory import TABLE_KEEP_BYTES
+from pipeload.budget.make_plan import MAPPED, Build
 from pipeload.checkpoint.files import FileSet
 from pipeload.checkpoint.headers import stamps_of
 from pipeload.checkpoint.readers import run_jobs

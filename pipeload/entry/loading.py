@@ -14,19 +14,24 @@ import torch
 from pipeload._sizes import format_size
 from pipeload.budget.accounts import ACCOUNTANT
 from pipeload.budget.cut import Divider, NothingToStreamError, Touched
+from pipeload.budget.cuttings import Cuttings
+from pipeload.budget.host_memory import HostMemory
 from pipeload.budget.make_plan import make_plan
+from pipeload.budget.measured import measure
 from pipeload.budget.pass_needs import PassNeeds
 from pipeload.budget.reserve import reserve_bytes
 from pipeload.budget.trial_run import probe_usage
 from pipeload.checkpoint.headers import check_folder
 from pipeload.devices.accounts import account_of
 from pipeload.devices.backend import make_target
-from pipeload.devices.make_plan import make_device_plan
+from pipeload.devices.device_memory import DeviceMemory
+from pipeload.devices.measured import measure_device
 from pipeload.engine.assembly import Assembly
 from pipeload.engine.forks import give_back_inherited
 from pipeload.entry.notebook_bar import show_first_pass
 from pipeload.errors import MemoryLimitError, UnsupportedModelError
 from pipeload.hf import arguments, takeover
+from pipeload.system.library_pages import lower_floor
 from pipeload.system.memory import keep_few_kernels, return_freed_memory, rss_bytes
 from pipeload.system.openmp import advise_openmp
 from pipeload.weights.arena import DTYPE_CODES, DTYPES
@@ -160,9 +165,7 @@ def assemble(pending: PendingLoad, request: Request) -> tuple[Assembly, Any]:
     Returns it, hooks to come, and the library's loading report.
     """
     needs = needs_of(pending, request.options.device)
-    build = plan_beside_others(
-        partial(plan_pending, pending, needs, request), request.options.device
-    )
+    build = plan_to_load(partial(plan_pending, pending, needs, request), request.options.device)
     assembly = Assembly(
         pending, build, make_target(build), needs, request.hint, pressure=request.pressure
     )
@@ -179,8 +182,28 @@ def finish(assembly: Assembly, model: Any, root: nn.Module | None = None) -> Non
     show_first_pass(assembly, model)
 
 
-def plan_beside_others(make: Callable[[], Build], device: Device | None) -> Build:
-    """A plan for a model that is really to be loaded: others give back what is over their share."""
+def plan_to_load(make: Callable[[], Build], device: Device | None) -> Build:
+    """A plan for a model that is really to be loaded, and a process that is as it counts on.
+
+    What planning itself leaves alone is done here: others give back what is over their share, and
+    the process what only its start needed.
+    """
+    return_freed_memory()
+    keep_few_kernels()
+    call_vector_functions()
+    build = _plan_beside_others(make, device)
+    # After cutting: trying out products of rows has made torch take on what it takes on. What
+    # running needs of the libraries comes back, out of the reserve.
+    lower_floor()
+    return build
+
+
+def _plan_beside_others(make: Callable[[], Build], device: Device | None) -> Build:
+    """Others give back what is over their share.
+
+    Raises:
+        MemoryLimitError: it does not fit even so.
+    """
     account = ACCOUNTANT if device is None else account_of(device)
     for _ in range(2):  # first what it cannot do without, then its share of the rest
         if not ACCOUNTANT.clients:
@@ -277,8 +300,10 @@ def plan_model(
 ) -> Build:
     """Plan how a model is streamed.
 
+    Nothing changes: see [Note: planning looks, loading acts] in measured.py.
+
     Args:
-        model: the model, whose weights need not be there.
+        model: what is to be streamed.
         weights: what can be read of it, by name.
         tied: names of parameters that share another one's memory, and that one's.
         probed: the same on the meta device, None if there is no such thing.
@@ -293,34 +318,35 @@ def plan_model(
         UnsupportedModelError: there is nothing to stream, or the device lacks a dtype.
         OptionError: the files refuse the way of reading that was asked for.
     """
-    return_freed_memory()
-    keep_few_kernels()
-    call_vector_functions()
-    device = request.options.device
+    options = request.options
+    device = options.device
     if device is not None:
         _refuse_dtypes(model, weights, device)
     divider = Divider(
         model, weights, tied, blocks_alone=device is not None, beside_bytes=statistics_bytes
     )
 
-    def touched() -> Touched | None:
-        usage = probe_usage(probed) if probed is not None else None
-        if usage is None:
-            return None
-        ran = frozenset(usage.executed)
-        # Nothing was learnt about modules that did not run.
-        idle = (n for n, _ in model.named_parameters() if n.rpartition(".")[0] not in ran)
-        return Touched(usage.touched_outside, frozenset(idle), usage.touched_past_block)
+    cuttings = Cuttings(divider, _touched(model, probed), finely=device is None)
+    code_bytes = 0 if device is None else device.code_bytes
+    # After cutting: that makes torch take on what it takes on.
+    measured = measure(files, options.io_mode, leaving_bytes=leaving, code_bytes=code_bytes)
+    if device is None:
+        reserve = reserve_bytes(needs, request.hint, options.memory_limit)
+        memory = HostMemory(measured, options, reserve)
+        return make_plan(cuttings, measured, options, memory, files)
+    found = measure_device(device, rates=bool(options.disk_rate))
+    needed = request.hint.pass_bytes(needs)
+    buffers = sum(b.numel() * b.element_size() for b in model.buffers())
+    there = DeviceMemory(found, measured, options, needed, buffers)
+    return make_plan(cuttings, measured, options, there, files)
 
-    if device is not None:
-        return make_device_plan(
-            divider,
-            touched,
-            files,
-            request.hint.pass_bytes(needs),
-            request.options,
-            buffers=sum(b.numel() * b.element_size() for b in model.buffers()),
-            leaving=leaving,
-        )
-    reserve = reserve_bytes(needs, request.hint, request.options.memory_limit)
-    return make_plan(divider, touched, files, reserve, request.options, leaving=leaving)
+
+def _touched(model: nn.Module, probed: nn.Module | None) -> Touched | None:
+    """How a trial run uses the model's weights; None where it cannot be tried."""
+    usage = probe_usage(probed) if probed is not None else None
+    if usage is None:
+        return None
+    ran = frozenset(usage.executed)
+    # Nothing was learnt about modules that did not run.
+    idle = (n for n, _ in model.named_parameters() if n.rpartition(".")[0] not in ran)
+    return Touched(usage.touched_outside, frozenset(idle), usage.touched_past_block)

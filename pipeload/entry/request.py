@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pipeload.budget.accounts import ACCOUNTANT, host_limit_alone
-from pipeload.budget.make_plan import Options
+from pipeload.budget.options import Options
 from pipeload.budget.reserve import PassHint
 from pipeload.checkpoint.files import IO_MODES
 from pipeload.checkpoint.stalls import resolve_timeout

@@ -25,8 +25,8 @@ from pipeload.entry.loading import (
     check_source,
     finish,
     fuses,
-    plan_beside_others,
     plan_model,
+    plan_to_load,
 )
 from pipeload.errors import CheckpointError, OptionError, UnsupportedModelError
 from pipeload.hf import library, marks, takeover
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from pipeload.budget.make_plan import Options
+    from pipeload.budget.options import Options
     from pipeload.entry.request import Request
     from pipeload.entry.spill import Spill
     from pipeload.hf.pending_load import PendingLoad
@@ -162,7 +162,7 @@ def _stream(
         request=request,
         leaving=_leaving_bytes(model, live.files),
     )
-    build = plan_beside_others(plan, request.options.device)
+    build = plan_to_load(plan, request.options.device)
     before = [(parameter, parameter.data) for parameter in model.parameters()]
     buffers = [(module._buffers, dict(module._buffers)) for module in model.modules()]  # noqa: SLF001
     assembly: Assembly | None = None

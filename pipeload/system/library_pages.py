@@ -26,7 +26,7 @@ import sys
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
 _MADV_DONTNEED = 4
 _HEADER = re.compile(
@@ -52,6 +52,16 @@ def lower_floor() -> int:
     Returns:
         The bytes that were dropped: 0 off Linux, and where the kernel does not tell about mappings.
     """
+    return _sum_of_held(_drop)
+
+
+def droppable_bytes() -> int:
+    """What `lower_floor` would drop now. Only looks; what it cannot look at is 0."""
+    return _sum_of_held(lambda _libc, segment: segment.resident)
+
+
+def _sum_of_held(count: Callable[[Any, Segment], int]) -> int:
+    """The sum over the segments that can be dropped, while none of them can go away."""
     if not sys.platform.startswith("linux"):
         return 0
     try:
@@ -61,9 +71,9 @@ def lower_floor() -> int:
     except (OSError, AttributeError):
         return 0  # no /proc, or another C library
     try:
-        # Read again: only now can none of them go away, and only those that are held are dropped.
+        # Read again: only now can none of them go away, and only those that are held count.
         names = {name for name, _ in held}
-        return sum(_drop(libc, segment) for segment in _own_segments() if segment.path in names)
+        return sum(count(libc, segment) for segment in _own_segments() if segment.path in names)
     except OSError:
         return 0
     finally:

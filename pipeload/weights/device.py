@@ -72,8 +72,9 @@ class Device(Protocol):
     def host_slack_bytes(self) -> int:
         """What its libraries take on later in host memory: code of kernels that run first then."""
 
-    def warm_up(self) -> None:
-        """Have its libraries take what computing takes, before anybody measures."""
+    @property
+    def code_bytes(self) -> int:
+        """Library pages that come back with the first computing, after they were given back."""
 
     def fuses_attention(self, dtype: torch.dtype) -> bool:
         """Whether a kernel computes attention in that dtype without writing its scores out."""

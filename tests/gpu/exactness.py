@@ -93,10 +93,7 @@ def same_without_room_in_host_memory(card: Card) -> None:
 @contextlib.contextmanager
 def _nothing_hosted() -> Iterator[None]:
     """As if the host had no room: models here are small."""
-    with (
-        mock.patch("pipeload.devices.make_plan.choose_hosted", return_value=frozenset()),
-        mock.patch("pipeload.devices.governor.choose_hosted", return_value=frozenset()),
-    ):
+    with mock.patch("pipeload.devices.host_tier.choose_hosted", return_value=frozenset()):
         yield
 
 

@@ -16,9 +16,10 @@ import pipeload
 from pipeload.budget.accounts import Accountant
 from pipeload.errors import MemoryLimitError
 from pipeload.system.pages import PAGE
+from tests.support.measuring import steady
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
     from pathlib import Path
 
 FLOOR_BYTES = 300 << 20
@@ -27,16 +28,14 @@ ROOMY = 4_000_000_000
 
 
 @pytest.fixture(autouse=True)
-def steady_floor(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every plan of the test assumes that this process holds `FLOOR_BYTES`."""
-    monkeypatch.setattr("pipeload.budget.make_plan.rss_bytes", lambda: FLOOR_BYTES)
+def steady_floor(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """All of the test assumes that this process holds `FLOOR_BYTES` beside the model."""
     monkeypatch.setattr("pipeload.engine.restore.rss_bytes", lambda: FLOOR_BYTES)
-    monkeypatch.setattr("pipeload.budget.make_plan.lower_floor", lambda: 0)
     monkeypatch.setattr(Accountant, "other_bytes", lambda _self: FLOOR_BYTES)
     # Each model is alone: one that is about to be let go has no part in the limit.
     monkeypatch.setattr(Accountant, "clients", property(lambda _self: []))
-    # A process that never grows needs none, and a tiny model would fit in it.
-    monkeypatch.setattr("pipeload.budget.make_plan.SMALLEST_SLACK_BYTES", 0)
+    with steady(FLOOR_BYTES):
+        yield
 
 
 def smallest_limit(folder: Path, **options: Any) -> int:

@@ -82,6 +82,7 @@ class FakeDevice:
     fuses = True
     slack_bytes = 0
     host_slack_bytes = 0
+    code_bytes = 0
 
     def __init__(
         self, nbytes: int = 1 << 40, *, slow: float = 0.001, pins: bool = True, workspace: int = 0
@@ -172,9 +173,6 @@ class FakeDevice:
 
     def compute_rate(self) -> float:
         return self.product_rate
-
-    def warm_up(self) -> None:
-        pass
 
     def trim(self) -> None:
         self.trims += 1
@@ -278,8 +276,7 @@ def lend(monkeypatch: pytest.MonkeyPatch, *, hosting: bool = True) -> Iterator[F
     for user in ("entry.request", "cli.plan"):
         monkeypatch.setattr(f"pipeload.{user}.open_device", lambda _name: made)
     if not hosting:
-        for user in ("devices.make_plan", "devices.governor"):
-            monkeypatch.setattr(f"pipeload.{user}.choose_hosted", lambda *_args: frozenset())
+        monkeypatch.setattr("pipeload.devices.host_tier.choose_hosted", lambda *_args: frozenset())
     yield made
     gc.collect()
     made.synchronize()

@@ -12,11 +12,11 @@ from unittest import mock
 import torch
 
 import pipeload
-from pipeload.budget import make_plan
 from pipeload.budget.accounts import ACCOUNTANT
 from pipeload.checkpoint.files import FileSet
 from pipeload.entry import loading
 from pipeload.prefetch.unit import UnitState
+from tests.support.measuring import steady
 from tests.support.models import load_plain
 
 if TYPE_CHECKING:
@@ -48,10 +48,7 @@ def steady_floor(*, modules: bool = False) -> Iterator[None]:
     """
     ACCOUNTANT.forget_all()
     with (
-        mock.patch.object(make_plan, "rss_bytes", return_value=FLOOR_BYTES),
-        mock.patch.object(make_plan, "lower_floor"),
-        # A process that never grows needs none, and a tiny model would fit in it.
-        mock.patch.object(make_plan, "SMALLEST_SLACK_BYTES", 0),
+        steady(FLOOR_BYTES),
         contextlib.nullcontext()
         if modules
         else mock.patch.object(loading, "probe_usage", _not_probed),

@@ -14,7 +14,7 @@ from tokenizers.pre_tokenizers import Whitespace
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import pipeload
-from pipeload.budget import cut, make_plan
+from pipeload.budget import cut
 from tests.support.exact import assert_same, prompt
 from tests.support.streaming import WAIT_SECONDS, assert_nothing_held, smallest_limit, steady_floor
 
@@ -36,7 +36,6 @@ WAYS = ("from_pretrained", "streaming", "wrap")
 def small_ranges() -> Iterator[None]:
     """128 rows at a time: tiny matrices have several ranges, and tiny tables are read by rows."""
     with (
-        mock.patch.object(make_plan, "CHUNKS", (1 << 14,)),
         mock.patch.object(cut, "CHUNKS", (1 << 14,)),
         mock.patch.object(cut, "_TABLE_BYTES", 1 << 12),
     ):

@@ -136,8 +136,7 @@ def main() -> int:
         soak = Soak(folder, options.seed)
         with (
             mock.patch("pipeload.entry.request.open_device", return_value=soak.device),
-            mock.patch("pipeload.devices.make_plan.choose_hosted", soak.choose),
-            mock.patch("pipeload.devices.governor.choose_hosted", soak.choose),
+            mock.patch("pipeload.devices.host_tier.choose_hosted", soak.choose),
         ):
             end = time.monotonic() + options.seconds
             while time.monotonic() < end:

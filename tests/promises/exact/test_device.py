@@ -15,7 +15,6 @@ import torch
 import pipeload
 from pipeload.budget.accounts import ACCOUNTANT
 from pipeload.devices.accounts import account_of
-from pipeload.devices.make_plan import DevicePlan
 from pipeload.devices.seats import DeviceSeat
 from pipeload.devices.slots import DevicePlacement, DeviceSlot
 from tests.support.exact import prompt
@@ -38,6 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
+    from pipeload.budget.plan import Plan
     from tests.conftest import TinyCheckpoint
 
 HOST = "8GB"
@@ -66,11 +66,11 @@ def load(folder: Path, *, spare: int = 0, **options: Any) -> Any:
     )
 
 
-def plan_for(folder: Path, **options: Any) -> DevicePlan:
+def plan_for(folder: Path, **options: Any) -> Plan:
     """What `from_pretrained` would do."""
     options = {"dtype": "auto", "host_memory_limit": HOST, "device": "fake"} | options
     plan = pipeload.plan(folder, **options)
-    assert isinstance(plan, DevicePlan)
+    assert plan.device_share is not None
     return plan
 
 
@@ -679,8 +679,10 @@ def test_the_plan_shows_both_limits(tiny: TinyCheckpoint, device: FakeDevice) ->
         assert name in text
     on_device = plan.floor_bytes + plan.reserve_bytes + plan.resident + plan.buffers
     assert on_device + plan.between_bytes + plan.unused == plan.memory_limit
-    on_host = plan.host_floor_bytes + plan.host_reserve_bytes + plan.staging_bytes
-    assert on_host + plan.staging_scratch_bytes + plan.host_unused == plan.host_memory_limit
+    share = plan.device_share
+    assert share is not None
+    on_host = share.host_floor_bytes + share.host_reserve_bytes + plan.staging_bytes
+    assert on_host + share.staging_scratch_bytes + plan.host_unused == plan.host_memory_limit
 
 
 def test_models_on_one_device_share_its_limit(tiny: TinyCheckpoint, device: FakeDevice) -> None:

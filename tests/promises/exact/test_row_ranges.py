@@ -14,7 +14,6 @@ from torch.nn import functional
 
 import pipeload
 from pipeload.budget import cut as budget_cut
-from pipeload.budget import make_plan
 from pipeload.budget.governor import Governor
 from pipeload.engine import row_products
 from pipeload.weights import row_cuts
@@ -40,8 +39,7 @@ TORCH = {"fp32": torch.float32, "bf16": torch.bfloat16}
 @pytest.fixture(autouse=True)
 def small_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
     """128 rows at a time: tiny matrices have several ranges, and tiny tables are read by rows."""
-    for module in (make_plan, budget_cut):
-        monkeypatch.setattr(module, "CHUNKS", (1 << 14,))
+    monkeypatch.setattr(budget_cut, "CHUNKS", (1 << 14,))
     monkeypatch.setattr(budget_cut, "_TABLE_BYTES", 1 << 12)
 
 

@@ -13,7 +13,7 @@ import torch
 
 import pipeload
 from pipeload import MemoryLimitError, UnsupportedModelError, UnsupportedOperationError
-from pipeload.budget import cut, make_plan
+from pipeload.budget import cut
 from pipeload.budget.accounts import ACCOUNTANT
 from pipeload_hooks import EvictedWeightWatch
 from tests.support.models import load_plain
@@ -102,8 +102,7 @@ BESIDE: dict[str, Callable[[], Any]] = {
 @pytest.fixture(autouse=True)
 def small_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiny matrices have several ranges of rows, and tiny tables are read by rows."""
-    for module in (make_plan, cut):
-        monkeypatch.setattr(module, "CHUNKS", (1 << 14,))
+    monkeypatch.setattr(cut, "CHUNKS", (1 << 14,))
     monkeypatch.setattr(cut, "_TABLE_BYTES", 1 << 12)
 
 

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 from dataclasses import FrozenInstanceError
 from typing import TYPE_CHECKING, cast
-from unittest import mock
 
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from pipeload import MemoryLimitError
-from pipeload.budget import make_plan as build
 from pipeload.budget.cut import Divider, Grain, Parts, Touched
-from pipeload.budget.make_plan import Options, make_plan
+from pipeload.budget.cuttings import Cuttings
+from pipeload.budget.host_memory import HostMemory
+from pipeload.budget.make_plan import make_plan
+from pipeload.budget.options import Options
 from pipeload.budget.reserve import page_table_bytes
 from pipeload.budget.residency import Choice, Residency, UnitSpec, _hold_bytes, is_tiny
 from pipeload.system.pages import PAGE
 from pipeload.weights.layout import Weight
+from tests.support.measuring import as_measured
 from tests.support.weights import Writer, unit_lists, weight_lists
 
 if TYPE_CHECKING:
@@ -194,14 +196,10 @@ class Cut:
 
 def planned(units: list[UnitSpec], pinned: list[Weight], limit: int, reserve: int) -> Plan:
     options = Options(limit, "buffered", None, 1e9)
-    reserve += page_table_bytes(limit)
-    with (
-        mock.patch.object(build, "rss_bytes", return_value=FLOOR),
-        mock.patch.object(build, "lower_floor"),
-        mock.patch.object(build, "SMALLEST_SLACK_BYTES", 0),
-    ):
-        divider = cast("Divider", Cut(units, pinned))
-        return make_plan(divider, lambda: None, [], reserve, options).plan
+    measured = as_measured(held_bytes=FLOOR)
+    memory = HostMemory(measured, options, reserve + page_table_bytes(limit))
+    cuttings = Cuttings(cast("Divider", Cut(units, pinned)), None)
+    return make_plan(cuttings, measured, options, memory, []).plan
 
 
 @given(unit_lists(), weight_lists(), st.floats(0, 1.1), st.integers(0, 10_000_000))

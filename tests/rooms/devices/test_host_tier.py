@@ -12,8 +12,9 @@ import pytest
 
 import pipeload
 from pipeload.budget.accounts import ACCOUNTANT
+from pipeload.budget.device_share import worth_hosting
 from pipeload.devices import host_tier
-from pipeload.devices.host_tier import choose_hosted, worth_hosting
+from pipeload.devices.host_tier import choose_hosted
 from pipeload.weights.arena import Arena
 from tests.promises.exact.test_device import (
     PART,
@@ -24,12 +25,13 @@ from tests.promises.exact.test_device import (
     smallest,
 )
 from tests.support.fake_device import FakeDevice, lend
+from tests.support.measuring import given
 from tests.support.streaming import check, logits, session_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from pipeload.devices.make_plan import DevicePlan
+    from pipeload.budget.plan import Plan
     from tests.conftest import TinyCheckpoint
 
 
@@ -48,11 +50,9 @@ def share(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
         return choose_hosted(units, min(budget, int(part * streamed)))
 
     def use(part: float) -> None:
-        for user in ("devices.make_plan", "devices.governor"):
-            monkeypatch.setattr(
-                f"pipeload.{user}.choose_hosted",
-                lambda units, budget: choose(units, budget, part),
-            )
+        monkeypatch.setattr(
+            host_tier, "choose_hosted", lambda units, budget: choose(units, budget, part)
+        )
 
     return use
 
@@ -186,7 +186,8 @@ def test_what_libraries_and_conversions_take_stays_free(
     with steady_process(100 << 20):  # less than the floor, which counts then
         room = governor._host.room(8 << 30)
         free = {"host_slack_bytes": 3_000_000, "host_conversion_bytes": 5_000_000}
-        governor.plan = dataclasses.replace(governor.plan, **free)
+        share = dataclasses.replace(governor.plan.device_share, **free)
+        governor.plan = dataclasses.replace(governor.plan, device_share=share)
         assert governor._host.room(8 << 30) == room - 8_000_000
     del model, governor
     gc.collect()
@@ -195,7 +196,9 @@ def test_what_libraries_and_conversions_take_stays_free(
         before = plan_for(folder, memory_limit=limit)
         device.host_slack_bytes = 7_000_000
         after = plan_for(folder, memory_limit=limit)
-    assert after.host_smallest_limit - before.host_smallest_limit == pytest.approx(7e6, rel=0.01)
+    shares = [plan.device_share for plan in (before, after)]
+    smallest_limits = [share.host_smallest_limit for share in shares if share is not None]
+    assert smallest_limits[1] - smallest_limits[0] == pytest.approx(7e6, rel=0.01)
 
 
 @contextlib.contextmanager
@@ -203,7 +206,7 @@ def steady_process(nbytes: int) -> Iterator[None]:
     """As if this process held so much."""
     with (
         mock.patch("pipeload.budget.accounts.rss_bytes", return_value=nbytes),
-        mock.patch("pipeload.devices.make_plan.rss_bytes", return_value=nbytes),
+        given(held_bytes=nbytes),
     ):
         yield
 
@@ -271,7 +274,7 @@ def test_the_plan_weighs_measured_rates(tiny: TinyCheckpoint, device: FakeDevice
     folder = tiny("llama")
     least = smallest(folder)
 
-    def plan(**rates: float) -> DevicePlan:
+    def plan(**rates: float) -> Plan:
         device.rate, device.product_rate = rates["link"], rates["products"]
         return plan_for(folder, memory_limit=least, disk_rate=1e9)
 
@@ -287,7 +290,8 @@ def test_the_plan_weighs_measured_rates(tiny: TinyCheckpoint, device: FakeDevice
         assert made.hosted_bytes == unknown.hosted_bytes > 0
         assert made.enough_hosted_bytes == pytest.approx(enough, abs=2)
         assert made.seconds_per_pass == pytest.approx(seconds)
-        assert made.link_rate == rates["link"]
+        assert made.device_share is not None
+        assert made.device_share.link_rate == rates["link"]
         assert ("would do" in made.table()) is (enough < made.hosted_bytes)
 
 

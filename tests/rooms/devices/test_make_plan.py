@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import pipeload
-from pipeload.devices.make_plan import DevicePlan
 from pipeload.devices.torch_accelerator import TorchDevice
 from pipeload.devices.views import device_bytes
 from tests.support.fake_device import FakeDevice, lend
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from pipeload.budget.plan import UnitPlan
+    from pipeload.budget.plan import Plan, UnitPlan
 
 MIB = 1 << 20
 
@@ -57,7 +56,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDevice]:
         yield made
 
 
-def reserved(plan: DevicePlan) -> int:
+def reserved(plan: Plan) -> int:
     """What the allocator has for a model of that plan, pinned weights in segments of their own."""
     segments = Segments()
     segments.take(plan.pinned_bytes)
@@ -92,6 +91,6 @@ def test_segments_are_within_the_limit(tmp_path: Path, device: FakeDevice, shape
     for share in (0.3, 0.7, 1.0):
         limit = least + int((enough - least) * share)
         plan = pipeload.plan(folder, memory_limit=limit, **options)
-        assert isinstance(plan, DevicePlan)
+        assert plan.device_share is not None
         begun = 24 * MIB  # a segment of each kind
         assert reserved(plan) + plan.reserve_bytes <= limit + begun, (share, plan.table())

@@ -21,6 +21,7 @@ import pipeload
 from pipeload.entry import api
 from pipeload.errors import MemoryLimitError, OptionError
 from pipeload.hf.takeover import intercept_loading
+from tests.support.measuring import given
 from tests.support.models import load_plain
 from tests.support.streaming import FLOOR_BYTES, WAIT_SECONDS, logits, smallest_limit, steady_floor
 
@@ -257,11 +258,11 @@ def test_the_environment_says_the_limit(
 def test_a_limit_that_nobody_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where "auto" comes to too little, the refusal says what it was made of."""
     monkeypatch.setattr("pipeload.system.memory.allowed_bytes", lambda: 100_000_000)
-    monkeypatch.setattr("pipeload.budget.make_plan.allowed_bytes", lambda: 100_000_000)
-    with pytest.raises(MemoryLimitError, match=r'named it: "auto" leaves a part of the 100 MB'):
-        pipeload.from_pretrained(folder)
-    with pytest.raises(MemoryLimitError) as refusal:
-        pipeload.from_pretrained(folder, memory_limit="50%")
+    with given(allowed_bytes=100_000_000):
+        with pytest.raises(MemoryLimitError, match=r'named it: "auto" leaves a part of the 100 MB'):
+            pipeload.from_pretrained(folder)
+        with pytest.raises(MemoryLimitError) as refusal:
+            pipeload.from_pretrained(folder, memory_limit="50%")
     assert "auto" not in str(refusal.value)
 
 

@@ -16,7 +16,7 @@ import torch
 
 import pipeload
 from pipeload.bench import reader
-from pipeload.budget import cut, make_plan
+from pipeload.budget import cut, host_memory
 from pipeload.checkpoint.files import FileSet, resolve_io_mode
 from pipeload.engine import assembly
 from pipeload.entry.spill import Spill
@@ -69,14 +69,14 @@ for name in [name for name in sys.modules if name.split(".")[0].startswith("pipe
 made = SYSTEMS[system](pytest.MonkeyPatch())
 
 from pipeload.engine import assembly
-from pipeload.budget import make_plan
+from pipeload.budget import host_memory
 from pipeload.system import pages
 from pipeload.budget import cut
 from pipeload.budget.accounts import Accountant
 from tests.support.streaming import FLOOR_BYTES, load_streamed, session_of
 Accountant.other_bytes = lambda self: FLOOR_BYTES  # a tiny model is less than the libraries' noise
 cut._TABLE_BYTES = 0  # a tiny model's table is read by rows, too
-assembly.TABLE_KEEP_BYTES = make_plan.TABLE_KEEP_BYTES = 0  # and given back after every pass
+assembly.TABLE_KEEP_BYTES = host_memory.TABLE_KEEP_BYTES = 0  # and given back after every pass
 results = []
 for folder, expected, spare in zip(folders, wanted, (200_000, 30_000_000)):
     def same():
@@ -160,7 +160,7 @@ def by_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tiny model's embedding is read by rows, which are given back after every pass."""
     monkeypatch.setattr(cut, "_TABLE_BYTES", 0)
     monkeypatch.setattr(assembly, "TABLE_KEEP_BYTES", 0)
-    monkeypatch.setattr(make_plan, "TABLE_KEEP_BYTES", 0)
+    monkeypatch.setattr(host_memory, "TABLE_KEEP_BYTES", 0)
 
 
 @linux

@@ -17,8 +17,9 @@ from unittest import mock
 import torch
 
 import pipeload
-from pipeload.budget import cut, make_plan, residency
+from pipeload.budget import cut, residency
 from pipeload.budget.accounts import ACCOUNTANT, Accountant
+from tests.support.measuring import steady
 from tests.tools.model_types.classes import classes_of
 from tests.tools.model_types.configs import RECIPES, config_for, is_small, tiny_config
 from tests.tools.model_types.inputs import candidates
@@ -74,11 +75,8 @@ class WrongError(Exception):
 def tiny_planning() -> Iterator[None]:
     """Plans of tiny models look like those of large ones: all but vectors is worth streaming."""
     with (
-        mock.patch.object(make_plan, "rss_bytes", return_value=_FLOOR_BYTES),
-        mock.patch.object(make_plan, "lower_floor"),
+        steady(_FLOOR_BYTES),
         mock.patch.object(Accountant, "other_bytes", return_value=_FLOOR_BYTES),
-        mock.patch.object(make_plan, "SMALLEST_SLACK_BYTES", 0),
-        mock.patch.object(make_plan, "CHUNKS", (1 << 14,)),
         mock.patch.object(cut, "CHUNKS", (1 << 14,)),
         mock.patch.object(cut, "_TABLE_BYTES", 1 << 12),
         mock.patch.object(residency, "_TINY_BYTES", 256),
