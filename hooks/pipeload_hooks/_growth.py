@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
-_lock = threading.Lock()
+_lock = threading.RLock()
+"""Re-entrant: a tree may be collected, and its watch closed, by the thread that holds it."""
 _watches: tuple[TreeWatch, ...] | None = None
 """None before the first one; replaced, never changed: other threads go through it."""
 

@@ -113,10 +113,8 @@ class Passes:
         refuse_compiled()
         if module is None:
             return
-        args: tuple[Any, ...] = ()
-        kwargs: Mapping[str, Any] = {}
         if self._replan.settled:
-            self._arrive(module, args, kwargs)
+            self._arrive(module, (), {})
             return
         lent = self._running is Running.CALL
         again = site in self._streamer.inside
@@ -124,10 +122,10 @@ class Passes:
             again = self._gate.died()
         if not again and (self._gate.step_in(module) if lent else self._gate.owned()):
             return
-        if site is not None:  # ids for an embedding say nothing of blocks
-            args, kwargs = arguments_alone(module, *arguments_of(module))
+        # Ids for an embedding say nothing of blocks.
+        given = ((), {}) if site is None else arguments_alone(module, *arguments_of(module))
         try:
-            self.begin(module, args, kwargs)
+            self.begin(module, *given)
         except BaseException:  # nobody comes to say that it is over
             self._gate.abandon()
             raise

@@ -61,13 +61,11 @@ class Dispatcher:
         self.fault: UnsupportedOperationError | None = None
         """Why no read will be dispatched any more, None while all is well."""
         self.inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self.counters = Counters()
-        self.units = units
+        self.counters, self.units = Counters(), units
         self._slots = Slots(
             slots, units, lambda plan, region: place(plan, region, files, convert), self.counters
         )
-        self._reads = Reads(self.counters, scratch, chunk_bytes)
-        self._order = order
+        self._reads, self._order = Reads(self.counters, scratch, chunk_bytes), order
         self._loading = 0
         self._tickets: dict[int, Ticket] = {}
         self._unread = sum(bool(unit.home.unread) for unit in units)
@@ -264,9 +262,7 @@ class Dispatcher:
         """In a forked child, where no thread is: give all memory back. Nothing is read again."""
         for unit in self.units:
             unit.home.keep(())
-            unit.slots.clear()
-        for region in self._slots.regions:
-            region.discard()
+        self._slots.abandon()
 
     def open(self) -> None:
         """Start the reader threads; to be called before `dispatch`."""

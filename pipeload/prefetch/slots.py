@@ -100,6 +100,13 @@ class Slots:
                 self.regions[slot].discard(kept)
                 self._touch(slot, kept)
 
+    def abandon(self) -> None:
+        """Give all memory back: nothing is read again."""
+        for unit in self._units:
+            unit.slots.clear()
+        for region in self.regions:
+            region.discard()
+
     def _touch(self, slot: int, nbytes: int) -> None:
         self._counters.buffer_bytes += nbytes - self.touched[slot]
         self.touched[slot] = nbytes
