@@ -24,7 +24,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from pipeload.weights.whole_shape import ALIGN, WholeShape
+from pipeload.weights.whole_shape import KERNEL_ALIGN, WholeShape
 
 ROW_STEP = 64
 """Ranges begin at multiples of this many rows."""
@@ -84,7 +84,7 @@ class Given(NamedTuple):
         return cls(
             given.shape,
             given.stride(),
-            given.data_ptr() % ALIGN,
+            given.data_ptr() % KERNEL_ALIGN,
             torch.get_num_threads(),
             _precision(),
         )
@@ -239,8 +239,8 @@ def _sampled(cut: Cut, most: int) -> torch.Tensor:
 def _place(given: Given, dtype: torch.dtype) -> torch.Tensor:
     """Memory for an input that lies as `given` does."""
     reach = 1 + sum((n - 1) * step for n, step in zip(given.shape, given.stride, strict=True))
-    buffer = torch.empty(reach * dtype.itemsize + 2 * ALIGN, dtype=torch.uint8)
-    start = -buffer.data_ptr() % ALIGN + given.offset // dtype.itemsize * dtype.itemsize
+    buffer = torch.empty(reach * dtype.itemsize + 2 * KERNEL_ALIGN, dtype=torch.uint8)
+    start = -buffer.data_ptr() % KERNEL_ALIGN + given.offset // dtype.itemsize * dtype.itemsize
     flat = buffer[start : start + reach * dtype.itemsize].view(dtype)
     return flat.as_strided(given.shape, given.stride)
 

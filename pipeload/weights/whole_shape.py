@@ -16,7 +16,7 @@ import torch
 
 from pipeload.weights.arena import DTYPE_CODES, Arena
 
-ALIGN = 64
+KERNEL_ALIGN = 64
 """Kernels look at addresses modulo this, at most."""
 WINDOW_BYTES = 4 << 20
 """The most that rows with values take, about."""
@@ -35,7 +35,9 @@ class WholeShape:
         nbytes = total * row_bytes
         self.window_rows = max(1, WINDOW_BYTES // row_bytes)
         """How many rows may have values at once."""
-        self._arena = Arena(nbytes + ALIGN, device=torch.device("cpu"), huge=False, sparse=True)
+        self._arena = Arena(
+            nbytes + KERNEL_ALIGN, device=torch.device("cpu"), huge=False, sparse=True
+        )
         self.weight = self._arena.tensor(offset, DTYPE_CODES[dtype], (total, columns), nbytes)
 
     @staticmethod
