@@ -18,6 +18,7 @@ from transformers.core_model_loading import build_glob_alternation
 from pipeload.checkpoint.files import FileSet
 from pipeload.checkpoint.headers import stamps_of
 from pipeload.formats.registry import format_of
+from pipeload.hf import cache_layers  # noqa: F401 - passes of a loaded model have caches
 from pipeload.hf.key_matching import match_keys, weights_made
 from pipeload.hf.library import quantised_by
 from pipeload.hf.recipes import Recipe
