@@ -21,7 +21,7 @@ from pipeload.formats.integers.quantizer import PipeloadConfig
 from pipeload.formats.integers.rounding import Rounding, to_int4, to_int8
 from pipeload.hf.library import left_by_the_library
 from pipeload.quantiser import four_bits
-from pipeload.quantiser.tensor import IntegerOptions, quantised
+from pipeload.quantiser.tensor import Recipe, quantised
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -101,8 +101,8 @@ class IntegerForm:
         rounding: Rounding = to_int8
         if c.bits == 4:
             rounding = partial(to_int4, group=c.group_size or 0, zero_points=c.method)
-        options = IntegerOptions(rounding, c.bits, c.group_size or 0, c.order or "")
-        return quantised(entry, options, c.parts(*entry.shape), reading)
+        recipe = Recipe(rounding, c.bits, c.group_size or 0, c.order or "")
+        return quantised(entry, recipe, c.parts(*entry.shape), reading)
 
     def parts(self, module: nn.Linear) -> int:
         """More than one for large weights."""
@@ -138,8 +138,8 @@ class FourBitForm:
 
     def step(self, entry: TensorEntry, module: nn.Linear, reading: Reading) -> Step:
         """In the dtype that the library would load the weight in."""
-        options = four_bits.FourBitOptions(self.name, self._double, module.weight.dtype)
-        return four_bits.quantised(entry, options, reading)
+        recipe = four_bits.Recipe(self.name, self._double, module.weight.dtype)
+        return four_bits.quantised(entry, recipe, reading)
 
     def parts(self, module: nn.Linear) -> int:
         """One."""

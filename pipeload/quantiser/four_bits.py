@@ -30,7 +30,7 @@ _NESTED_BLOCK = 256
 _OFFSET_ROOM = 32  # characters: its digits are known last; JSON may end in spaces
 
 
-class FourBitOptions(NamedTuple):
+class Recipe(NamedTuple):
     """How one weight is quantised."""
 
     kind: str
@@ -55,7 +55,7 @@ def require() -> None:
         ) from error
 
 
-def quantised(entry: TensorEntry, options: FourBitOptions, reading: Reading) -> Step:
+def quantised(entry: TensorEntry, recipe: Recipe, reading: Reading) -> Step:
     """A weight of [rows, columns] as 4-bit values, and what goes with it."""
     items = math.prod(entry.shape)
     blocks = items // BLOCK
@@ -63,27 +63,27 @@ def quantised(entry: TensorEntry, options: FourBitOptions, reading: Reading) -> 
     shapes = {"absmax": (blocks,), "nested_absmax": (-(-blocks // _NESTED_BLOCK),)}
     packed = Tensor(entry.name, "U8", (items // 2, 1), items // 2)
     tensors = [packed]
-    for name, made in _statistics(torch.zeros(1), entry.shape, options).items():
+    for name, made in _statistics(torch.zeros(1), entry.shape, recipe).items():
         shape = shapes.get(name, tuple(made.shape))
         nbytes = math.prod(shape) * made.element_size()
         tensors.append(Tensor(f"{entry.name}.{name}", DTYPE_CODES[made.dtype], shape, nbytes))
-    return Step(tuple(tensors), partial(_pieces, entry, options, reading))
+    return Step(tuple(tensors), partial(_pieces, entry, recipe, reading))
 
 
-def _pieces(entry: TensorEntry, options: FourBitOptions, reading: Reading) -> Iterator[memoryview]:
+def _pieces(entry: TensorEntry, recipe: Recipe, reading: Reading) -> Iterator[memoryview]:
     from bitsandbytes.functional import quantize_4bit
 
     found: list[torch.Tensor] = []
     for weight in read_weight(entry, reading):
-        packed, state = quantize_4bit(weight.to(options.dtype), quant_type=options.kind)
+        packed, state = quantize_4bit(weight.to(recipe.dtype), quant_type=recipe.kind)
         found.append(state.absmax)
         yield bytes_of(packed)
-    for made in _statistics(torch.cat(found), entry.shape, options).values():
+    for made in _statistics(torch.cat(found), entry.shape, recipe).values():
         yield bytes_of(made)
 
 
 def _statistics(
-    absmax: torch.Tensor, shape: tuple[int, ...], options: FourBitOptions
+    absmax: torch.Tensor, shape: tuple[int, ...], recipe: Recipe
 ) -> dict[str, torch.Tensor]:
     """What the library saves beside a weight, from the largest magnitudes of all its blocks."""
     import bitsandbytes
@@ -91,22 +91,22 @@ def _statistics(
     library: Any = bitsandbytes.functional  # without types
 
     nested: dict[str, Any] = {}
-    if options.double:
+    if recipe.double:
         offset = absmax.mean()
         absmax, state = library.quantize_blockwise(absmax - offset, blocksize=_NESTED_BLOCK)
         nested = {"offset": offset, "state2": state}
     state = library.QuantState(
         absmax=absmax,
         shape=torch.Size(shape),
-        code=library.get_4bit_type(options.kind, device="cpu"),
+        code=library.get_4bit_type(recipe.kind, device="cpu"),
         blocksize=BLOCK,
-        quant_type=options.kind,
-        dtype=options.dtype,
+        quant_type=recipe.kind,
+        dtype=recipe.dtype,
         **nested,
     )
     made: dict[str, torch.Tensor] = state.as_dict(packed=True)
-    if options.double:
-        name = f"quant_state.bitsandbytes__{options.kind}"
+    if recipe.double:
+        name = f"quant_state.bitsandbytes__{recipe.kind}"
         text = bytes(made[name].tolist())
         digits = len(str(nested["offset"].item()))
         spaces = b" " * (_OFFSET_ROOM - digits)

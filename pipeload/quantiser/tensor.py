@@ -33,7 +33,7 @@ class Reading(NamedTuple):
     """At once."""
 
 
-class IntegerOptions(NamedTuple):
+class Recipe(NamedTuple):
     """How one weight is quantised."""
 
     rounding: Rounding
@@ -49,16 +49,16 @@ def copied(entry: TensorEntry, files: FileSet) -> Step:
 
 
 def quantised(
-    entry: TensorEntry, options: IntegerOptions, parts: Sequence[RowRange], reading: Reading
+    entry: TensorEntry, recipe: Recipe, parts: Sequence[RowRange], reading: Reading
 ) -> Step:
     """A weight of [rows, columns] as integers, and what goes with it; one after the other part."""
     stem = entry.name.removesuffix("weight")
     stems = [stem] if len(parts) == 1 else [f"{stem}parts.{i}." for i in range(len(parts))]
     rows = [_rows(entry, *part) for part in parts]
     tensors = [
-        made for part, stem in zip(rows, stems, strict=True) for made in _made(part, stem, options)
+        made for part, stem in zip(rows, stems, strict=True) for made in _made(part, stem, recipe)
     ]
-    return Step(tuple(tensors), partial(_quantised_pieces, rows, options, reading))
+    return Step(tuple(tensors), partial(_quantised_pieces, rows, recipe, reading))
 
 
 def _rows(entry: TensorEntry, start: int, stop: int) -> TensorEntry:
@@ -69,28 +69,28 @@ def _rows(entry: TensorEntry, start: int, stop: int) -> TensorEntry:
     return replace(entry, shape=(stop - start, columns), start=first, stop=last)
 
 
-def _made(entry: TensorEntry, stem: str, options: IntegerOptions) -> tuple[Tensor, Tensor]:
+def _made(entry: TensorEntry, stem: str, recipe: Recipe) -> tuple[Tensor, Tensor]:
     rows, columns = entry.shape
     item = DTYPES[entry.dtype].itemsize
-    if options.bits == 8:
+    if recipe.bits == 8:
         weight = Tensor(f"{stem}weight", "I8", entry.shape, rows * columns)
         return weight, Tensor(f"{stem}{Int8Linear.statistics}", entry.dtype, (rows,), rows * item)
     weight = Tensor(f"{stem}weight", "U8", (rows, columns // 2), rows * columns // 2)
-    shape = (columns // options.group, rows, 2)
+    shape = (columns // recipe.group, rows, 2)
     nbytes = shape[0] * rows * 2 * item
     return weight, Tensor(f"{stem}{Int4Linear.statistics}", entry.dtype, shape, nbytes)
 
 
 def _quantised_pieces(
-    parts: Sequence[TensorEntry], options: IntegerOptions, reading: Reading
+    parts: Sequence[TensorEntry], recipe: Recipe, reading: Reading
 ) -> Iterator[memoryview]:
     for part in parts:
         extras: list[torch.Tensor] = []
         for weight in read_weight(part, reading):
-            values, extra = options.rounding(weight)
+            values, extra = recipe.rounding(weight)
             extras.append(extra)
-            yield bytes_of(values if options.bits == 8 else pack(values, options.order))
-        yield bytes_of(torch.cat(extras, 0 if options.bits == 8 else 1))
+            yield bytes_of(values if recipe.bits == 8 else pack(values, recipe.order))
+        yield bytes_of(torch.cat(extras, 0 if recipe.bits == 8 else 1))
 
 
 def read_weight(entry: TensorEntry, reading: Reading) -> Iterator[torch.Tensor]:
