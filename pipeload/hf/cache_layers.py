@@ -50,7 +50,7 @@ def read_layer(layer: Any, item: int) -> LiveLayer:
 
 
 def kind_of(layer: Any) -> tuple[str, int]:
-    """Kind and capacity of one layer."""
+    """Tell the kind and the capacity of one layer."""
     sliding = bool(getattr(layer, "is_sliding", False))
     if hasattr(layer, "_quantized_keys"):
         return PACKED, int(getattr(layer, "residual_length", 0))

@@ -26,7 +26,7 @@ class WholeShape:
     """A weight `[total, columns]` of zeros. Its rows may be written and cleared."""
 
     def __init__(self, total: int, columns: int, dtype: torch.dtype, offset: int) -> None:
-        """It begins `offset` bytes after an aligned address.
+        """Have it begin `offset` bytes after an aligned address.
 
         Raises:
             MemoryError: the system refuses the address space.
@@ -42,7 +42,7 @@ class WholeShape:
 
     @staticmethod
     def is_free() -> bool:
-        """Whether it takes no memory but for rows with values."""
+        """Tell whether it takes no memory but for rows with values."""
         return sys.platform.startswith("linux")
 
     def clear(self) -> None:
