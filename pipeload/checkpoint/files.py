@@ -143,7 +143,7 @@ class FileSet:
         return 0
 
     def reopen_name(self, path: Path) -> str:
-        """Name what opens the very file that was opened, even if another took its place since.
+        """A name that opens the very file that was opened, even if another took its place since.
 
         Raises:
             CheckpointChangedError: another did, and this system has no name for the one before.
@@ -186,7 +186,7 @@ def _is_open_as(path: Path, descriptor: int) -> bool:
 
 
 def resolve_io_mode(requested: str, files: Sequence[Path], fits_cache: bool) -> str:
-    """Find the mode that "auto" means for these files.
+    """The mode that "auto" means for these files.
 
     Raises:
         OptionError: the name is unknown, or the files refuse the mode that was asked for.
@@ -210,7 +210,7 @@ def resolve_io_mode(requested: str, files: Sequence[Path], fits_cache: bool) -> 
 
 
 def _direct_refusal(files: Sequence[Path]) -> str | None:
-    """Tell why direct reads do not work, None when they do. Reads one page."""
+    """Why direct reads do not work, None when they do. Reads one page."""
     if not hasattr(os, "O_DIRECT") or not hasattr(os, "preadv"):
         return "this system has no direct reads"
     import mmap
