@@ -17,7 +17,7 @@ from pipeload.budget.residency import UnitSpec, is_tiny
 from pipeload.errors import UnsupportedModelError
 from pipeload.weights.arena import DTYPES
 from pipeload.weights.row_cuts import ROW_STEP, Cut, RowRange, best_cut
-from pipeload.weights.whole_shape import ALIGN
+from pipeload.weights.whole_shape import KERNEL_ALIGN
 from pipeload_hooks import can_split, find_blocks, takes_ids
 
 if TYPE_CHECKING:
@@ -344,7 +344,7 @@ class _Cutter:
 
 def _uncut(weight: Weight, module: nn.Linear) -> Cut:
     total, columns = weight.shape
-    offset = weight.sources[0].start % ALIGN if weight.raw else 0
+    offset = weight.sources[0].start % KERNEL_ALIGN if weight.raw else 0
     bias, requires_grad = module.bias is not None, module.weight.requires_grad
     ranges = (RowRange(0, total),)
     return Cut(DTYPES[weight.dtype], columns, ranges, offset, bias, requires_grad)

@@ -1,7 +1,7 @@
 """What a live key-value cache holds, and what it will hold after one more pass.
 
-Reads the layers of the library's caches by their attributes, without importing it; names as in
-transformers 5.24. Everything is in bytes; a row is one position of all sequences.
+How the library's layers are read is said by `hf.cache_layers`, once that is imported. Everything is
+in bytes; a row is one position of all sequences.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import weakref
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 DYNAMIC = "dynamic"
 """Grows by a copy: the old and the new tensor live at once."""
@@ -122,6 +122,45 @@ class CachedLayers(NamedTuple):
                 return tokens * self.row
 
 
+class LiveLayer(NamedTuple):
+    """What one layer of a live cache holds."""
+
+    kind: str
+    capacity: int
+    has_state: bool
+    """Whether a state of linear attention is there already, or none is to come."""
+    rows: int = 0
+    key: int = 0
+    """Bytes of the keys of one row, where there are rows and they are not packed."""
+    value: int = 0
+    storage: int = 0
+    """Bytes of its tensors; 0 of what is packed."""
+    packed: float = 0.0
+    residual: int = 0
+
+
+class LayerLibrary(NamedTuple):
+    """How layers of live caches are read."""
+
+    kind_of: Callable[[Any], tuple[str, int]]
+    """Their kind and capacity."""
+    read: Callable[[Any, int], LiveLayer]
+    """What one holds; the second argument is the bytes of an element of the model."""
+
+
+_libraries: list[LayerLibrary] = []
+
+
+def read_layers_by(library: LayerLibrary) -> None:
+    """Have all caches read so from now on."""
+    _libraries[:] = [library]
+
+
+def _library() -> LayerLibrary:
+    (library,) = _libraries  # whoever has a model of the library's has imported its reader, too
+    return library
+
+
 class CacheReader:
     """Reads caches of one model. Looks at two layers of a kind; that must be cheap at each step."""
 
@@ -162,8 +201,8 @@ class CacheReader:
             return known[2]
         groups: dict[Any, list[int]] = {}
         for index, layer in enumerate(layers):
-            limits = (getattr(layer, "max_cache_len", 0), getattr(layer, "sliding_window", 0))
-            groups.setdefault((type(layer), limits, self._size(index)), []).append(index)
+            kind = _library().kind_of(layer)
+            groups.setdefault((type(layer), kind, self._size(index)), []).append(index)
         self._known = (weakref.ref(cache), len(layers), list(groups.values()))
         return self._known[2]
 
@@ -171,31 +210,19 @@ class CacheReader:
         return self._sizes[index] if index < len(self._sizes) else LayerSize(NO_ROWS, 0, 0, 0)
 
     def _layer(self, layers: Sequence[Any], index: int, batch: int) -> CachedLayers:
-        layer, size = layers[index], self._size(index)
-        kind, capacity = _kind_of(layer)
-        empty = _empty(size, kind, 1, batch)._replace(
-            capacity=capacity,
-            state=0 if _has_state(layer) else size.state * batch,
-            packed=_packed_share(layer, self._item) if kind == PACKED else 0.0,
+        live, size = _library().read(layers[index], self._item), self._size(index)
+        found = _empty(size, live.kind, 1, batch)._replace(
+            capacity=live.capacity,
+            state=0 if live.has_state else size.state * batch,
+            packed=live.packed,
+            storage=live.storage,
         )
-        if kind == NO_ROWS or not getattr(layer, "is_initialized", False):
-            return empty
-        if kind == PACKED:
-            loose = layer.keys.shape[-2] if layer.keys.dim() == 4 else 0
-            filled = empty._replace(rows=layer.cumulative_length, residual=loose)
-            return filled._replace(storage=filled.storage_after(0))
-        keys, values = layer.keys, layer.values
-        storage = keys.untyped_storage().nbytes() + values.untyped_storage().nbytes()
-        rows = keys.shape[-2] if keys.dim() > 1 else 0
-        if not rows:
-            return empty._replace(storage=storage)
-        key, value = (
-            t.shape[0] * t.shape[1] * t.shape[-1] * t.element_size() for t in (keys, values)
-        )
-        if kind in (STATIC, STATIC_SLIDING):
-            seen = getattr(layer, "cumulative_length_int", None)
-            rows = min(capacity, int(layer.cumulative_length if seen is None else seen))
-        return empty._replace(rows=rows, key=key, value=value, storage=storage)
+        if not live.rows:
+            return found
+        found = found._replace(rows=live.rows, residual=live.residual)
+        if live.kind == PACKED:
+            return found._replace(storage=found.storage_after(0))
+        return found._replace(key=live.key, value=live.value)
 
 
 def seen_positions(cache: Any) -> int:
@@ -222,32 +249,6 @@ def attention_of(config: Any) -> str:
 def is_cache(value: Any) -> bool:
     """Whether a positional argument is one of the library's caches."""
     return hasattr(value, "get_seq_length")
-
-
-def _kind_of(layer: Any) -> tuple[str, int]:
-    """Kind and capacity of one layer."""
-    sliding = bool(getattr(layer, "is_sliding", False))
-    if hasattr(layer, "_quantized_keys"):
-        return PACKED, int(getattr(layer, "residual_length", 0))
-    if (capacity := getattr(layer, "max_cache_len", None)) is not None:
-        return (STATIC_SLIDING if sliding else STATIC), int(capacity)
-    if not hasattr(layer, "keys") or not hasattr(layer, "lazy_initialization"):
-        return NO_ROWS, 0
-    return (SLIDING, int(layer.sliding_window)) if sliding else (DYNAMIC, 0)
-
-
-def _has_state(layer: Any) -> bool:
-    """Whether the states of linear attention are there already, or there are none to come."""
-    ready = getattr(layer, "is_conv_states_initialized", None)
-    return ready is None or any(ready.values())
-
-
-def _packed_share(layer: Any, item: int) -> float:
-    """Stored bytes per byte of a key: its code, and a scale and a zero for each group of them."""
-    bits = getattr(layer, "nbits", None)
-    if bits is None:  # eight-bit floats, one scale for all
-        return 1 / item
-    return float(bits / 8 / item + 2 / layer.q_group_size)
 
 
 def _empty(size: LayerSize, kind: str, count: int, batch: int) -> CachedLayers:

@@ -80,7 +80,7 @@ class TensorEntry:
 
     @property
     def nbytes(self) -> int:
-        """Bytes in the file."""
+        """Bytes that the tensor takes in the file."""
         return self.stop - self.start
 
 
@@ -99,7 +99,7 @@ class Checkpoint:
 
 
 def stamps_of(entries: Iterable[TensorEntry]) -> dict[Path, tuple[int, int]]:
-    """What the files were when their headers were read, as `FileSet` asks."""
+    """Tell what the files were when their headers were read, as `FileSet` asks."""
     return {entry.file: entry.stamp for entry in entries if entry.stamp is not None}
 
 

@@ -54,7 +54,7 @@ def open_file(path: Path, *, direct: bool) -> OpenFile:
 
 
 def _reading(path: Path, descriptor: int) -> tuple[Read, Callable[[], None]]:
-    """What this system has: see [Note: three ways to read at a place]."""
+    """Choose what this system has: see [Note: three ways to read at a place]."""
     if hasattr(os, "preadv"):
         preadv = os.preadv
         return lambda into, place: preadv(descriptor, [into], place), lambda: os.close(descriptor)
@@ -87,7 +87,7 @@ class _Handles:
         self._closed = False
 
     def read(self, into: memoryview, place: int) -> int:
-        """See `Read`."""
+        """Read at a place: see `Read`."""
         try:
             handle = self._free.pop()
         except IndexError:

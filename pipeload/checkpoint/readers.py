@@ -25,7 +25,7 @@ READER_DIED = object()
 
 
 class Outcome(NamedTuple):
-    """What became of a job."""
+    """What became of a job that a thread has run."""
 
     tag: object
     """What the job was submitted with, or `READER_DIED`."""
@@ -39,7 +39,7 @@ class ReaderPool(Generic[Scratch]):
     """Threads that run read jobs in the order they were submitted and report each outcome."""
 
     def __init__(self, report: Callable[[Outcome], None], scratch: Sequence[Scratch]) -> None:
-        """One thread per entry of `scratch`, which is that thread's working memory."""
+        """Start one thread per entry of `scratch`, which is that thread's working memory."""
         self._jobs: queue.SimpleQueue[tuple[object, Job[Scratch]] | None] = queue.SimpleQueue()
         self._closed = threading.Event()
         self._threads = [
@@ -114,7 +114,7 @@ def forget_frames(error: _Error) -> _Error:
 
 
 def reader_died(error: BaseException | None) -> UnsupportedOperationError:
-    """What is said when a thread that reads was ended by `error`."""
+    """Make what is said when a thread that reads was ended by `error`."""
     return UnsupportedOperationError(
         f"a thread that reads was ended from outside ({type(error).__name__}), perhaps in the "
         "middle of a read. Load the model again."
@@ -136,7 +136,7 @@ class PinnedRead(NamedTuple):
 
     @property
     def rate(self) -> float:
-        """Bytes per second."""
+        """Bytes per second that all reads of the batch made together."""
         return self.nbytes / self.seconds if self.seconds else 0.0
 
 

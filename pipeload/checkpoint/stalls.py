@@ -31,7 +31,7 @@ class Stalls:
     """The reads of a set of files that are in flight: each thread has at most one."""
 
     def __init__(self, seconds: float | None) -> None:
-        """A read that takes longer than `seconds` is taken to hang; None: however long it takes."""
+        """Take a read for one that hangs after `seconds`; None: never."""
         self.seconds = seconds
         self.tick = _TICK_SECONDS if seconds is None else min(_TICK_SECONDS, seconds / 2)
         """How often, in seconds, whoever waits is to call `check`."""
@@ -39,7 +39,7 @@ class Stalls:
 
     @contextmanager
     def reading(self, path: Path, place: int) -> Iterator[None]:
-        """Around one call that reads a file at a byte."""
+        """Note one call that reads a file at a byte, while inside."""
         me = threading.get_ident()
         self._in_flight[me] = (time.monotonic(), path, place)
         try:
@@ -71,7 +71,7 @@ class Stalls:
 
 
 def resolve_timeout(read_timeout: float | str | None) -> float | None:
-    """Seconds, None for no limit; what "auto" means stands in the environment.
+    """Resolve to seconds, None for no limit; what "auto" means stands in the environment.
 
     Raises:
         OptionError: it is neither.

@@ -15,7 +15,7 @@ _ALIGN = 64
 
 
 class Tensor(NamedTuple):
-    """One that a file holds."""
+    """A tensor that a file is to hold."""
 
     name: str
     dtype: str
@@ -25,7 +25,7 @@ class Tensor(NamedTuple):
 
 
 def is_odd(nbytes: int) -> bool:
-    """Whether what follows that many bytes would not lie as plain tensors do.
+    """Tell whether what follows that many bytes would not lie as plain tensors do.
 
     Those of such sizes go last: what is before them begins at a multiple of 64 bytes.
     """
@@ -33,7 +33,7 @@ def is_odd(nbytes: int) -> bool:
 
 
 def make_header(tensors: Iterable[Tensor]) -> bytes:
-    """The header of a file with these tensors, in this order."""
+    """Make the header of a file with these tensors, in this order."""
     table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for tensor in tensors:

@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from pipeload.errors import UnsupportedOperationError
 from pipeload.weights.row_cuts import Cut, Given, RowRange, ranges_are_exact
-from pipeload.weights.whole_shape import ALIGN, WholeShape
+from pipeload.weights.whole_shape import KERNEL_ALIGN, WholeShape
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -39,7 +39,7 @@ class RowProducts:
         self._ranges = tuple(ranges)
         self._name, self._columns = weight.name, weight.shape[1]
         # A plain load maps what it does not cast: see [Note: why a weight keeps its place].
-        self._offset = weight.sources[0].start % ALIGN if weight.raw else 0
+        self._offset = weight.sources[0].start % KERNEL_ALIGN if weight.raw else 0
         self._exact: set[tuple[Given, torch.dtype]] = set()
 
     def by_whole(

@@ -15,7 +15,7 @@ _CHUNK_BYTES = 1 << 20
 
 
 class Repack(abc.ABC):
-    """From one order to another. Equal ones do the same."""
+    """Puts bytes from one order into another. Equal ones do the same."""
 
     @staticmethod
     def rows(width: int) -> int:
@@ -34,10 +34,10 @@ class Repack(abc.ABC):
 
 @dataclass(frozen=True, slots=True)
 class Moved(Repack):
-    """For what only has to lie elsewhere than in the file."""
+    """Keeps the order: for what only has to lie elsewhere than in the file."""
 
     def fill(self, stored: torch.Tensor, out: torch.Tensor) -> None:
-        """Copy."""
+        """Copy `stored` to `out`."""
         out.copy_(stored)
 
 

@@ -28,13 +28,13 @@ class Unpacked:
         self.unpacking: Unpacking | None = unpacking
 
     def matches(self, config: Any) -> bool:
-        """Whether a configuration names it."""
+        """Tell whether a configuration names it."""
         return named(config) == self.method
 
     def find(self, _stored: Stored) -> Mapping[str, PackedWeight]:
-        """Nothing: modules show floats."""
+        """Find nothing: modules show floats."""
         return {}
 
     def nearest_form(self, _config: Any) -> str:
-        """The smallest that is close to the original."""
+        """Name the one that is closest to the original."""
         return INT8

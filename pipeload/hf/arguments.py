@@ -31,7 +31,7 @@ _ABOUT_SPREADING = (
 
 
 def adapt(kwargs: Mapping[str, Any], where: object = None) -> dict[str, Any]:
-    """What is handed to the library for what the user passed.
+    """Make what is handed to the library of what the user passed.
 
     `where` is the device that the model is streamed to, None for the CPU.
 

@@ -32,7 +32,7 @@ def match_keys(
     mapping: Sequence[WeightRenaming | WeightConverter],
     unpacking: Unpacking | None,
 ) -> dict[str, Recipe]:
-    """Recipes by the first weight that each makes.
+    """Find the recipes of all weights, by the first one that each makes.
 
     Args:
         model: on the meta device.
@@ -65,7 +65,7 @@ def match_keys(
 
 
 def weights_made(first: str, recipe: Recipe) -> list[str]:
-    """Names of all the weights that a recipe makes, by that of its first one."""
+    """List all the weights that a recipe makes; `first` is the first one."""
     if recipe.converter is None:
         return [first]
     patterns = recipe.converter.target_patterns

@@ -18,12 +18,12 @@ from pipeload.formats.format import named
 
 
 def quantised_by(quantizer: Any) -> str | None:
-    """The method's name in a checkpoint's configuration; None without one."""
+    """Name the method in a checkpoint's configuration; None without one."""
     return None if quantizer is None else named(quantizer.quantization_config)
 
 
 def left_by_the_library(model: PreTrainedModel) -> set[str]:
-    """Paths of Linears that its quantisation leaves as floats where nobody says which."""
+    """List paths of Linears that its quantisation leaves as floats where nobody says which."""
     fp32 = [*(model._keep_in_fp32_modules or ())]
     keys = HfQuantizer.get_modules_to_not_convert(model, None, fp32)
     return {
@@ -34,12 +34,12 @@ def left_by_the_library(model: PreTrainedModel) -> set[str]:
 
 
 def progress_bar(total: int, description: str, unit: str) -> Any:
-    """A bar like the library's own: in a notebook a widget; nothing where bars are switched off."""
+    """Make a bar like the library's: a widget in a notebook; nothing where bars are off."""
     return library_logging.tqdm(total=total, desc=description, unit=unit, leave=False, delay=0.5)
 
 
 def pretrained_modules(model: nn.Module) -> list[PreTrainedModel]:
-    """Every library model in the tree, outermost first: a pass may begin at any of them."""
+    """List the library's models in the tree, outermost first: a pass may begin at any of them."""
     return [module for module in model.modules() if isinstance(module, PreTrainedModel)]
 
 

@@ -27,17 +27,17 @@ def mark_initialised(what: nn.Parameter | nn.Module) -> None:
 
 
 def is_initialised(parameter: nn.Parameter) -> bool:
-    """Whether the library would leave it alone."""
+    """Tell whether the library would leave a parameter alone."""
     return bool(vars(parameter).get(INITIALISED, False))
 
 
 def is_dispatched(module: nn.Module) -> bool:
-    """Whether accelerate moves this module's weights while it runs."""
+    """Tell whether accelerate moves this module's weights while it runs."""
     return hasattr(module, "_hf_hook")
 
 
 def commit_of(config: Any) -> str | None:
-    """The revision that a model is from. 5.24 itself does not remember it any more."""
+    """Tell the revision that a model is from. 5.24 itself does not remember it any more."""
     return getattr(config, "_commit_hash", None)
 
 

@@ -17,7 +17,7 @@ class Patch:
         """What it was when it was replaced last: of a class, a classmethod or staticmethod."""
 
     def install(self) -> None:
-        """Needed by one more."""
+        """Note that one more needs it; the first has it put in place."""
         with self._lock:
             self._users += 1
             if self._users == 1 and not self._installed:
@@ -25,7 +25,7 @@ class Patch:
                 setattr(self._owner, self._name, self._replacement)
 
     def uninstall(self) -> None:
-        """Needed by one less."""
+        """Note that one less needs it; the last has it taken off."""
         with self._lock:
             self._users -= 1
             # What somebody else has put there since stays; it calls ours, which then does nothing.

@@ -18,6 +18,7 @@ from transformers.core_model_loading import build_glob_alternation
 from pipeload.checkpoint.files import FileSet
 from pipeload.checkpoint.headers import stamps_of
 from pipeload.formats.registry import format_of
+from pipeload.hf import cache_layers  # noqa: F401 - passes of a loaded model have caches
 from pipeload.hf.key_matching import match_keys, weights_made
 from pipeload.hf.library import quantised_by
 from pipeload.hf.recipes import Recipe
@@ -70,7 +71,7 @@ class PendingLoad:
 
     @property
     def files(self) -> tuple[Path, ...]:
-        """The checkpoint's."""
+        """The checkpoint's files."""
         return self.checkpoint.files
 
     @property
@@ -79,11 +80,11 @@ class PendingLoad:
         return bool(getattr(self._config, "disable_mmap", None))
 
     def into(self, model: PreTrainedModel) -> PendingLoad:
-        """The same for another model of the same shape."""
+        """Make the same load for another model of the same shape."""
         return PendingLoad(model, self.checkpoint, self._config, self._read_timeout)
 
     def weights(self) -> dict[str, Weight]:
-        """Every parameter that is read, cast or converted from the file alone, by name.
+        """Find every parameter that is read, cast or converted from the file alone, by name.
 
         What is not listed (buffers, shapes that do not match, shared parameters) is the library's.
         """
@@ -100,7 +101,7 @@ class PendingLoad:
         return found
 
     def plain(self, name: str) -> Weight | None:
-        """The parameter `name`, read as it is stored and cast; None if that cannot be."""
+        """Describe the parameter `name` read as it is stored, and cast; None if that cannot be."""
         recipe, parameter = self._recipes.get(name), self.model.get_parameter(name)
         if recipe is None or not self._usable(parameter, recipe):
             return None
@@ -112,7 +113,7 @@ class PendingLoad:
         return quantised_by(self._config.hf_quantizer)
 
     def plain_linears(self) -> dict[str, tuple[str, nn.Linear]]:
-        """Linears whose weight is one stored tensor as it is: path and module by its name there."""
+        """Find Linears whose weight is one stored tensor as it is: path and module by its name."""
         found: dict[str, tuple[str, nn.Linear]] = {}
         for path, module in self.model.named_modules():
             recipe = self._recipes.get(f"{path}.weight")
@@ -123,7 +124,7 @@ class PendingLoad:
         return found
 
     def misshapen(self) -> list[str]:
-        """Names of parameters that the checkpoint has a tensor of another shape for."""
+        """List parameters that the checkpoint has a tensor of another shape for."""
         parameters = dict(self.model.named_parameters())
         return [
             name
@@ -134,7 +135,7 @@ class PendingLoad:
         ]
 
     def missing(self) -> list[str]:
-        """Names of parameters that nothing in the checkpoint is for: the library makes them up."""
+        """List parameters that nothing in the checkpoint is for: the library makes them up."""
         made = {
             name for first, recipe in self._recipes.items() for name in weights_made(first, recipe)
         }
@@ -149,18 +150,18 @@ class PendingLoad:
         ]
 
     def source_of(self, name: str) -> TensorEntry:
-        """The first stored tensor that a parameter is made of."""
+        """Find the first stored tensor that a parameter is made of."""
         return self._recipes[name].sources[0][0]
 
     def parts(self, name: str) -> dict[str, TensorEntry]:
-        """The stored tensors of the parameter `name`: see `Stored` in `formats.format`."""
+        """Find the stored tensors of the parameter `name`: see `Stored` in `formats.format`."""
         recipe = self._recipes.get(name, Recipe(None))
         if recipe.converter is None and len(recipe.sources) == 1:
             return {name.rpartition(".")[2]: recipe.sources[0][0]}
         return {pattern: entry for entry, pattern in recipe.sources}
 
     def reader(self) -> Callable[[TensorEntry], torch.Tensor]:
-        """What reads single stored tensors, whole."""
+        """Make what reads single stored tensors, whole."""
         stamps = stamps_of(self.checkpoint.entries.values())
         files = FileSet(self.files, "buffered", self._read_timeout, stamps)
         return functools.partial(read_whole, files=files)
@@ -177,7 +178,7 @@ class PendingLoad:
         return where
 
     def weight_count(self) -> int:
-        """Numbers that the model has: shared ones once, quantised ones as if they were not."""
+        """Count the model's numbers: shared ones once, quantised ones as if they were not."""
         tied = getattr(self.model, "all_tied_weights_keys", None) or {}
         counts = {n: p.numel() for n, p in self.model.named_parameters() if n not in tied}
         for packed in self.packed.values():
@@ -185,18 +186,18 @@ class PendingLoad:
         return sum(counts.values())
 
     def couples_rows(self) -> bool:
-        """Whether sequences of one batch change each other's results, beyond the last bits."""
+        """Tell whether sequences of one batch change each other's results, beyond last bits."""
         return any(packed.couples_rows for packed in self.packed.values())
 
     def statistics_bytes(self, takes: Callable[[int], int]) -> int:
-        """Of quantised weights: what stays in memory for each, and is no parameter.
+        """Bytes that stay in memory for quantised weights and are no parameters.
 
         `takes` says how many bytes a tensor of so many does.
         """
         return sum(packed.statistics_bytes(takes) for packed in self.packed.values())
 
     def products(self) -> Callable[[int], int]:
-        """The most bytes that computing with a quantised weight takes beside its tensors.
+        """Say the most bytes that computing with a quantised weight takes beside its tensors.
 
         A function of the rows of input that holds numbers alone.
         """
@@ -210,7 +211,7 @@ class PendingLoad:
         return needed
 
     def shown(self, name: str) -> Shown | None:
-        """What shows a quantised weight; None for any other."""
+        """Build what shows a quantised weight; None for any other."""
         packed = self.packed.get(name)
         return packed.show() if packed is not None else None
 
@@ -241,7 +242,7 @@ class PendingLoad:
         type(self.model)._finalize_model_loading(self.model, self._config, info)
 
     def converter(self, *, hold_model: bool = False) -> Convert:
-        """The library's operations as a function.
+        """Make a function of the library's operations.
 
         Those for quantised weights look at the model's modules. It is held weakly, also while one
         runs: a model that is dropped meanwhile must not end in a thread of its own, which could not
@@ -287,7 +288,7 @@ class PendingLoad:
         )
 
     def _target_dtype(self, name: str, parameter: nn.Parameter) -> torch.dtype:
-        """The library's rule: modules kept in fp32 are not visible in the meta parameter."""
+        """Go by the library's rule: a meta parameter does not show that it is kept in fp32."""
         plan = self._config.dtype_plan
         if plan:
             matcher, groups, _ = build_glob_alternation(list(plan))

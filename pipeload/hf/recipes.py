@@ -100,7 +100,7 @@ class Recipe:
         stored: Mapping[str, torch.Tensor],
         into: Mapping[str, torch.Tensor],
     ) -> None:
-        """Make the weights.
+        """Make the weights of stored tensors.
 
         Args:
             name: of the first one.
@@ -149,7 +149,7 @@ class _WithoutAdapters:
         self._model = model
 
     def get_submodule(self, path: str) -> Any:
-        """The library's own module."""
+        """Find the library's own module."""
         module: Any = self._model.get_submodule(path)
         while (name := next((a for a in ADAPTED if hasattr(module, a)), None)) is not None:
             module = getattr(module, name)
@@ -160,7 +160,7 @@ class _WithoutAdapters:
 
 
 def _pieces(most: int, nbytes: int) -> int:
-    """A divisor of `most` that makes pieces of not much less than `_PIECE_BYTES`."""
+    """Choose a divisor of `most` that makes pieces of not much less than `_PIECE_BYTES`."""
     wanted = min(most, max(1, nbytes // _PIECE_BYTES))
     return next(count for count in range(wanted, 0, -1) if most % count == 0)
 

@@ -87,7 +87,7 @@ def keep_placeholders(model: PreTrainedModel) -> None:
 
 
 def _bar(items: Any, *args: Any, **kwargs: Any) -> Any:
-    """The loader's progress bar, unless it has nothing to count: what is streamed comes later."""
+    """Make the loader's progress bar, unless it would count nothing: streaming comes later."""
     return _BAR.original(items, *args, **kwargs) if items else items
 
 

@@ -62,7 +62,7 @@ def take_over_loading(
     device: Device | None = None,
     read_timeout: float | str | None = "auto",
 ) -> Iterator[None]:
-    """Inside, this thread's next `from_pretrained` gives its meta model to `stream`.
+    """Have this thread's next `from_pretrained` inside give its meta model to `stream`.
 
     It is to compute on `device`, the CPU if None. `stream` must fill or replace every parameter and
     return the library's loading report.
@@ -88,7 +88,7 @@ def peek(
     device: Device | None = None,
     read_timeout: float | str | None = "auto",
 ) -> PendingLoad | None:
-    """What `load`'s `from_pretrained` was about to fill with weights; None if it loads none.
+    """Find what `load`'s `from_pretrained` was about to fill with weights; None if it loads none.
 
     Whoever may answer for it is not asked. No weights are read.
     """
@@ -106,7 +106,7 @@ def peek(
 
 @contextlib.contextmanager
 def intercept_loading(intercept: Intercept) -> Iterator[None]:
-    """Inside, in this context, every `from_pretrained` of every class is `intercept`'s to answer.
+    """Have `intercept` answer every `from_pretrained` of every class inside, in this context.
 
     It is called with the library's own function, bound to the class, and what that was called with.
     Models that one loads while it is loaded are left to the library.
@@ -122,7 +122,7 @@ def intercept_loading(intercept: Intercept) -> Iterator[None]:
 
 
 def intercept_everywhere(intercept: Intercept | None) -> None:
-    """The same in all threads, wherever `intercept_loading` says nothing, until it is None."""
+    """Have it answer in all threads, where `intercept_loading` says nothing, until it is None."""
     global _everywhere  # noqa: PLW0603 - what it is for
     with _everywhere_lock:
         if intercept is not None and _everywhere is None:
@@ -133,12 +133,12 @@ def intercept_everywhere(intercept: Intercept | None) -> None:
 
 
 def current_intercept() -> Intercept | None:
-    """Who would answer a `from_pretrained` that is called here and now."""
+    """Tell who would answer a `from_pretrained` that is called here and now."""
     return _scoped.get() or _everywhere
 
 
 def plainly(load: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """An `Intercept` that leaves it to the library."""
+    """Leave it to the library. An `Intercept`."""
     return load(*args, **kwargs)
 
 
@@ -188,7 +188,7 @@ def _load(
 def _get_quantizer(
     config: Any, quantization_config: Any, device_map: Any, *args: Any, **kwargs: Any
 ) -> tuple[Any, Any, Any]:
-    """The library's; what cannot be streamed is refused before the model is even built."""
+    """Call the library's, and refuse what is not streamed before the model is even built."""
     get = _QUANTIZER.original
     if getattr(_thread, "pending", None) is None:
         made: tuple[Any, Any, Any] = get(config, quantization_config, device_map, *args, **kwargs)
@@ -250,7 +250,7 @@ def _quantises(config: Any) -> UnsupportedModelError:
 
 
 def quantisation_of(source: str | os.PathLike[str], options: Mapping[str, Any]) -> Any:
-    """How a checkpoint is quantised that a model of floats was unpacked from.
+    """Find how a checkpoint is quantised that a model of floats was unpacked from.
 
     Such a model's own configuration does not tell any more. None where it is no such checkpoint.
     """

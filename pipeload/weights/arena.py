@@ -57,11 +57,11 @@ class Region(NamedTuple):
     nbytes: int
 
     def buffer(self, start: int, nbytes: int) -> memoryview:
-        """Writable bytes from `start` in the region, for a read to land in."""
+        """Show writable bytes from `start` in the region, for a read to land in."""
         return self.arena.buffer(self.offset + start, nbytes)
 
     def tensor(self, start: int, dtype: str, shape: tuple[int, ...], nbytes: int) -> torch.Tensor:
-        """The bytes at `start` in the region as a tensor."""
+        """Show the bytes at `start` in the region as a tensor."""
         return self.arena.tensor(self.offset + start, dtype, shape, nbytes)
 
     def discard(self, start: int = 0) -> None:
@@ -109,11 +109,11 @@ class Arena:
 
     @property
     def address(self) -> int:
-        """Where it begins."""
+        """Where the arena begins."""
         return self._address + self._skip
 
     def take(self, nbytes: int) -> Region:
-        """The next `nbytes` bytes, rounded up to whole pages."""
+        """Take the next `nbytes` bytes, rounded up to whole pages."""
         region = Region(self, self._taken, ceil_page(nbytes))
         if region.offset + region.nbytes > self.nbytes:
             raise MemoryError(
@@ -133,11 +133,11 @@ class Arena:
             give_back(self._map, self._address, self._skip + start, stop - start)
 
     def buffer(self, offset: int, nbytes: int) -> memoryview:
-        """Writable bytes, for a read to land in."""
+        """Show writable bytes, for a read to land in."""
         return self._view[offset : offset + nbytes]
 
     def tensor(self, offset: int, dtype: str, shape: tuple[int, ...], nbytes: int) -> torch.Tensor:
-        """The bytes at `offset` as a tensor. Shares the memory; nothing is copied.
+        """Show the bytes at `offset` as a tensor. It shares the memory; nothing is copied.
 
         Any offset will do: the format does not align tensors, and a plain load does not either.
         """

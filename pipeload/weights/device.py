@@ -50,7 +50,7 @@ class Device(Protocol):
 
     @property
     def where(self) -> torch.device:
-        """What tensors on it say."""
+        """What tensors on it say where they are."""
 
     @property
     def unified(self) -> bool:
@@ -80,7 +80,7 @@ class Device(Protocol):
         """Whether a kernel computes attention in that dtype without writing its scores out."""
 
     def takes(self, nbytes: int) -> int:
-        """What its allocator takes for that many."""
+        """Say what its allocator takes for that many bytes."""
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         """Memory on the device, at a multiple of `ALIGN`, of exactly that size.
@@ -104,7 +104,7 @@ class Device(Protocol):
         """Copy, and return when it is done."""
 
     def computed(self) -> Event:
-        """Of all that this thread has had computed so far."""
+        """Mark the end of all that this thread has had computed so far."""
 
     def wait(self, event: Event) -> None:
         """Have whatever this thread has computed from now on wait for it."""
@@ -116,16 +116,16 @@ class Device(Protocol):
         """Memory of tensors on the device."""
 
     def reserved_bytes(self) -> int:
-        """That, and what the allocator keeps for later ones."""
+        """Memory of tensors on the device, and what the allocator keeps for later ones."""
 
     def peak_bytes(self) -> int:
-        """The most that was ever reserved."""
+        """The most bytes that were ever reserved."""
 
     def forget_peak(self) -> None:
         """Count the most anew, from what is reserved now."""
 
     def free_bytes(self) -> int:
-        """What the device could still give."""
+        """How many bytes the device could still give."""
 
     def link_rate(self) -> float | None:
         """Bytes per second from locked host memory, measured when first asked for.
@@ -148,5 +148,5 @@ class Device(Protocol):
 
 
 def aligned(nbytes: int) -> int:
-    """The multiple of `ALIGN` at or above it."""
+    """Round up to a multiple of `ALIGN`."""
     return nbytes + -nbytes % ALIGN

@@ -59,7 +59,7 @@ class Home:
 
     @property
     def views(self) -> Mapping[str, torch.Tensor]:
-        """Everything kept, by name. Filled once nothing is unread."""
+        """All weights that are kept, by name. They are filled once nothing is unread."""
         return self._views
 
     @property
@@ -73,6 +73,6 @@ class Home:
         return sum(place.nbytes for name, place in self._places.items() if name in self._read)
 
     def mark_read(self) -> None:
-        """All that is kept has been filled."""
+        """Note that all that is kept has been filled."""
         self._read.update(self._places)
         self._show()  # some places show nothing before

@@ -33,7 +33,7 @@ class Repacking(Protocol):
     """Makes a weight of bytes in another order, some of its rows at a time: as many bytes."""
 
     def rows(self, width: int) -> int:
-        """How many rows of `width` bytes to take at once; at most 4 MB."""
+        """Say how many rows of `width` bytes to take at once; at most 4 MB."""
 
     def fill(self, stored: torch.Tensor, out: torch.Tensor) -> None:
         """Fill `out` with `stored`, both of the same dtype and [rows, width]."""
@@ -67,7 +67,7 @@ class Weight:
 
     @property
     def raw(self) -> bool:
-        """The file's bytes are the model's bytes."""
+        """Whether the file's bytes are the model's bytes."""
         return self.group is None and self.sources[0].dtype == self.dtype and self.repacked is None
 
     @property
@@ -76,7 +76,7 @@ class Weight:
         return sum(source.nbytes for source in self.sources)
 
     def rows(self, start: int, stop: int) -> Weight:
-        """The range of rows from `start` to `stop` as a weight that is read by itself."""
+        """Make the range of rows from `start` to `stop` a weight that is read by itself."""
         (source,) = self.sources
         share = source.nbytes // self.shape[0]
         name, shape = f"[{start}:{stop}]", (stop - start, *self.shape[1:])
@@ -148,7 +148,7 @@ class Layout:
 
     @property
     def weights(self) -> tuple[Weight, ...]:
-        """Everything in the region."""
+        """All weights that lie in the region."""
         made = tuple(weight for conversion in self.conversions for weight in conversion.weights)
         return tuple(w for w, _ in self.raw) + tuple(cast.weight for cast in self.casts) + made
 

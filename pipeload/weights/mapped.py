@@ -51,7 +51,7 @@ class MappedFiles:
     def tensor(
         self, path: Path, start: int, dtype: torch.dtype, shape: tuple[int, ...]
     ) -> torch.Tensor:
-        """Values of a file, shared with its mapping."""
+        """Show values of a file, in the memory of its mapping."""
         # All in here: what a view as another dtype makes in inference mode is an inference tensor,
         # and a parameter becomes one with it.
         with torch.inference_mode(False):
@@ -105,7 +105,7 @@ class MappedPlacement:
         return list(self._jobs(chunk_bytes))
 
     def convert_jobs(self) -> list[Work]:
-        """Nothing: mapped weights are the file's bytes."""
+        """List nothing: mapped weights are the file's bytes."""
         return []
 
     def drop(self) -> None:

@@ -29,21 +29,21 @@ _one_conversion = threading.Lock()
 
 
 class Place(Protocol):
-    """Weights at their place: tensors that show them and jobs that fill them."""
+    """Weights at their place: tensors that show them, and jobs that fill them."""
 
     @property
     def nbytes(self) -> int:
-        """Size of the layout."""
+        """Size of the layout in bytes."""
 
     @property
     def views(self) -> Mapping[str, torch.Tensor]:
         """The weights by name."""
 
     def read_jobs(self, chunk_bytes: int) -> list[Work]:
-        """Reads of at most `chunk_bytes`. They may run in any order and at once."""
+        """List reads of at most `chunk_bytes`. They may run in any order and at once."""
 
     def convert_jobs(self) -> list[Work]:
-        """What is to be done once all reads are."""
+        """List what is to be done once all reads are."""
 
     @property
     def quick(self) -> bool:
@@ -54,7 +54,7 @@ class Place(Protocol):
 
 
 class Placement:
-    """Views are prepared once; filling is a list of independent jobs."""
+    """A layout in a region. Views are prepared once; filling is a list of independent jobs."""
 
     quick = False
 
@@ -67,7 +67,7 @@ class Placement:
         self.views: dict[str, torch.Tensor] = dict(self._make_views())
 
     def read_jobs(self, chunk_bytes: int) -> list[Work]:
-        """Reads of at most `chunk_bytes`, in file order. They may run in any order and at once."""
+        """List reads of at most `chunk_bytes`, in file order, to be run in any and at once."""
         jobs = [
             job for extent in self._layout.extents for job in self._extent_jobs(extent, chunk_bytes)
         ]
@@ -76,7 +76,7 @@ class Placement:
         return jobs
 
     def convert_jobs(self) -> list[Work]:
-        """What is to be done once all reads are."""
+        """List what is to be done once all reads are."""
         return [
             partial(self._run_conversion, conversion) for conversion in self._layout.conversions
         ]
@@ -165,7 +165,7 @@ class Placement:
 
 
 def scratch_of(scratch: Region | None) -> Region:
-    """The reader's own: a plan with such reads always makes one."""
+    """Give the reader's own scratch: a plan with such reads always makes one."""
     assert scratch is not None  # noqa: S101 - see above
     return scratch
 
@@ -188,11 +188,11 @@ SCRATCH_BYTES = CAST_CHUNK_BYTES + 2 * PAGE
 
 
 def scratch_bytes(readers: int) -> int:
-    """What so many readers need."""
+    """Bytes of working memory that so many readers need."""
     return readers * ceil_page(SCRATCH_BYTES)
 
 
 def make_scratch(readers: int) -> list[Region | None]:
-    """Working memory for so many readers."""
+    """Make working memory for so many readers."""
     arena = Arena(scratch_bytes(readers), device=torch.device("cpu"), huge=True)
     return [arena.take(SCRATCH_BYTES) for _ in range(readers)]

@@ -22,7 +22,7 @@ _CPU = torch.device("cpu")
 
 
 class Places:
-    """Each layout gets memory of its own, so that it can go by itself.
+    """Makes memory for what stays: each layout gets its own, so that it can go by itself.
 
     Ranges of rows lie where they would in the whole weight, so that all of them together are it.
     """
@@ -41,13 +41,13 @@ class Places:
         self._arenas: dict[str, Arena] = {}
 
     def make(self, layout: Layout) -> Place:
-        """Memory for a layout: one piece of a unit, or everything that is pinned."""
+        """Make memory for a layout: one piece of a unit, or everything that is pinned."""
         if self._mapped is not None:
             return MappedPlacement(layout, self._mapped)
         return Placement(layout, self._region(layout), self._files, self._convert)
 
     def whole(self, weight: Weight) -> torch.Tensor:
-        """A weight that is cut by rows, whose ranges are all there."""
+        """Show a weight that is cut by rows, whose ranges are all there."""
         if self._mapped is not None:
             return MappedPlacement(lay_out([weight]), self._mapped).views[weight.name]
         offset = _offset(lay_out([weight]))
@@ -71,7 +71,7 @@ class Places:
 
 
 def whole_tensor(weight: Weight) -> torch.Tensor:
-    """Memory of its own for a weight, which lies as a plain load has it lie."""
+    """Make memory of its own for a weight, which lies as a plain load has it lie."""
     layout = lay_out([weight])
     arena = Arena(layout.nbytes, device=_CPU, huge=False)
     return arena.tensor(_offset(layout), weight.dtype, weight.shape, weight.nbytes)

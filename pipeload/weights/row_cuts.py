@@ -24,7 +24,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from pipeload.weights.whole_shape import ALIGN, WholeShape
+from pipeload.weights.whole_shape import KERNEL_ALIGN, WholeShape
 
 ROW_STEP = 64
 """Ranges begin at multiples of this many rows."""
@@ -63,7 +63,7 @@ class Cut(NamedTuple):
 
     @property
     def total(self) -> int:
-        """Rows of the weight."""
+        """How many rows the weight has."""
         return self.ranges[-1].stop
 
 
@@ -80,18 +80,18 @@ class Given(NamedTuple):
 
     @classmethod
     def of(cls, given: torch.Tensor) -> Given:
-        """What describes `given`, with the settings of now."""
+        """Describe `given`, with the settings of now."""
         return cls(
             given.shape,
             given.stride(),
-            given.data_ptr() % ALIGN,
+            given.data_ptr() % KERNEL_ALIGN,
             torch.get_num_threads(),
             _precision(),
         )
 
     @classmethod
     def rows(cls, count: int, inputs: int) -> Given:
-        """`count` rows of their own, with the settings of now."""
+        """Describe `count` rows of their own, with the settings of now."""
         return cls.of(torch.empty(count, inputs, device="meta"))
 
 
@@ -237,10 +237,10 @@ def _sampled(cut: Cut, most: int) -> torch.Tensor:
 
 
 def _place(given: Given, dtype: torch.dtype) -> torch.Tensor:
-    """Memory for an input that lies as `given` does."""
+    """Make memory for an input that lies as `given` does."""
     reach = 1 + sum((n - 1) * step for n, step in zip(given.shape, given.stride, strict=True))
-    buffer = torch.empty(reach * dtype.itemsize + 2 * ALIGN, dtype=torch.uint8)
-    start = -buffer.data_ptr() % ALIGN + given.offset // dtype.itemsize * dtype.itemsize
+    buffer = torch.empty(reach * dtype.itemsize + 2 * KERNEL_ALIGN, dtype=torch.uint8)
+    start = -buffer.data_ptr() % KERNEL_ALIGN + given.offset // dtype.itemsize * dtype.itemsize
     flat = buffer[start : start + reach * dtype.itemsize].view(dtype)
     return flat.as_strided(given.shape, given.stride)
 
@@ -262,7 +262,7 @@ class _Values(NamedTuple):
         return cls(torch.randperm(cut.inputs, generator=random), random, cut.dtype)
 
     def rows(self, count: int, *, sign: int) -> torch.Tensor:
-        """Every second column of `order` has the values of another one, times `sign`."""
+        """Make rows in which every second column of `order` is another one, times `sign`."""
         half = len(self.order) // 2
         made = torch.empty(count, len(self.order), dtype=self.dtype)
         values = torch.randn(count, half, generator=self.random).to(self.dtype)
@@ -272,7 +272,7 @@ class _Values(NamedTuple):
         return made
 
     def bias(self, cut: Cut) -> torch.Tensor | None:
-        """Of all sizes, from far below the rounding errors to far above them."""
+        """Make a bias of all sizes, from far below the rounding errors to far above them."""
         if not cut.bias:
             return None
         scale = torch.tensor([0.0, 1e-7, 1e-3, 1.0]).repeat(-(-cut.total // 4))[: cut.total]

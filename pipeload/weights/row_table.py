@@ -98,7 +98,7 @@ class RowTable:
         return nbytes
 
     def release(self) -> None:
-        """No row is in use any more. Trims."""
+        """Note that no row is in use any more, and trim."""
         self._in_use = False
         self.trim()
 

@@ -23,7 +23,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def no_conversion(*_: object) -> Any:
-    """For weights that are stored as they are."""
+    """Stand in for a conversion where all weights are stored as they are."""
     raise AssertionError("nothing is converted")
 
 
@@ -87,7 +87,7 @@ def _equal(source: TensorEntry, tensor: torch.Tensor, files: FileSet) -> bool:
 
 
 def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Equal, and NaN equals itself."""
+    """Tell whether both have the same bits: NaN equals itself."""
     if one.dtype != other.dtype or one.shape != other.shape:
         return False
     bits = _BITS.get(one.dtype.itemsize)

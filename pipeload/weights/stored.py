@@ -31,7 +31,7 @@ PIECE_BYTES = 16 << 20
 def read_pieces(
     entry: TensorEntry, files: FileSet, nbytes: int = PIECE_BYTES
 ) -> Iterator[memoryview]:
-    """A tensor's bytes, at most `nbytes` at a time, in memory that the next piece overwrites.
+    """Read a tensor's bytes, at most `nbytes` at a time, in memory that the next piece overwrites.
 
     Raises:
         ReadError: the disk failed or does not answer, or the file was cut short. Names tensor, file
@@ -49,7 +49,7 @@ def read_pieces(
 
 
 def read_whole(entry: TensorEntry, files: FileSet) -> torch.Tensor:
-    """A stored tensor, in memory of its own. Raises what `read_pieces` does."""
+    """Read a stored tensor into memory of its own. Raises what `read_pieces` does."""
     data = torch.empty(entry.nbytes, dtype=torch.uint8)
     for into, piece in zip(data.split(PIECE_BYTES), read_pieces(entry, files), strict=False):
         into.copy_(torch.frombuffer(piece, dtype=torch.uint8))

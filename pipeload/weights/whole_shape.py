@@ -16,7 +16,7 @@ import torch
 
 from pipeload.weights.arena import DTYPE_CODES, Arena
 
-ALIGN = 64
+KERNEL_ALIGN = 64
 """Kernels look at addresses modulo this, at most."""
 WINDOW_BYTES = 4 << 20
 """The most that rows with values take, about."""
@@ -26,7 +26,7 @@ class WholeShape:
     """A weight `[total, columns]` of zeros. Its rows may be written and cleared."""
 
     def __init__(self, total: int, columns: int, dtype: torch.dtype, offset: int) -> None:
-        """It begins `offset` bytes after an aligned address.
+        """Have it begin `offset` bytes after an aligned address.
 
         Raises:
             MemoryError: the system refuses the address space.
@@ -35,12 +35,14 @@ class WholeShape:
         nbytes = total * row_bytes
         self.window_rows = max(1, WINDOW_BYTES // row_bytes)
         """How many rows may have values at once."""
-        self._arena = Arena(nbytes + ALIGN, device=torch.device("cpu"), huge=False, sparse=True)
+        self._arena = Arena(
+            nbytes + KERNEL_ALIGN, device=torch.device("cpu"), huge=False, sparse=True
+        )
         self.weight = self._arena.tensor(offset, DTYPE_CODES[dtype], (total, columns), nbytes)
 
     @staticmethod
     def is_free() -> bool:
-        """Whether it takes no memory but for rows with values."""
+        """Tell whether it takes no memory but for rows with values."""
         return sys.platform.startswith("linux")
 
     def clear(self) -> None:

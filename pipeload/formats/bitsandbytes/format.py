@@ -26,13 +26,13 @@ class BitsAndBytes:
     package: str | None = METHOD
 
     def matches(self, config: Any) -> bool:
-        """Whether a configuration names it, or says that it loads in 8 or 4 bits."""
+        """Tell whether a configuration names it, or says that it loads in 8 or 4 bits."""
         bits = setting(config, "load_in_8bit") or setting(config, "load_in_4bit")
         return bool(bits) or named(config) == METHOD
 
     def find(self, stored: Stored) -> Mapping[str, PackedWeight]:
         """Find the weights of the library's quantised Linears."""
-        from pipeload.formats.bitsandbytes.stored import BitsAndBytesWeight, is_packed
+        from pipeload.formats.bitsandbytes.packed_weight import BitsAndBytesWeight, is_packed
 
         read = stored.reader()
         return {
@@ -44,7 +44,7 @@ class BitsAndBytes:
         }
 
     def nearest_form(self, config: Any) -> str:
-        """The same of 4 bits; of 8 bits ours, which is as small."""
+        """Name the same form of 4 bits; for 8 bits ours, which is as small."""
         if not setting(config, "load_in_4bit", otherwise=False):
             return INT8
         double = setting(config, "bnb_4bit_use_double_quant", otherwise=False)

@@ -20,7 +20,7 @@ import torch
 
 _SOURCE = Path(__file__).with_name("kernel.c")
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-DTYPES = frozenset(_KINDS)
+FILLED_DTYPES = frozenset(_KINDS)
 """What can be filled."""
 BLOCK_STEP = 16
 """Values of a block come in multiples of this many."""
@@ -30,30 +30,30 @@ _CHUNK = 1 << 18  # values whose indices and products stay in a processor's cach
 _FEW_THREADS = 4  # with more of them the library's own is as fast as one thread with tables
 
 
-class Scratch(threading.local):
+class ThreadMemory(threading.local):
     """Memory that each thread keeps: fresh pages take longer than their filling."""
 
     def __init__(self) -> None:
-        """Empty at first."""
+        """Keep nothing at first."""
         self._bytes = torch.empty(0, dtype=torch.uint8)
 
     def take(self, nbytes: int) -> torch.Tensor:
-        """uint8 [nbytes], until the next call."""
+        """Give uint8 of [nbytes], which are the caller's until the next call."""
         if self._bytes.numel() < nbytes:
             with torch.inference_mode(False):  # else it could not be written to outside of it
                 self._bytes = torch.empty(nbytes, dtype=torch.uint8)
         return self._bytes[:nbytes]
 
 
-_NUMBERS, _PRODUCTS = Scratch(), Scratch()
+_NUMBERS, _PRODUCTS = ThreadMemory(), ThreadMemory()
 _FLOAT = torch.float32
 
 
 class Fill(Protocol):
-    """Dequantises."""
+    """Dequantises values into a tensor."""
 
     def __call__(self, packed: torch.Tensor, absmax: torch.Tensor, out: torch.Tensor) -> None:
-        """Fill `out`: contiguous, of one of `DTYPES`.
+        """Fill `out`: contiguous, of one of `FILLED_DTYPES`.
 
         Args:
             packed: uint8 [n / 2], contiguous; the first value of each byte is in its high half.
@@ -63,7 +63,7 @@ class Fill(Protocol):
 
 
 def make_fill(codes: torch.Tensor, blocksize: int) -> Fill | None:
-    """The fastest one there is here; None if none would be faster than the library's.
+    """Make the fastest `Fill` there is here; None if none would be faster than the library's.
 
     Args:
         codes: fp32 [16], what the numbers stand for.
@@ -76,7 +76,7 @@ def make_fill(codes: torch.Tensor, blocksize: int) -> Fill | None:
 
 
 def compiled_fill(library: ctypes.CDLL, codes: torch.Tensor, blocksize: int) -> Fill:
-    """One of `compiled()`."""
+    """Make a `Fill` that calls the kernel that `compiled` has made."""
     codes = codes.clone()
 
     def fill(packed: torch.Tensor, absmax: torch.Tensor, out: torch.Tensor) -> None:
@@ -87,7 +87,7 @@ def compiled_fill(library: ctypes.CDLL, codes: torch.Tensor, blocksize: int) -> 
 
 
 def torch_fill(codes: torch.Tensor, blocksize: int) -> Fill:
-    """By a table of the two values that a byte stands for, moved as one integer of 8 bytes.
+    """Make a `Fill` with a table of the two values that a byte stands for, moved as 8 bytes.
 
     Only a lookup of such in one dimension is quick: 0.5 ns each, on one thread; other forms of it
     take three times as long.
@@ -117,7 +117,7 @@ def torch_fill(codes: torch.Tensor, blocksize: int) -> Fill:
 
 @functools.cache
 def compiled() -> ctypes.CDLL | None:
-    """The kernel; None without a compiler, on other processors, or if anything goes wrong."""
+    """Compile the kernel; None without a compiler, on other processors, or if that goes wrong."""
     compiler = shutil.which(os.environ.get("CC") or "cc")
     if compiler is None:
         return None

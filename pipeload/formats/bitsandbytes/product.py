@@ -24,7 +24,13 @@ from typing import Any, Final
 import torch
 from torch.nn import functional
 
-from pipeload.formats.bitsandbytes.kernel import BLOCK_STEP, DTYPES, Fill, Scratch, make_fill
+from pipeload.formats.bitsandbytes.kernel import (
+    BLOCK_STEP,
+    FILLED_DTYPES,
+    Fill,
+    ThreadMemory,
+    make_fill,
+)
 from pipeload.weights.row_cuts import (
     ROW_STEP,
     Cut,
@@ -38,10 +44,10 @@ _RANGE_BYTES = 2 << 20  # of dequantised values: what stays in the processor's c
 _FEW_INPUTS = 16  # rows of input that are multiplied range by range
 _NESTED_BLOCK = 256  # the only one that the library multiplies with
 _CHECK_ROWS = 96
-_SCRATCH = Scratch()
+_SCRATCH = ThreadMemory()
 _NO_OPTIONS: Final[Mapping[str, Any]] = {}
 
-Multiply = Callable[
+PackedProduct = Callable[
     [torch.Tensor, torch.Tensor, torch.Tensor, "torch.Tensor | None"], "torch.Tensor | None"
 ]
 """Of the input, the packed weight, its factors in fp32 and the bias: the product, or None to leave
@@ -129,13 +135,13 @@ class QuickProduct:
 
 
 def rows_at_once(row_bytes: int) -> int:
-    """How many rows to dequantise at once: so many that each thread's share is a usual one."""
+    """Say how many rows to dequantise at once: each thread's share is then a usual one."""
     share = ROW_STEP * max(2, torch.get_num_threads())
     return max(share, _RANGE_BYTES // row_bytes // ROW_STEP * ROW_STEP)
 
 
 def quick_product(module: Any, kind: str, blocksize: int) -> QuickProduct | None:
-    """What computes for `module` here; None if the library does.
+    """Make what computes for `module` here; None if the library does.
 
     Args:
         module: a Linear4bit that the library will not repack.
@@ -143,7 +149,7 @@ def quick_product(module: Any, kind: str, blocksize: int) -> QuickProduct | None
         blocksize: how many of them share a factor.
     """
     dtype, columns = module.compute_dtype, module.in_features
-    if dtype not in DTYPES or columns % blocksize or blocksize % BLOCK_STEP:
+    if dtype not in FILLED_DTYPES or columns % blocksize or blocksize % BLOCK_STEP:
         return None
     fill = _checked_fill(kind, blocksize, dtype)
     return None if fill is None else QuickProduct(fill, module, blocksize)
@@ -151,7 +157,7 @@ def quick_product(module: Any, kind: str, blocksize: int) -> QuickProduct | None
 
 @functools.cache
 def _checked_fill(kind: str, blocksize: int, dtype: torch.dtype) -> Fill | None:
-    """What dequantises as the library does; None if nothing here does.
+    """Make what dequantises as the library does; None if nothing here does.
 
     Compared bit by bit: all bytes, factors of all sizes (denormal ones too), then a product.
     """
@@ -184,7 +190,7 @@ def _checked_fill(kind: str, blocksize: int, dtype: torch.dtype) -> Fill | None:
 class Factors(torch.Tensor):
     """The factors of a weight's blocks, as the file has them: see [Note: who asks for them]."""
 
-    asks: Multiply
+    asks: PackedProduct
 
     @classmethod
     def __torch_function__(
@@ -197,18 +203,24 @@ class Factors(torch.Tensor):
         """Compute products; anything else is done as with a plain tensor, and gives one."""
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 - has no other name
             options = kwargs or _NO_OPTIONS
-            if func is torch.ops.bitsandbytes.gemm_4bit.default:
+            if func is _operation():
                 made = _product(*args, **options)
                 if made is not None:
                     return made
             return func(*args, **options)
 
 
-def with_product(absmax: torch.Tensor, multiply: Multiply) -> Factors:
+def with_product(absmax: torch.Tensor, multiply: PackedProduct) -> Factors:
     """Return the same factors; what is multiplied by their weight goes to `multiply` first."""
     factors = absmax.as_subclass(Factors)
     factors.asks = multiply
     return factors
+
+
+@functools.cache
+def _operation() -> Any:
+    """Look up what the library multiplies by."""
+    return torch.ops.bitsandbytes.gemm_4bit.default
 
 
 def _product(

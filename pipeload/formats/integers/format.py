@@ -16,7 +16,7 @@ METHOD: Final = "pipeload"
 
 
 class Integers:
-    """A `Format`."""
+    """A `Format`: weights of our own Linears, for torch's own kernels."""
 
     method = METHOD
     how = AS_STORED
@@ -26,13 +26,13 @@ class Integers:
     package: str | None = None
 
     def matches(self, config: Any) -> bool:
-        """Whether a configuration names it."""
+        """Tell whether a configuration names it."""
         return named(config) == METHOD
 
     def find(self, stored: Stored) -> Mapping[str, PackedWeight]:
         """Find the weights of our own quantised Linears."""
         from pipeload.formats.integers.linear import PackedLinear
-        from pipeload.formats.integers.stored import IntegerWeight
+        from pipeload.formats.integers.packed_weight import IntegerWeight
 
         return {
             f"{path}.weight": IntegerWeight(path, module, stored)
@@ -41,7 +41,7 @@ class Integers:
         }
 
     def nearest_form(self, _config: Any) -> str:
-        """The one that is closest to the original."""
+        """Name the one that is closest to the original."""
         return INT8
 
 

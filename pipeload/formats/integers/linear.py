@@ -14,14 +14,14 @@ from torch import nn
 from pipeload.errors import UnsupportedModelError
 from pipeload.formats.integers import wide_product
 from pipeload.formats.integers.order import (
-    ROW_STEP,
+    KERNEL_ROWS,
     kernel_order,
     reorder,
     unpack,
     unpack_transposed,
 )
 from pipeload.formats.integers.rounding import GROUPS, from_int4
-from pipeload.formats.integers.wide_product import Block, Sizes
+from pipeload.formats.integers.wide_product import Sizes, WeightBlock
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -36,7 +36,7 @@ _INPUT_ALIGNMENT = 64
 
 
 class PackedLinear(nn.Linear, abc.ABC):
-    """What both have in common. A Linear, so that whoever looks for those finds it."""
+    """A quantised Linear. It is a Linear, so that whoever looks for those finds it."""
 
     bits: ClassVar[int]
     statistics: ClassVar[str]
@@ -67,24 +67,24 @@ class PackedLinear(nn.Linear, abc.ABC):
         return made if self.bias is None else made + self.bias
 
     def product(self, rows: torch.Tensor) -> torch.Tensor:
-        """[n, out] of contiguous and aligned [n, in], without the bias."""
+        """Multiply contiguous and aligned [n, in] to [n, out], without the bias."""
         if len(rows) <= wide_product.most_by_kernel(self.bits, rows.dtype):
             return self.by_kernel(rows)
         return wide_product.multiply(rows, self.out_features, self.block)
 
     @property
     def sizes(self) -> Sizes:
-        """What its products' needs depend on."""
+        """What the memory that its products take depends on."""
         dtype = self.get_parameter(self.statistics).dtype
         return Sizes(self.out_features, self.in_features, self.bits, dtype)
 
     @abc.abstractmethod
     def by_kernel(self, rows: torch.Tensor) -> torch.Tensor:
-        """[n, out] of contiguous and aligned [n, in], without the bias."""
+        """Multiply contiguous and aligned [n, in] to [n, out], without the bias."""
 
     @abc.abstractmethod
-    def block(self, start: int, stop: int, dtype: torch.dtype) -> Block:
-        """Rows of the weight as floats; `start` is a multiple of 64."""
+    def block(self, start: int, stop: int, dtype: torch.dtype) -> WeightBlock:
+        """Make rows `start:stop` of the weight floats; `start` is a multiple of 64."""
 
     @abc.abstractmethod
     def dequantised(self) -> torch.Tensor:
@@ -95,7 +95,7 @@ class PackedLinear(nn.Linear, abc.ABC):
         """Make a weight that was just loaded one that the kernel here can read."""
 
     def extra_repr(self) -> str:
-        """For `print(model)`."""
+        """Describe it for `print(model)`."""
         return f"{super().extra_repr()}, bits={self.bits}"
 
     def _refuse_placeholder(self) -> None:
@@ -165,13 +165,13 @@ class Int8Linear(PackedLinear):
         return out_features > 0 and in_features > 0 and in_features % _COLUMN_STEP == 0
 
     def by_kernel(self, rows: torch.Tensor) -> torch.Tensor:
-        """[n, out] of [n, in], without the bias."""
+        """Multiply [n, in] to [n, out], without the bias."""
         multiply = torch._weight_int8pack_mm  # noqa: SLF001 - has no other name
         return multiply(rows, self.weight, self.scale)
 
-    def block(self, start: int, stop: int, dtype: torch.dtype) -> Block:
-        """Integers as they are, which bf16 has as well, and scales for the products."""
-        return Block(self.weight[start:stop].to(dtype).t(), self.scale[start:stop].to(dtype))
+    def block(self, start: int, stop: int, dtype: torch.dtype) -> WeightBlock:
+        """Give integers as they are, which bf16 has as well, and scales for the products."""
+        return WeightBlock(self.weight[start:stop].to(dtype).t(), self.scale[start:stop].to(dtype))
 
     def dequantised(self) -> torch.Tensor:
         """The weight as fp32 of [out, in]."""
@@ -225,24 +225,24 @@ class Int4Linear(PackedLinear):
         return (
             group_size in GROUPS
             and min(out_features, in_features) > 0
-            and out_features % ROW_STEP == 0
+            and out_features % KERNEL_ROWS == 0
             and in_features % group_size == 0
         )
 
     def by_kernel(self, rows: torch.Tensor) -> torch.Tensor:
-        """[n, out] of [n, in], without the bias."""
+        """Multiply [n, in] to [n, out], without the bias."""
         multiply: Any = torch.ops.aten._weight_int4pack_mm_for_cpu  # noqa: SLF001 - the same
         made: torch.Tensor = multiply(rows, self.weight, self.group_size, self.scales_and_zeros)
         return made
 
-    def block(self, start: int, stop: int, dtype: torch.dtype) -> Block:
-        """Dequantised in fp32, then rounded once."""
+    def block(self, start: int, stop: int, dtype: torch.dtype) -> WeightBlock:
+        """Dequantise in fp32, then round once."""
         scale, zero = self.scales_and_zeros[:, start:stop, None].float().unbind(-1)
         scale, zero = scale.transpose(1, 2), zero.transpose(1, 2)
         values = unpack_transposed(self.weight[start:stop], self.order).float()
         grouped = values.view(-1, self.group_size, stop - start)
         grouped.mul_(scale).add_(zero - 8 * scale)
-        return Block(values.to(dtype), None)
+        return WeightBlock(values.to(dtype), None)
 
     def settle(self) -> None:
         """Put a weight that was made on another kind of processor into this one's order."""
@@ -259,7 +259,7 @@ class Int4Linear(PackedLinear):
 
 
 def _aligned(tensor: torch.Tensor, alignment: int) -> torch.Tensor:
-    """Itself, or a copy that begins where the kernels can read: see [Note: addresses]."""
+    """Give the tensor, or a copy that begins where the kernels can read: [Note: addresses]."""
     return tensor if tensor.data_ptr() % alignment == 0 else tensor.clone()
 
 

@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 
 BLOCK_ROWS = WHOLE_TILES
 """Whole tiles in every order."""
-ROW_STEP = 16
+KERNEL_ROWS = 16
 """The kernel takes whole multiples of so many rows."""
 
 
 class Order(NamedTuple):
-    """How rows are put together."""
+    """How rows of a weight are put together in bytes."""
 
     tile: int
     """Rows of a tile. What is left of a weight is a last, smaller one, of pairs."""
@@ -77,7 +77,7 @@ def unpack(packed: torch.Tensor, name: str) -> torch.Tensor:
 
 
 def unpack_transposed(packed: torch.Tensor, name: str) -> torch.Tensor:
-    """The same as uint8 of [columns, rows], which takes less time: so they lie in a tile."""
+    """Undo `pack` to uint8 of [columns, rows], which takes less time: so they lie in a tile."""
     rows, columns = packed.shape[0], 2 * packed.shape[1]
     values = torch.empty((columns, rows), dtype=torch.uint8)
     for start, stop, count in _blocks(rows):
@@ -117,7 +117,7 @@ def kernel_order() -> str:
     Raises:
         UnsupportedModelError: it is none that is known here.
     """
-    rows = torch.arange(BLOCK_ROWS + ROW_STEP)  # a whole tile of any order, and a last one
+    rows = torch.arange(BLOCK_ROWS + KERNEL_ROWS)  # a whole tile of any order, and a last one
     columns = torch.arange(32)
     values = (rows[:, None] * 5 + columns * 3 + rows[:, None] // 16 * columns) % 16
     convert = getattr(torch.ops.aten, "_convert_weight_to_int4pack_for_cpu", None)

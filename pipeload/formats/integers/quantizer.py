@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class PipeloadConfig(QuantizationConfigMixin):
-    """`quantization_config` in config.json."""
+    """Our `quantization_config` in config.json."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class PipeloadConfig(QuantizationConfigMixin):
         modules_to_not_convert: Sequence[str] = (),
         **_: Any,
     ) -> None:
-        """What a checkpoint says, checked.
+        """Check what a checkpoint says.
 
         Args:
             bits: 8 or 4.
@@ -78,18 +78,18 @@ class PipeloadConfig(QuantizationConfigMixin):
             )
 
     def keeps(self, path: str) -> bool:
-        """Whether the Linear at `path` is left as it is."""
+        """Tell whether the Linear at `path` is left as it is."""
         return any(f"{path}.".startswith(f"{kept}.") for kept in self.modules_to_not_convert)
 
     def fits(self, module: nn.Linear) -> bool:
-        """Whether the kernel takes a weight of its shape."""
+        """Tell whether the kernel takes a weight of its shape."""
         if self.bits == 8:
             return Int8Linear.fits(module.out_features, module.in_features)
         group = self.group_size or 0
         return Int4Linear.fits(module.out_features, module.in_features, group)
 
     def parts(self, rows: int, columns: int) -> tuple[RowRange, ...]:
-        """Rows of the parts that a weight of that shape is stored in: mostly one."""
+        """List the rows of each part that a weight of that shape is stored in: mostly one."""
         row_bytes = columns * self.bits // 8
         if self.part_bytes is None or rows * row_bytes <= self.part_bytes:
             return (RowRange(0, rows),)
@@ -97,7 +97,7 @@ class PipeloadConfig(QuantizationConfigMixin):
         return row_ranges(rows, max(2 * BLOCK_ROWS, most))
 
     def make(self, module: nn.Linear, path: str) -> PackedLinear | PartedLinear:
-        """What takes the place of `module`, on the meta device as well."""
+        """Make what takes the place of `module`, on the meta device as well."""
         bias, dtype = module.bias is not None, module.weight.dtype
         columns = module.in_features
         parts = self.parts(module.out_features, columns)
@@ -158,12 +158,12 @@ class PipeloadQuantizer(HfQuantizer):
         return model
 
     def is_serializable(self) -> bool:
-        """Saved as it was loaded."""
+        """Have it saved as it was loaded."""
         return True
 
     @property
     def is_trainable(self) -> bool:
-        """Adapters may be trained on top of it."""
+        """Have adapters trained on top of it."""
         return True
 
 

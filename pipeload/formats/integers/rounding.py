@@ -118,6 +118,6 @@ def _move_zeros(exact: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor) ->
 
 
 def _storable(scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """In the dtype it is stored in, and not zero: a row of zeros stays one."""
+    """Cast a scale to the dtype it is stored in, and not to zero: a row of zeros stays one."""
     stored = scale.to(dtype)
     return stored.masked_fill_(stored == 0, torch.finfo(dtype).tiny)

@@ -35,8 +35,8 @@ _ROWS = 256  # of input at once, where they are cast
 _BF16 = ("avx512_bf16", "amx_bf16", "bf16")
 
 
-class Block(NamedTuple):
-    """Some rows of a weight, transposed."""
+class WeightBlock(NamedTuple):
+    """Some rows of a weight as floats, transposed."""
 
     values: torch.Tensor
     """[in, rows]."""
@@ -64,7 +64,7 @@ def most_by_kernel(bits: int, dtype: torch.dtype) -> int:
 
 
 def multiply(
-    rows: torch.Tensor, out_features: int, block: Callable[[int, int, torch.dtype], Block]
+    rows: torch.Tensor, out_features: int, block: Callable[[int, int, torch.dtype], WeightBlock]
 ) -> torch.Tensor:
     """[n, out] of `rows`, [n, in].
 
@@ -84,8 +84,8 @@ def multiply(
     return made
 
 
-def _multiply(parts: Sequence[torch.Tensor], block: Block, out: torch.Tensor) -> None:
-    """A function of its own, so that nothing of a block outlives it."""
+def _multiply(parts: Sequence[torch.Tensor], block: WeightBlock, out: torch.Tensor) -> None:
+    """Multiply by one block. A function of its own, so that nothing of it outlives it."""
     for part, into in zip(parts, out.split(len(parts[0])), strict=True):
         product = part.to(block.values.dtype) @ block.values
         into.copy_(product if block.scale is None else product.mul_(block.scale))

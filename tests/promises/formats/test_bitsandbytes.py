@@ -19,7 +19,7 @@ import pipeload
 from pipeload.errors import CheckpointError, UnsupportedModelError, UnsupportedOperationError
 from pipeload.formats.bitsandbytes import product
 from pipeload.formats.bitsandbytes.kernel import make_fill
-from pipeload.formats.bitsandbytes.stored import is_4bit
+from pipeload.formats.bitsandbytes.packed_weight import is_4bit
 from pipeload.formats.bitsandbytes.tiles import TILED, repack
 from pipeload.hf.pending_load import PendingLoad
 from tests.support.exact import (

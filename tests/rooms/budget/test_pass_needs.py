@@ -16,6 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import pipeload.hf.cache_layers  # noqa: F401 - caches are read by it
 from pipeload.budget.kv_cache import DYNAMIC, SLIDING, CacheReader, LayerSize
 from pipeload.budget.pass_needs import PassNeeds, PassShape
 from pipeload.budget.pass_shape import read_extras
@@ -492,6 +493,7 @@ PEAK = """
 import gc, json, sys, torch
 from pathlib import Path
 from transformers import DynamicCache
+import pipeload.hf.cache_layers
 from pipeload.system.memory import peak_rss_bytes, return_freed_memory, rss_bytes
 from pipeload.budget.pass_needs import PassNeeds
 from tests.support.models import random_model, tiny_config
@@ -520,6 +522,7 @@ SOUND_PEAK = """
 import gc, json, sys, torch
 from pathlib import Path
 from transformers import WhisperConfig, WhisperForConditionalGeneration
+import pipeload.hf.cache_layers
 from pipeload.system.memory import peak_rss_bytes, return_freed_memory, rss_bytes
 from pipeload.budget.pass_needs import PassNeeds
 torch.set_num_threads(2)

@@ -12,6 +12,7 @@ from unittest import mock
 import pytest
 import torch
 
+import pipeload.hf.cache_layers  # noqa: F401 - caches are read by it
 from pipeload.budget import pass_trace
 from pipeload.budget.pass_needs import PassNeeds, PassShape
 from pipeload.budget.pass_trace import PassTrace
@@ -22,6 +23,7 @@ from tests.support.models import random_model, tiny_config
 FAMILIES = """
 import gc, json, sys, torch, transformers as T
 from pathlib import Path
+import pipeload.hf.cache_layers
 from pipeload.system.memory import peak_rss_bytes, return_freed_memory, rss_bytes
 from pipeload.budget.pass_needs import PassNeeds
 T.logging.set_verbosity_error()

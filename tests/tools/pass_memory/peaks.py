@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+import pipeload.hf.cache_layers  # noqa: F401 - caches are read by it
 from pipeload.budget.pass_needs import PassNeeds
 from pipeload.system.memory import peak_rss_bytes, return_freed_memory, rss_bytes
 from tests.tools.model_types.check import _run, _seed, _told

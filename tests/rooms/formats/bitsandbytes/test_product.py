@@ -14,7 +14,7 @@ import torch
 from pipeload.formats.bitsandbytes import kernel
 from pipeload.formats.bitsandbytes import product as bitsandbytes_product
 from pipeload.formats.bitsandbytes.kernel import (
-    DTYPES,
+    FILLED_DTYPES,
     Fill,
     compiled,
     compiled_fill,
@@ -22,7 +22,7 @@ from pipeload.formats.bitsandbytes.kernel import (
     torch_fill,
 )
 from pipeload.formats.bitsandbytes.product import (
-    Multiply,
+    PackedProduct,
     QuickProduct,
     quick_product,
     with_product,
@@ -88,7 +88,7 @@ def _codes(kind: str) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("blocksize", [32, 64, 4096])
-@pytest.mark.parametrize("dtype", sorted(DTYPES, key=str))
+@pytest.mark.parametrize("dtype", sorted(FILLED_DTYPES, key=str))
 @pytest.mark.parametrize("kind", KINDS)
 def test_equal_bits(kind: str, dtype: torch.dtype, blocksize: int, engine: str) -> None:
     """Every byte times factors of every size, in the tail of a chunk too."""
@@ -172,7 +172,7 @@ def product_of(module: Any) -> QuickProduct:
     return product
 
 
-def by(multiply: Multiply, module: Any, given: torch.Tensor) -> torch.Tensor | None:
+def by(multiply: PackedProduct, module: Any, given: torch.Tensor) -> torch.Tensor | None:
     """What `module` makes of `given` with that product; None if it was left to the library."""
     state = module.weight.quant_state
     plain = state.absmax
@@ -191,7 +191,7 @@ def by(multiply: Multiply, module: Any, given: torch.Tensor) -> torch.Tensor | N
 
 
 @pytest.mark.parametrize("nested", [True, False])
-@pytest.mark.parametrize("dtype", sorted(DTYPES, key=str))
+@pytest.mark.parametrize("dtype", sorted(FILLED_DTYPES, key=str))
 @pytest.mark.parametrize("kind", KINDS)
 def test_equal_products(kind: str, dtype: torch.dtype, nested: bool, engine: str) -> None:
     """One row to many, in every shape, another dtype than the compute's; with and without bias."""

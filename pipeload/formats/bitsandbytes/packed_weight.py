@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pipeload.formats.bitsandbytes.needs import Held, held_by_4bit, held_by_8bit
+from pipeload.formats.bitsandbytes.needs import HeldBytes, held_by_4bit, held_by_8bit
 from pipeload.formats.bitsandbytes.product import QuickProduct, quick_product, with_product
 from pipeload.formats.bitsandbytes.stored_parts import NESTED, StoredParts
 from pipeload.formats.bitsandbytes.tiles import (
@@ -84,7 +84,7 @@ class BitsAndBytesWeight:
 
     @property
     def weight(self) -> Weight:
-        """What is streamed of it."""
+        """What is streamed of it: the packed values, in the order that is computed with here."""
         entry = self._parts["weight"]
         repacked = self._repacked
         shape = (self._rows, self._columns // 2) if repacked else entry.shape
@@ -119,7 +119,7 @@ class BitsAndBytesWeight:
             kept["weight.absmax"] = 2 * (self._rows * self._columns // self._state["blocksize"])
         return sum(map(takes, kept.values()))
 
-    def held_by_products(self, dtype: torch.dtype) -> list[Held]:
+    def held_by_products(self, dtype: torch.dtype) -> list[HeldBytes]:
         """What a product takes beside its tensors, at several moments; `dtype`: its input's."""
         if not self._bits4:
             return held_by_8bit(self._rows, self._columns, self._where)
@@ -128,7 +128,7 @@ class BitsAndBytesWeight:
         return [held_by_4bit(self._rows, self._columns, unpacked, computed, dtype)]
 
     def _unpacked_bytes(self, item: int) -> int:
-        """The weight in the dtype that is computed in, and its factors while they are expanded."""
+        """Bytes of the weight in the dtype that is computed in, and of its expanded factors."""
         items = self._rows * self._columns
         factors: int = -(-items // self._state["blocksize"])
         nested = NESTED[0] in self._parts
@@ -175,25 +175,25 @@ class BitsAndBytesWeight:
         return Shown(parameter, companions, _nothing)
 
     def leave_to_streaming(self) -> None:
-        """Nothing: the library asks for none of it."""
+        """Do nothing: the library does not ask what its own modules hold."""
 
 
 def is_4bit(module: object) -> bool:
-    """Whether `module` is a Linear4bit."""
+    """Tell whether `module` is a Linear4bit."""
     from bitsandbytes.nn.modules import Linear4bit
 
     return isinstance(module, Linear4bit)
 
 
 def is_packed(module: object) -> bool:
-    """Whether `module` is a quantised Linear of bitsandbytes."""
+    """Tell whether `module` is a quantised Linear of bitsandbytes."""
     from bitsandbytes.nn.modules import Linear8bitLt
 
     return is_4bit(module) or isinstance(module, Linear8bitLt)
 
 
 def _plain_again(state: Any, absmax: torch.Tensor) -> Callable[[], None]:
-    """What gives a quantisation state back its own factors, if there are any at the time."""
+    """Make what gives a quantisation state its own factors back, if it has any by then."""
 
     def undo() -> None:
         if state.absmax is not None:
@@ -203,6 +203,6 @@ def _plain_again(state: Any, absmax: torch.Tensor) -> Callable[[], None]:
 
 
 def _stay_repacked(state: Any, stored: torch.Tensor) -> Callable[[], None]:
-    """Nothing takes it back: the weight stays repacked, which the library takes for its own."""
+    """Mark a state as the library does. Nothing takes that back: the weight stays repacked."""
     mark_repacked(state, stored)
     return _nothing()

@@ -60,12 +60,12 @@ class IntegerWeight:
 
     @property
     def counts(self) -> Mapping[str, int]:
-        """A number for each that the Linear had; none for statistics."""
+        """As many numbers as the Linear had; statistics stand for none."""
         count = self._module.out_features * self._module.in_features
         return {self._name: count, self._statistics: 0}
 
     def statistics_bytes(self, _takes: Callable[[int], int]) -> int:
-        """Nothing that is no parameter."""
+        """Count nothing: statistics are parameters."""
         return 0
 
     def held_by_products(self, _dtype: torch.dtype) -> Iterable[Held]:
@@ -73,11 +73,11 @@ class IntegerWeight:
         return [self._module.sizes]
 
     def show(self) -> Shown | None:
-        """Nothing but the parameter."""
+        """Build nothing: its module shows the parameter."""
         return None
 
     def leave_to_streaming(self) -> None:
-        """It is put into the processor's order as it is read."""
+        """Note the processor's order, in which it is read."""
         if isinstance(self._module, Int4Linear):
             self._module.order = kernel_order()
 

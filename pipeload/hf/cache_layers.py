@@ -1,0 +1,78 @@
+"""Private parts of transformers: what the layers of its key-value caches hold.
+
+Seen in 5.24.0, tried on 5.17.0 as well. Layers are known by their attributes, so that subclasses of
+users' count, too. `budget` counts with what is read here, once this was imported.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pipeload.budget.kv_cache import (
+    DYNAMIC,
+    NO_ROWS,
+    PACKED,
+    SLIDING,
+    STATIC,
+    STATIC_SLIDING,
+    LayerLibrary,
+    LiveLayer,
+    read_layers_by,
+)
+
+
+def read_layer(layer: Any, item: int) -> LiveLayer:
+    """Read what a layer of a live cache holds. Cheap: it is done at each step.
+
+    `item` is the bytes of an element of the model.
+    """
+    kind, capacity = kind_of(layer)
+    live = LiveLayer(kind, capacity, has_state=_has_state(layer))
+    if kind == PACKED:
+        live = live._replace(packed=_packed_share(layer, item))
+    if kind == NO_ROWS or not getattr(layer, "is_initialized", False):
+        return live
+    if kind == PACKED:
+        loose = layer.keys.shape[-2] if layer.keys.dim() == 4 else 0
+        return live._replace(rows=layer.cumulative_length, residual=loose)
+    keys, values = layer.keys, layer.values
+    live = live._replace(
+        storage=keys.untyped_storage().nbytes() + values.untyped_storage().nbytes()
+    )
+    rows = keys.shape[-2] if keys.dim() > 1 else 0
+    if not rows:
+        return live
+    key, value = (t.shape[0] * t.shape[1] * t.shape[-1] * t.element_size() for t in (keys, values))
+    if kind in (STATIC, STATIC_SLIDING):
+        seen = getattr(layer, "cumulative_length_int", None)
+        rows = min(capacity, int(layer.cumulative_length if seen is None else seen))
+    return live._replace(rows=rows, key=key, value=value)
+
+
+def kind_of(layer: Any) -> tuple[str, int]:
+    """Tell the kind and the capacity of one layer."""
+    sliding = bool(getattr(layer, "is_sliding", False))
+    if hasattr(layer, "_quantized_keys"):
+        return PACKED, int(getattr(layer, "residual_length", 0))
+    if (capacity := getattr(layer, "max_cache_len", None)) is not None:
+        return (STATIC_SLIDING if sliding else STATIC), int(capacity)
+    if not hasattr(layer, "keys") or not hasattr(layer, "lazy_initialization"):
+        return NO_ROWS, 0
+    return (SLIDING, int(layer.sliding_window)) if sliding else (DYNAMIC, 0)
+
+
+def _has_state(layer: Any) -> bool:
+    """Whether the states of linear attention are there already, or there are none to come."""
+    ready = getattr(layer, "is_conv_states_initialized", None)
+    return ready is None or any(ready.values())
+
+
+def _packed_share(layer: Any, item: int) -> float:
+    """Stored bytes per byte of a key: its code, and a scale and a zero for each group of them."""
+    bits = getattr(layer, "nbits", None)
+    if bits is None:  # eight-bit floats, one scale for all
+        return 1 / item
+    return float(bits / 8 / item + 2 / layer.q_group_size)
+
+
+read_layers_by(LayerLibrary(kind_of, read_layer))
