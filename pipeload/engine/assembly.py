@@ -6,6 +6,7 @@ import weakref
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
+from pipeload.budget.governor import Governor
 from pipeload.budget.host_memory import TABLE_KEEP_BYTES
 from pipeload.budget.make_plan import MAPPED, Build
 from pipeload.checkpoint.files import FileSet
@@ -48,7 +49,6 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from pipeload.budget.governor import Governor
     from pipeload.budget.pass_needs import PassNeeds
     from pipeload.budget.plan import Plan
     from pipeload.budget.reserve import PassHint
@@ -125,7 +125,8 @@ class Assembly:
             scratch=scratch,
             chunk_bytes=CHUNK_BYTES,
         )
-        self._governor = target.governor(build, needs, hint, prefetcher.counters, pressure=pressure)
+        ledger = target.ledger(build, prefetcher.counters, pressure=pressure)
+        self._governor = Governor(build, needs, hint, ledger)
         model = source.model
         self._governor.name = f"{type(model).__name__} of {getattr(model, 'name_or_path', '')!r}"
         self._governor.join()

@@ -78,7 +78,7 @@ class Handle:
             raise UnsupportedOperationError(
                 "set_memory_limit() after remove(): the model is a plain one. Load it again."
             )
-        self._streamer.governor.set_limit(memory_limit, host_memory_limit)
+        self._streamer.governor.ledger.set_limit(memory_limit, host_memory_limit)
 
     def pass_bytes(self, *args: Any, **kwargs: Any) -> int | None:
         """Bytes that a call of the model with these arguments would stream now.
@@ -113,7 +113,7 @@ class Handle:
             peak_since_load_bytes=streamer.governor.peak.nbytes,
             memory_limit=self.plan.memory_limit,
             io_mode=self.plan.io_mode,
-            **streamer.governor.device_figures(),
+            **streamer.governor.ledger.figures(),
         )
 
     @property
