@@ -243,7 +243,7 @@ def host_limit_alone(host_memory_limit: object) -> OptionError:
 
 
 ACCOUNTANT = Accountant()
-"""The one of this process."""
+"""The account of this process's memory."""
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=ACCOUNTANT.renew_lock)

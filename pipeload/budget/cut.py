@@ -8,11 +8,11 @@ read in ranges of rows, and an embedding table by the rows that are asked for.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from torch import nn
 
+from pipeload.budget.parts import Parts, Site, Table
 from pipeload.budget.residency import UnitSpec, is_tiny
 from pipeload.errors import UnsupportedModelError
 from pipeload.weights.arena import DTYPES
@@ -56,79 +56,6 @@ class Touched(NamedTuple):
     """Of modules that did not run when it was tried."""
     past_block: frozenset[str] = frozenset()
     """Used while not even the block around them runs: these are always there."""
-
-
-class Site(NamedTuple):
-    """A module, and the units that it needs while it runs."""
-
-    name: str
-    """Dotted path from the model."""
-    module: nn.Module
-    units: range
-    """One unit, or one for each range of rows."""
-    whole: Weight | None
-    """The weight whose ranges of rows the units are, None for a site with a unit of its own."""
-    ranges: tuple[RowRange, ...] = ()
-    """Those."""
-
-
-class Table(NamedTuple):
-    """A weight of which embeddings read rows when they are asked for."""
-
-    weight: Weight
-    modules: tuple[nn.Module, ...]
-    """The embeddings that share it; a tied head is a site of its own."""
-    names: tuple[str, ...]
-    """What it is called in each of them."""
-
-
-@dataclass(frozen=True, slots=True)
-class Parts:
-    """Which weights are streamed and where, which are read by rows, which are always there."""
-
-    sites: list[Site]
-    specs: list[UnitSpec]
-    tables: list[Table]
-    pinned: list[Weight]
-    others_bytes: int
-    """Bytes of the parameters that the library loads or initialises itself, and beside them."""
-    uncut: frozenset[str] = frozenset()
-    """Weights that are whole because ranges of their rows would not give the same bits."""
-
-    @property
-    def conversion_bytes(self) -> int:
-        """The most that one run of the library's operations takes beside sources and results."""
-        groups: dict[str, list[Weight]] = {}
-        for spec in self.specs:
-            for weight in spec.weights:
-                if weight.group is not None:
-                    groups.setdefault(weight.group, []).append(weight)
-        return max((_transient_bytes(group) for group in groups.values()), default=0)
-
-    @property
-    def needs_scratch(self) -> bool:
-        """Whether any weight is cast while it is read."""
-        streamed = (weight for spec in self.specs for weight in spec.weights)
-        return any(w.group is None and not w.raw for w in (*self.pinned, *streamed))
-
-    @property
-    def streamed(self) -> dict[str, Weight]:
-        """Weights that may be streamed, whole ones, by name."""
-        found: dict[str, Weight] = {}
-        for site in self.sites:
-            if site.whole is not None:
-                found[site.whole.name] = site.whole
-            else:
-                for unit in site.units:
-                    found.update((weight.name, weight) for weight in self.specs[unit].weights)
-        return found
-
-    @property
-    def weights(self) -> list[Weight]:
-        """All that are not left to the library, each once."""
-        tables = (table.weight for table in self.tables)
-        every = [*self.pinned, *tables, *self.streamed.values()]
-        return list({weight.name: weight for weight in every}.values())
 
 
 class Divider:
@@ -367,15 +294,6 @@ def _rows_in(weight: Weight, nbytes: int) -> int:
 
 def _is_large_float(weight: Weight) -> bool:
     return not is_tiny(weight) and DTYPES[weight.dtype].is_floating_point
-
-
-def _transient_bytes(group: Sequence[Weight]) -> int:
-    """Experts are stacked, then concatenated: two copies, and a third when they are cast first."""
-    made = sum(weight.nbytes for weight in group)
-    if group[0].unpacking_bytes:
-        return group[0].unpacking_bytes
-    cast = any(source.dtype != group[0].dtype for source in group[0].sources)
-    return made * (3 if cast else 2)
 
 
 def _whole_groups(streamed: Sequence[Weight], everything: Mapping[str, Weight]) -> list[Weight]:

@@ -8,7 +8,8 @@ from pipeload.budget import cut
 from pipeload.budget.cut import Grain
 
 if TYPE_CHECKING:
-    from pipeload.budget.cut import Divider, Parts, Touched
+    from pipeload.budget.cut import Divider, Touched
+    from pipeload.budget.parts import Parts
 
 
 class Cutting(NamedTuple):

@@ -30,6 +30,8 @@ class DeviceShare:
     """Host memory that the device's libraries take on later."""
     host_conversion_bytes: int
     """Host memory in which weights are made that the file does not hold as they are."""
+    slack_bytes: int
+    """Of the reserve, what the device's libraries take on later, and its allocator."""
 
     def copy_seconds(self, nbytes: int) -> float:
         """Least time in which so many bytes come to the device; 0 if not known."""

@@ -3,109 +3,65 @@
 [Note: who yields] A pass needs what it needs, and so does the user's code; weights are the only
 thing that can be had again from the disk. So residents yield to both, before the need and not after
 it, down to nothing; only then is a pass refused. They come back as they stream by, which costs no
-read of its own.
-
-[Note: no swinging] Budgets move in steps, at once downwards and only after some passes upwards, to
-the least that any of those passes allowed. What the estimate of a pass fell short of what was then
-measured raises the next estimates.
+read of its own. When they come back is the policy's to say; what is there, the ledger's.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from pipeload._sizes import format_size
-from pipeload.budget.accounts import ACCOUNTANT, host_limit_alone
-from pipeload.budget.out_of_memory import PassMemoryLimitError
-from pipeload.budget.reserve import (
-    KERNEL_BYTES,
-    WARM_UP_BYTES,
-    PassHint,
-    limit_for,
-    page_table_bytes,
-)
+from pipeload.budget.ledger import TooLarge
+from pipeload.budget.planner import Planner
+from pipeload.budget.policy import Patience
 from pipeload.errors import MemoryLimitError
-from pipeload.system.memory import PeakSince, parse_limit
-from pipeload.system.pressure import PressureGauge
+from pipeload.system.memory import PeakSince
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from torch import nn
 
-    from pipeload.budget.counters import Counters
+    from pipeload.budget.ledger import Ledger
     from pipeload.budget.make_plan import Build
     from pipeload.budget.pass_needs import PassNeeds
-    from pipeload.budget.pass_shape import PassShape
     from pipeload.budget.plan import Plan
-
-STEPS = 128
-MIN_STEP_BYTES = 2 << 20
-# Passes that must agree before residents come back.
-PATIENCE = 4
-# Passes after which a process is not fresh any more.
-_WARM_PASSES = 3
-_MOST_ERROR = 4.0
-_FORGET = 0.98
-# What a process keeps of chunks that have run: kernels for their shapes, holes in the heap.
-_KEPT_OF_CHUNKS_BYTES = 8_000_000
-_SMALLEST_CHUNK = 16  # tokens: each chunk reads the whole model
+    from pipeload.budget.reserve import PassHint
 
 
 class Governor:
-    """One model's budget for residents and buffers, in bytes."""
+    """One model's budget for residents and buffers, in bytes: an `Owner` of its ledger."""
 
     name = "a model"
 
-    def __init__(
-        self,
-        build: Build,
-        needs: PassNeeds,
-        hint: PassHint,
-        counters: Counters,
-        *,
-        pressure: bool,
-    ) -> None:
-        plan, residency = build.plan, build.residency
-        self._gauge = PressureGauge(plan.memory_limit) if pressure else None
-        self.plan = plan
-        """What is to be kept and streamed: in force once no pass is in the way."""
+    def __init__(self, build: Build, needs: PassNeeds, hint: PassHint, ledger: Ledger) -> None:
+        self.ledger, self._planner = ledger, Planner(build, ledger)
+        self._plan = build.plan
         self.adopt: Callable[[Plan], bool] | None = None
         """Puts a plan into force if no pass runs; set once somebody can."""
         self.peak = PeakSince()
-        self._counters = counters
-        self._residency = residency
-        # A model that fitted may have been mapped; what streams later is read.
-        self._whole_mode, self._streaming_mode = plan.io_mode, build.stream_mode
         self._needs = needs
         self._hint, self._hint_need = hint, hint.pass_bytes(needs)
-        self._fixed = plan.pinned_bytes + plan.scratch_bytes + build.parts.conversion_bytes
-        self._spent = plan.floor_bytes + plan.reserve_bytes + plan.pinned_bytes + plan.scratch_bytes
-        self._floor = plan.floor_bytes - ACCOUNTANT.promised_to_others(None)
-        self._spent -= page_table_bytes(plan.memory_limit) + ACCOUNTANT.promised_to_others(None)
-        self._budget = self._cap(plan.memory_limit)
-        self._recent: deque[int] = deque(maxlen=PATIENCE)
-        self._passes = 0
-        self._error = 1.0
+        self._budget = self._cap(build.plan.memory_limit)
+        self._patience = Patience()
         self._need = 0
-        self._other_at_begin = 0
-        self._held_at_begin = 0
-        self._other_peak = 0
         self._running = False
 
-    def _cap(self, limit: int, others: int | None = None) -> int:
-        """More than was planned for the hint is never taken: the hint's memory stays free."""
-        others = ACCOUNTANT.promised_to_others(self) if others is None else others
-        return min(
-            self._residency.everything, limit - page_table_bytes(limit) - self._spent - others
-        )
+    @property
+    def plan(self) -> Plan:
+        """What is to be kept and streamed: in force once no pass is in the way."""
+        return self._plan
+
+    @plan.setter
+    def plan(self, plan: Plan) -> None:
+        self._plan = plan
+        self.ledger.follow(plan)
 
     def join(self) -> None:
-        """Have the accountant count it from now on."""
-        ACCOUNTANT.join(self, self.plan.memory_limit)
+        """Have the model counted from now on."""
+        self.ledger.join(self)
 
     def put_into_force_by(self, adopt: Callable[[Plan], bool]) -> None:
         """Have plans put into force by `adopt`, from now on and as long as its object lives.
@@ -122,42 +78,25 @@ class Governor:
 
     def leave(self) -> None:
         """Have it counted no more. May be called again."""
-        ACCOUNTANT.leave(self)
+        self.ledger.leave(self)
 
     def forget(self) -> bool:
         """In a forked child: count it no more. Whether its memory can be given back there."""
-        self.leave()
-        return True
-
-    def set_limit(self, memory_limit: int | str, host_memory_limit: int | str | None) -> None:
-        """Change the limit, for everybody who shares it.
-
-        Raises:
-            MemoryLimitError: it is too small; nothing changes.
-            OptionError: it is no size.
-        """
-        if host_memory_limit is not None:
-            raise host_limit_alone(host_memory_limit)
-        ACCOUNTANT.set_limit(parse_limit(memory_limit))
-
-    def device_figures(self) -> dict[str, Any]:
-        """What `Stats` shows of a device: nothing on the CPU."""
-        return {}
+        return self.ledger.forget(self)
 
     # -- Client ----------------------------------------------------------------------------------
 
     def held_bytes(self) -> int:
         """Weights and buffers of this model in memory now."""
-        moving = self._counters.resident_bytes + self._counters.buffer_bytes
-        return self.plan.pinned_bytes + self.plan.scratch_bytes + moving
+        return self.ledger.held_bytes(self.plan)
 
     def promised_bytes(self) -> int:
         """What it may come to hold."""
-        return max(self.held_bytes(), self._fixed + min(self._budget, self._residency.everything))
+        return max(self.held_bytes(), self.ledger.fixed_bytes + self.budget)
 
     def least_bytes(self) -> int:
         """What it holds with nothing resident that can be streamed."""
-        return self._fixed + self._residency.smallest
+        return self.ledger.fixed_bytes + self._planner.smallest
 
     def running_bytes(self) -> int:
         """What its running pass was granted."""
@@ -166,20 +105,20 @@ class Governor:
     @property
     def budget(self) -> int:
         """What residents and buffers may take."""
-        return min(self._budget, self._residency.everything)
+        return min(self._budget, self._planner.everything)
 
     @property
     def wants(self) -> tuple[int, int]:
         """The least and the most that residents and buffers can make use of."""
-        return self._residency.smallest, self._residency.everything
+        return self._planner.smallest, self._planner.everything
 
     def shrink(self, budget: int) -> bool:
         """Give back down to `budget`, now; False when a pass is running."""
-        with ACCOUNTANT.lock:
-            plan = self._plan_for(max(budget, self._residency.smallest))
-            if self.adopt is None or not self.adopt(plan):
+        with self.ledger.account.lock:
+            budget = max(budget, self._planner.smallest)
+            if not self.put_into_force(self._plan_for(budget)):
                 return False
-            self.plan, self._budget = plan, max(budget, self._residency.smallest)
+            self._budget = budget
             return True
 
     def look_around(self) -> None:
@@ -187,8 +126,8 @@ class Governor:
 
         One that is running looks by itself.
         """
-        room = self._room(self._limit, ACCOUNTANT.other_bytes())
-        if room < self._budget > self._residency.smallest:
+        room = self._room(self._limit, self.ledger.account.other_bytes())
+        if room < self._budget > self._planner.smallest:
             self.shrink(room)
 
     # -- passes ----------------------------------------------------------------------------------
@@ -203,62 +142,60 @@ class Governor:
         Raises:
             MemoryLimitError: it does not fit even with nothing resident.
         """
-        with ACCOUNTANT.lock:
-            self._before_pass(args, kwargs, module)
-
-    def _before_pass(
-        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], module: nn.Module | None
-    ) -> None:
-        need = self._needs.for_pass(args, kwargs, module)
-        self._need = int(need * self._error)
-        self._other_at_begin = self._other_peak = ACCOUNTANT.other_bytes()
-        self.peak.look(ACCOUNTANT.rss_bytes)
-        self._held_at_begin = self.held_bytes()
-        room = self._room(self._limit, self._other_at_begin) - self._need
-        if room < self._residency.smallest:
-            room += ACCOUNTANT.reclaim(self, self._residency.smallest - room)
-        if room < self._residency.smallest:
-            shape = self._needs.shape(args, kwargs)
-            # What the process took on during some pass, for whatever reason, revokes no promise as
-            # long as the limit holds: what is set aside for that is there to be used.
-            promised = need <= self._hint_need and self._hint.covers(shape)
-            if not promised or self._least_with(need) > self.plan.memory_limit:
-                raise self._too_large(shape, room)
-            room = self._residency.smallest
-        self._running = True
-        room = min(room, self._cap(self._limit), ACCOUNTANT.share(self, room))
-        room = max(room, self._residency.smallest)
-        self._recent.append(room)
-        self._aim(room)
-
-    def _least_with(self, need: int) -> int:
-        """What the process will hold in a pass that takes `need`, with nothing resident."""
-        held = ACCOUNTANT.other_bytes() + ACCOUNTANT.promised_to_others(self)
-        return held + self.least_bytes() + need
+        ledger, smallest = self.ledger, self._planner.smallest
+        with ledger.account.lock:
+            need = self._needs.for_pass(args, kwargs, module)
+            self._need = ledger.corrected(need)
+            other = ledger.begin_pass(self.held_bytes())
+            self.peak.look(ledger.process_bytes)
+            room = self._room(self._limit, other) - self._need
+            if room < smallest:
+                room += ledger.account.reclaim(self, smallest - room)
+            if room < smallest:
+                shape, limit = self._needs.shape(args, kwargs), self.plan.memory_limit
+                # What the process took on during some pass, for whatever reason, revokes no promise
+                # as long as the limit holds: what is set aside for that is there to be used.
+                promised = need <= self._hint_need and self._hint.covers(shape)
+                least = self._others() + self.least_bytes() + need
+                if not promised or not ledger.allows(least, limit):
+                    free = ledger.uncorrected(room + self._need - smallest)
+                    wanted = self._planner.wanted(limit, room)
+                    found = TooLarge(shape, self._need, free, wanted)
+                    ledger.refuse_pass(found, self._needs, limit)
+                room = smallest
+            self._running = True
+            room = min(room, self._cap(self._limit), ledger.account.share(self, room))
+            room = max(room, smallest)
+            self._patience.note(room)
+            changed, before = ledger.look_beside(), self.plan
+            self._aim(room)
+            if changed and self.plan is before:
+                self.plan = self._plan_for(self._budget)
 
     def pass_bytes(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | None:
-        """What a pass with these arguments would read from disk now; None where it does not fit."""
-        with ACCOUNTANT.lock:
-            need = int(self._needs.for_pass(args, kwargs) * self._error)
-            room = self._room(self._limit, ACCOUNTANT.other_bytes()) - need
-            choice = self._residency.choose(min(room, self._cap(self._limit)))
-            plans = () if choice is None else self._residency.plans(choice)
-            return None if choice is None else sum(plan.streamed_bytes for plan in plans)
+        """What a pass with these arguments would move now; None where it does not fit.
+
+        Read from disk, or on a device what is copied there, read first or not. In bytes.
+        """
+        with self.ledger.account.lock:
+            need = self.ledger.corrected(self._needs.for_pass(args, kwargs))
+            room = self._room(self._limit, self.ledger.account.other_bytes()) - need
+            budget = min(room, self._cap(self._limit))
+            if budget < self._planner.smallest:
+                return None
+            return self.ledger.moved_bytes(self._plan_for(budget))
 
     def inside_pass(self) -> None:
         """Look again before a site runs: somebody else may have taken memory meanwhile."""
-        with ACCOUNTANT.lock:
-            self._inside_pass()
-
-    def _inside_pass(self) -> None:
-        other = ACCOUNTANT.other_bytes()
-        self.peak.look(ACCOUNTANT.rss_bytes)
-        self._other_peak = max(self._other_peak, other)
-        room = self._room(self._limit, other)
-        if self._recent:  # this pass allows no more, whatever it began with
-            self._recent[-1] = min(self._recent[-1], room)
-        if room < self._budget > self._residency.smallest:
-            self._aim(max(room, self._residency.smallest))
+        if not self.ledger.looks_inside:
+            return
+        with self.ledger.account.lock:
+            other = self.ledger.inside_pass()
+            self.peak.look(self.ledger.process_bytes)
+            room = self._room(self._limit, other)
+            self._patience.lower(room)  # this pass allows no more, whatever it began with
+            if room < self._budget > self._planner.smallest:
+                self._aim(max(room, self._planner.smallest))
 
     def make_room(self, nbytes: int, name: str) -> None:
         """Have `nbytes` be free beside what the running pass still needs, for module `name`.
@@ -266,142 +203,104 @@ class Governor:
         Raises:
             MemoryLimitError: they are not even with nothing resident.
         """
-        with ACCOUNTANT.lock:
-            other = ACCOUNTANT.other_bytes()
-            pending = max(0, self._need - max(0, other - self._other_at_begin))
+        with self.ledger.account.lock:
+            other = self.ledger.account.other_bytes()
+            pending = max(0, self._need - self.ledger.taken_by_pass(other))
             room = self._room(self._limit, other) - pending - nbytes
-            if room < self._residency.smallest:
+            if room < self._planner.smallest:
                 limit = self.plan.memory_limit
-                wanted = limit_for(
-                    limit - page_table_bytes(limit) + self._residency.smallest - room
-                )
-                raise MemoryLimitError(
-                    f"the forward of {name!r} was replaced after loading, so its weight is needed "
-                    f"as a whole: {nbytes} bytes ({format_size(nbytes)}) that memory_limit={limit} "
-                    f"does not leave. Set a limit of at least {wanted} bytes "
-                    f"({format_size(wanted)}), or replace it before pipeload.wrap(model).",
-                    limit=limit,
-                    smallest_limit=wanted,
-                )
-            if self._recent:
-                self._recent[-1] = min(self._recent[-1], room)
+                raise _needed_whole(name, nbytes, limit, self._planner.wanted(limit, room))
+            self._patience.lower(room)
             if room < self._budget:
                 self._aim(room)
 
     def after_pass(self) -> None:
         """The pass is over, whatever became of it."""
         self._running = False
-        self._passes += 1
-        used = self._other_peak - self._other_at_begin
-        # A fresh process takes on more than the pass, and weights on their way count for others.
-        # What was given back does not: it was there before.
-        steady = self._passes > _WARM_PASSES and self._held_at_begin >= self.held_bytes()
-        if steady and used > self._need:
-            self._error = min(_MOST_ERROR, used / max(1, self._need))
-        else:
-            self._error = max(1.0, self._error * _FORGET)
+        self.ledger.end_pass(self._need, self.held_bytes(), self.plan.memory_limit)
 
     def let_run(self) -> None:
         """The pass begins, and nobody will say that it is over: nothing is set aside for it."""
         self._running = False
 
+    # -- limits and plans ------------------------------------------------------------------------
+
     def check_limit(self, limit: int) -> None:
-        """Whether another limit of the process holds this model beside what is there now.
+        """Whether another limit holds this model beside what is there now.
 
         Raises:
             MemoryLimitError: it is too small; says one that works.
         """
-        other, others = ACCOUNTANT.other_bytes(), ACCOUNTANT.least_of_others(self)
+        account = self.ledger.account
+        other, others = account.other_bytes(), account.least_of_others(self)
         # What a running pass took is gone after it; what it was granted may not be taken yet.
-        took = max(0, other - self._other_at_begin)
-        other -= min(took, self.running_bytes())
-        room = min(self._cap(limit, others), self._room(limit, other, others))
-        if room < self._residency.smallest:
-            smallest = limit_for(limit - page_table_bytes(limit) + self._residency.smallest - room)
-            raise MemoryLimitError(
-                f"memory_limit={limit} bytes ({format_size(limit)}) is too small for this model as "
-                f"it was loaded; {smallest} bytes ({format_size(smallest)}) work now. "
-                "Loaded again, it may be cut more finely and take less.",
-                limit=limit,
-                smallest_limit=smallest,
-            )
+        other -= min(self.ledger.taken_by_pass(other), self.running_bytes())
+        planner = self._planner
+        room = min(planner.cap(limit, others), planner.room(limit, other, others))
+        if room < planner.smallest:
+            self.ledger.refuse_limit(limit, planner.wanted(limit, room))
 
     def take_limit(self, limit: int) -> None:
         """Plan for another limit; what is over it goes now, or before the next site of a pass."""
-        with ACCOUNTANT.lock:
-            self._take_limit(limit)
+        account = self.ledger.account
+        with account.lock:
+            self.ledger.take_limit(limit)
+            room = min(self._cap(limit), self._room(limit, account.other_bytes()))
+            self._patience.forget()
+            self._budget = max(self._planner.smallest, account.share(self, room))
+            self.plan = dataclasses.replace(self._plan_for(self._budget), memory_limit=limit)
+            if self._force(self.plan) and self.ledger.trim():
+                self._force(self._plan_for(self._planner.smallest))
+                self.ledger.trim()
+                self._force(self.plan)
 
-    def _take_limit(self, limit: int) -> None:
-        if self._gauge is not None:
-            self._gauge.limit = limit
-        room = min(self._cap(limit), self._room(limit, ACCOUNTANT.other_bytes()))
-        self._recent.clear()
-        self._budget = max(self._residency.smallest, ACCOUNTANT.share(self, room))
-        self.plan = dataclasses.replace(self._plan_for(self._budget), memory_limit=limit)
-        if self.adopt is not None:
-            self.adopt(self.plan)
+    def put_into_force(self, plan: Plan) -> bool:
+        """Have that plan from now on; False when a pass is running."""
+        forced = self._force(plan)
+        if forced:
+            self.plan = plan
+        return forced
 
-    # -- arithmetic ------------------------------------------------------------------------------
+    def _force(self, plan: Plan) -> bool:
+        """Have units be as a plan says; False when a pass is running, and nobody minds."""
+        if self.adopt is None:
+            return False
+        self.ledger.follow(plan)  # before the first unit comes
+        adopted = self.adopt(plan)
+        if not adopted:
+            self.ledger.follow(self.plan)
+        return adopted
 
     @property
     def _limit(self) -> int:
-        limit = self.plan.memory_limit
-        return limit if self._gauge is None else min(limit, self._gauge.allowed_bytes())
+        return self.ledger.limit_in_force(self.plan.memory_limit)
 
-    def _room(self, limit: int, other: int, others: int | None = None) -> int:
-        """Bytes for this model's residents, buffers and pass, if everybody else keeps theirs."""
-        overhead = KERNEL_BYTES + page_table_bytes(limit)
-        other = max(other, self._floor + WARM_UP_BYTES)  # it will be that much soon
-        others = ACCOUNTANT.promised_to_others(self) if others is None else others
-        return limit - other - overhead - self._fixed - others
+    def _others(self) -> int:
+        return self.ledger.account.promised_to_others(self)
+
+    def _cap(self, limit: int) -> int:
+        return self._planner.cap(limit, self._others())
+
+    def _room(self, limit: int, other: int) -> int:
+        return self._planner.room(limit, other, self._others())
+
+    def _plan_for(self, budget: int) -> Plan:
+        return self._planner.plan_for(budget, self.plan)
 
     def _aim(self, room: int) -> None:
-        step = max(MIN_STEP_BYTES, self.plan.memory_limit // STEPS)
-        if room < self._budget:
-            target = room - room % step
-        elif len(self._recent) == PATIENCE and min(self._recent) >= min(
-            self._cap(self._limit), self._budget + 2 * step
-        ):
-            target = min(self._recent)
-        else:
-            return
-        target = max(target, self._residency.smallest)
+        limit = self.plan.memory_limit
+        target = self._patience.aim(room, self._budget, lambda: self._cap(self._limit), limit)
+        target = max(self._budget if target is None else target, self._planner.smallest)
         if target != self._budget:
             self.plan, self._budget = self._plan_for(target), target
 
-    def _plan_for(self, budget: int) -> Plan:
-        choice = self._residency.choose(budget)
-        assert choice is not None  # noqa: S101 - nobody asks for less than the smallest
-        units = self._residency.plans(choice)
-        streams = any(unit.streamed.nbytes for unit in units)
-        io_mode = self._streaming_mode if streams else self._whole_mode
-        return dataclasses.replace(self.plan, units=units, io_mode=io_mode)
 
-    def _too_large(self, shape: PassShape, room: int) -> MemoryLimitError:
-        limit = self.plan.memory_limit
-        free = int((room + self._need - self._residency.smallest) / self._error)
-        wanted = limit_for(limit - page_table_bytes(limit) + self._residency.smallest - room)
-        tokens = self._needs.longest_tokens(free, shape.batch)
-        batch = self._needs.largest_batch(free, shape.tokens + shape.cached)
-        chunk = self._needs.prefill_chunk(free - _KEPT_OF_CHUNKS_BYTES, shape) or 0
-        cures = f"A limit of {wanted} bytes ({format_size(wanted)}) makes it fit"
-        if chunk >= _SMALLEST_CHUNK:
-            cures += (
-                f", and so does prefill_chunk_size={chunk} in generate(), which may change the "
-                "last bits"
-            )
-        grown = self._other_at_begin - self._floor - WARM_UP_BYTES
-        if grown > 0:
-            cures = (
-                f"Beside the model the process holds {grown} bytes ({format_size(grown)}) more "
-                f"than was planned when it was loaded: free what you can. {cures}"
-            )
-        return PassMemoryLimitError(
-            f"this pass ({shape.batch} x {shape.tokens} tokens after {shape.cached}) needs "
-            f"{self._need} bytes ({format_size(self._need)}) beside the weights, and with nothing "
-            f"resident {max(0, free)} ({format_size(max(0, free))}) are free within "
-            f"memory_limit={limit}: it would run out of memory. The longest prompt that fits at "
-            f"this batch is {tokens} tokens, the largest batch at this length {batch}. {cures}.",
-            limit=limit,
-            smallest_limit=wanted,
-        )
+def _needed_whole(name: str, nbytes: int, limit: int, wanted: int) -> MemoryLimitError:
+    return MemoryLimitError(
+        f"the forward of {name!r} was replaced after loading, so its weight is needed "
+        f"as a whole: {nbytes} bytes ({format_size(nbytes)}) that memory_limit={limit} "
+        f"does not leave. Set a limit of at least {wanted} bytes "
+        f"({format_size(wanted)}), or replace it before pipeload.wrap(model).",
+        limit=limit,
+        smallest_limit=wanted,
+    )

@@ -16,11 +16,11 @@ from pipeload.weights.whole_shape import WINDOW_BYTES
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pipeload.budget.cut import Parts
     from pipeload.budget.device_share import DeviceShare
     from pipeload.budget.make_plan import CostedCut
     from pipeload.budget.measured import Measured
     from pipeload.budget.options import Options
+    from pipeload.budget.parts import Parts
     from pipeload.budget.plan import UnitPlan
 
 TABLE_KEEP_BYTES = 4 << 20

@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
     from pathlib import Path
 
-    from pipeload.budget.cut import Parts
     from pipeload.budget.cuttings import Cutting, Cuttings
     from pipeload.budget.device_share import DeviceShare
     from pipeload.budget.measured import Measured
     from pipeload.budget.options import Options
+    from pipeload.budget.parts import Parts
     from pipeload.budget.plan import UnitPlan
     from pipeload.budget.residency import Choice, Takes
     from pipeload.weights.device import Device

@@ -86,7 +86,7 @@ _accounts: weakref.WeakKeyDictionary[Device, DeviceAccount] = weakref.WeakKeyDic
 
 
 def account_of(device: Device) -> DeviceAccount:
-    """The one of that device."""
+    """The account of that device's memory."""
     with ACCOUNTANT.lock:
         if device not in _accounts:
             _accounts[device] = DeviceAccount(device)

@@ -6,8 +6,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from pipeload.budget.plan import SLOTS
-from pipeload.devices.governor import DeviceGovernor
 from pipeload.devices.host_tier import Hosting
+from pipeload.devices.ledger import DeviceLedger
 from pipeload.devices.resident import DevicePlace
 from pipeload.devices.restore import DeviceRestorer
 from pipeload.devices.seats import DeviceSeat
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from pipeload.budget.counters import Counters
+    from pipeload.budget.ledger import Ledger
     from pipeload.budget.make_plan import Build
     from pipeload.budget.plan import Plan
     from pipeload.checkpoint.files import FileSet
@@ -40,18 +42,29 @@ class DeviceTarget:
 
     def __init__(self, device: Device, build: Build) -> None:
         self._device = device
-        size, hosting = SlotSize(build.plan.units), Hosting(device)
-        self._slots = [DeviceSlot(device, size) for _ in range(SLOTS)]
+        self._size, self._hosting = SlotSize(build.plan.units), Hosting(device)
+        self._slots = [DeviceSlot(device, self._size) for _ in range(SLOTS)]
         self.where = device.where
-        self.place: MakePlace = hosting.place
-        self.governor = partial(DeviceGovernor, size=size, slots=self._slots, hosting=hosting)
+        self.place: MakePlace = self._hosting.place
         self.seat = partial(DeviceSeat, device)
         self.restorer = partial(DeviceRestorer, device)
+
+    def ledger(self, build: Build, counters: Counters, *, pressure: bool) -> Ledger:
+        """The device's memory, and the host's beside it. `pressure`: refused for a device."""
+        assert not pressure  # noqa: S101 - see make_request
+        return DeviceLedger(
+            self._device,
+            build,
+            counters,
+            size=self._size,
+            slots=self._slots,
+            hosting=self._hosting,
+        )
 
     def places(
         self, files: FileSet, convert: Convert, _wholes: list[Weight], _mapped: list[Path] | None
     ) -> PlacesLike:
-        """Memory of the device."""
+        """Weights that stay get memory of the device."""
         return _DevicePlaces(self._device, files, convert)
 
     def slots(self, _build: Build) -> list[DeviceSlot]:
@@ -59,11 +72,11 @@ class DeviceTarget:
         return self._slots
 
     def scratch(self, plan: Plan) -> list[Region | None]:
-        """What stays passes through it."""
+        """Every reader has some: weights that stay pass through it."""
         return make_scratch(plan.readers)
 
     def needs_scratch(self, _layout: Layout) -> bool:
-        """What stays passes through it."""
+        """Whatever stays is read into scratch first."""
         return True
 
     def bring_along(self, model: nn.Module) -> Iterator[Step]:
@@ -85,7 +98,7 @@ class _DevicePlaces:
         self._device, self._files, self._convert = device, files, convert
 
     def make(self, layout: Layout) -> Place:
-        """Memory for a layout."""
+        """A layout gets memory of its own on the device."""
         return DevicePlace(layout, self._device, self._files, self._convert)
 
     def whole(self, weight: Weight) -> torch.Tensor:

@@ -20,10 +20,10 @@ from pipeload.weights.placement import scratch_bytes
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pipeload.budget.cut import Parts
     from pipeload.budget.make_plan import CostedCut
     from pipeload.budget.measured import Measured
     from pipeload.budget.options import Options
+    from pipeload.budget.parts import Parts
     from pipeload.budget.plan import UnitPlan
     from pipeload.devices.measured import MeasuredDevice
     from pipeload.weights.layout import Weight
@@ -122,6 +122,7 @@ class DeviceMemory:
             compute_rate=self._found.compute_rate,
             host_slack_bytes=self._found.host_slack_bytes,
             host_conversion_bytes=conversions,
+            slack_bytes=self._found.slack_bytes,
         )
         return host_within(units, budget), share
 

@@ -4,34 +4,30 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from pipeload._sizes import format_size
 from pipeload.budget.accounts import ACCOUNTANT
+from pipeload.budget.policy import Patience, step_bytes
 from pipeload.budget.reserve import KERNEL_BYTES, WARM_UP_BYTES, limit_for, page_table_bytes
+from pipeload.devices.host_tier import host_within
 from pipeload.errors import MemoryLimitError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pipeload.budget.device_share import DeviceShare
-    from pipeload.budget.plan import Plan
+    from pipeload.budget.ledger import Owner
+    from pipeload.budget.plan import Plan, UnitPlan
     from pipeload.devices.host_tier import Hosting
     from pipeload.devices.slots import DeviceSlot
 
 
-class Owner(Protocol):
-    """Whose host memory it is."""
-
-    name: str
-    plan: Plan
-    """What is to be kept and streamed."""
-    hosting: Hosting
-    hosted_budget: int
-    """What units may take that stay in host memory, in bytes."""
-
-    def host(self, budget: int) -> bool:
-        """Keep so much in host memory from now on; False when a pass is running."""
+def share_of(plan: Plan) -> DeviceShare:
+    """What a plan for a device has beside the device's own figures."""
+    share = plan.device_share
+    assert share is not None  # noqa: S101 - the plan is a device's
+    return share
 
 
 class HostShare:
@@ -40,49 +36,44 @@ class HostShare:
     Units that stay there can be given back; staging and scratch cannot.
     """
 
-    def __init__(self, owner: Owner, slots: Sequence[DeviceSlot]) -> None:
+    def __init__(self, plan: Plan, hosting: Hosting, slots: Sequence[DeviceSlot]) -> None:
+        self._hosting, self._slots = hosting, slots
+        self._owner: weakref.ref[Owner] | None = None
+        self._patience = Patience()
+        self.budget = plan.hosted_bytes
+        """What units may take that stay in host memory, in bytes."""
+
+    def serve(self, owner: Owner) -> None:
+        """Have it be this one's, which holds it."""
         self._owner = weakref.ref(owner)
-        self._slots = slots
 
     @property
     def _governor(self) -> Owner:
-        governor = self._owner()
+        governor = None if self._owner is None else self._owner()
         assert governor is not None  # noqa: S101 - it holds this
         return governor
 
     @property
     def name(self) -> str:
-        """The owner's."""
+        """What the model is called in errors."""
         return self._governor.name
 
     @property
     def plan(self) -> Plan:
-        """The owner's."""
+        """The plan of the model's governor."""
         return self._governor.plan
-
-    @property
-    def _share(self) -> DeviceShare:
-        share = self.plan.device_share
-        assert share is not None  # noqa: S101 - the owner's is a device's
-        return share
-
-    @property
-    def budget(self) -> int:
-        """What stays in host memory may take."""
-        return self._governor.hosted_budget
 
     @property
     def wants(self) -> tuple[int, int]:
         """Nothing, or all that is streamed."""
-        if not self._governor.hosting.pays:
+        if not self._hosting.pays:
             return 0, 0
         return 0, sum(unit.streamed.nbytes for unit in self.plan.units)
 
     def held_bytes(self) -> int:
-        """What is there now."""
-        hosted = self._governor.hosting.held_bytes
+        """Staging, scratch and units that are in host memory now."""
         slots = sum(slot.host_bytes for slot in self._slots)
-        return self._share.staging_scratch_bytes + slots + hosted
+        return share_of(self.plan).staging_scratch_bytes + slots + self._hosting.held_bytes
 
     def promised_bytes(self) -> int:
         """What it may come to hold."""
@@ -91,24 +82,58 @@ class HostShare:
     def least_bytes(self) -> int:
         """Staging, as it is or as it will be, and scratch."""
         there = sum(slot.host_bytes for slot in self._slots)
-        return self._share.staging_scratch_bytes + max(there, self.plan.staging_bytes)
+        return share_of(self.plan).staging_scratch_bytes + max(there, self.plan.staging_bytes)
 
     def running_bytes(self) -> int:
-        """A pass takes its memory on the device."""
+        """Nothing: a pass takes its memory on the device."""
         return 0
 
     def room(self, limit: int) -> int:
         """What may stay in host memory, measured now."""
+        share = share_of(self.plan)
         overhead = KERNEL_BYTES + page_table_bytes(limit) + self.least_bytes()
-        overhead += self._share.host_conversion_bytes
+        overhead += share.host_conversion_bytes
         others = ACCOUNTANT.promised_to_others(self)
         # It will be that much soon.
-        floor = self._share.host_floor_bytes + WARM_UP_BYTES + self._share.host_slack_bytes
+        floor = share.host_floor_bytes + WARM_UP_BYTES + share.host_slack_bytes
         return limit - max(ACCOUNTANT.other_bytes(), floor) - overhead - others
 
+    def look(self) -> bool:
+        """Measure what may stay in host memory; whether that is another amount now."""
+        if not self._hosting.pays:
+            return False
+        limit = share_of(self.plan).host_memory_limit
+        room, was = max(0, self.room(limit)), self.budget
+        self._patience.note(room)
+        allowed = self._patience.allowed
+        if room < was:
+            self.budget = room
+        elif allowed is not None and allowed >= was + 2 * step_bytes(limit):
+            self.budget = allowed
+        return self.budget != was and not self.plan.fits
+
+    def complete(self, plan: Plan, before: Plan, budget: int | None = None) -> Plan:
+        """The plan with as much in host memory as that, after the plan `before`.
+
+        Units that stay as they are keep theirs. `budget`: in bytes; the one in force if None.
+        """
+        units = host_within(plan.units, self.budget if budget is None else budget)
+        # See [Note: buffers of another size] in slots.py.
+        resized = plan.slot_bytes != before.slot_bytes
+        units = tuple(
+            old if not resized and _alike(old, new) else dataclasses.replace(new)
+            for old, new in zip(before.units, units, strict=True)
+        )
+        return dataclasses.replace(plan, units=units)
+
     def shrink(self, budget: int) -> bool:
-        """Give back down to `budget` now; False when a pass is running."""
-        return self._governor.host(budget)
+        """Keep so much in host memory from now on; False when a pass is running."""
+        budget = budget if self._hosting.pays else 0
+        governor = self._governor
+        if not governor.put_into_force(self.complete(governor.plan, governor.plan, budget)):
+            return False
+        self.budget = budget
+        return True
 
     def check_limit(self, limit: int) -> None:
         """Whether another limit of the process holds this model's staging.
@@ -121,14 +146,22 @@ class HostShare:
             need = limit_for(limit - page_table_bytes(limit) - room)
             raise MemoryLimitError(
                 f"host_memory_limit={limit} bytes ({format_size(limit)}) is too small for the "
-                f"staging of a model that streams to {self._share.device}. Set at least {need} "
-                f"bytes ({format_size(need)}).",
+                f"staging of a model that streams to {share_of(self.plan).device}. Set at least "
+                f"{need} bytes ({format_size(need)}).",
                 limit=limit,
                 smallest_limit=need,
             )
 
     def take_limit(self, limit: int) -> None:
         """Keep what it holds, as far as another limit of the process allows."""
-        share = dataclasses.replace(self._share, host_memory_limit=limit)
+        share = dataclasses.replace(share_of(self.plan), host_memory_limit=limit)
         self._governor.plan = dataclasses.replace(self.plan, device_share=share)
-        self._governor.host(max(0, self.room(limit)))
+        self.shrink(max(0, self.room(limit)))
+
+
+def _alike(one: UnitPlan, other: UnitPlan) -> bool:
+    """Whether both keep and stream the same, in the same places."""
+    same = one.streamed is other.streamed and one.hosted == other.hosted
+    pairs = zip(one.resident, other.resident, strict=False)
+    same = same and len(one.resident) == len(other.resident)
+    return same and all(mine is its for mine, its in pairs)

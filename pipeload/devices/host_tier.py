@@ -126,7 +126,7 @@ class _HostedPlacement(DevicePlacement):
         self._part = part
 
     def read_jobs(self, chunk_bytes: int) -> list[Work]:
-        """None but the first time."""
+        """The unit is read the first time alone: there are no reads after that."""
         try:
             self._prepare()
         except Exception as error:  # no memory; whoever waits for the unit is told

@@ -53,7 +53,7 @@ class _Copied:
     """The end of a copy, which nobody has to wait for."""
 
     def synchronize(self) -> None:
-        """It has ended."""
+        """The copy has ended: nobody waits."""
 
 
 class MpsDevice(TorchDevice):
@@ -130,14 +130,14 @@ class MpsDevice(TorchDevice):
         return Recorded(event)
 
     def wait(self, event: Event) -> None:
-        """Copies have ended."""
+        """Copies have ended when their event is there: nobody waits."""
 
     def synchronize(self) -> None:
         """In a way that any thread may: `torch.mps.synchronize` is not guarded."""
         self.computed().synchronize()
 
     def allocated_bytes(self) -> int:
-        """By the allocator's own count."""
+        """The allocator counts what its tensors take."""
         return torch.mps.current_allocated_memory()
 
     def reserved_bytes(self) -> int:
@@ -150,7 +150,7 @@ class MpsDevice(TorchDevice):
         return self._peak
 
     def forget_peak(self) -> None:
-        """Of what was looked at."""
+        """The most that was looked at is counted anew, from nothing."""
         self._peak = 0
 
     def free_bytes(self) -> int:

@@ -34,7 +34,7 @@ class SlotSize:
         self.follow(units)
 
     def follow(self, units: Sequence[UnitPlan]) -> None:
-        """Any of these may come."""
+        """Any of these units may come into a buffer from now on."""
         self.host = max((u.streamed.nbytes for u in units if not u.hosted), default=0)
         self.device = max(device_bytes(unit.streamed) for unit in units)
 
@@ -176,7 +176,7 @@ class DevicePlacement:
         return [self._copy]
 
     def drop(self) -> None:
-        """The memory is the buffer's."""
+        """Nothing is given back: the memory is the buffer's."""
 
     def _read(self, job: Work, scratch: Region | None) -> int:
         self.slot.wait_until_free()

@@ -186,7 +186,7 @@ class TorchDevice:
     def copy(
         self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], after: Event | None
     ) -> Event:
-        """On the one copy stream."""
+        """All copies are enqueued on one stream of their own."""
         # An object of this call: what entering it saves, for leaving it, lies in the object, and
         # dispatchers and readers of several models copy at once.
         one = self._copies
@@ -206,7 +206,7 @@ class TorchDevice:
         torch.accelerator.current_stream(self.where).synchronize()
 
     def computed(self) -> Event:
-        """On this thread's stream."""
+        """An event is recorded on this thread's stream."""
         self._blocks += 1
         return self._record(torch.accelerator.current_stream(self.where))
 
@@ -216,28 +216,28 @@ class TorchDevice:
         return Recorded(event)
 
     def wait(self, event: Event) -> None:
-        """By this thread's stream."""
+        """This thread's stream waits; the thread itself does not."""
         assert isinstance(event, Recorded)  # noqa: S101 - `copy` made it
         torch.accelerator.current_stream(self.where).wait_event(event.event)
 
     def synchronize(self) -> None:
-        """All streams of the device."""
+        """All streams of the device have run when this returns."""
         torch.accelerator.synchronize(self.where)
 
     def allocated_bytes(self) -> int:
-        """By the allocator's own count."""
+        """The allocator counts what its tensors take."""
         return int(torch.accelerator.memory_allocated(self.where))
 
     def reserved_bytes(self) -> int:
-        """By the allocator's own count."""
+        """The allocator counts what it holds, for tensors and for later."""
         return int(torch.accelerator.memory_reserved(self.where))
 
     def peak_bytes(self) -> int:
-        """By the allocator's own count."""
+        """The allocator remembers the most that it held."""
         return int(torch.accelerator.max_memory_reserved(self.where))
 
     def forget_peak(self) -> None:
-        """By the allocator's own count."""
+        """The allocator counts its most from now on."""
         torch.accelerator.reset_peak_memory_stats(self.where)
 
     def free_bytes(self) -> int:

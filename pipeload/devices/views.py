@@ -26,7 +26,7 @@ def device_bytes(layout: Layout) -> int:
 
 
 def fail(device: Device, error: Exception) -> Work:
-    """A job that says so."""
+    """A job that says that something went wrong on the device."""
     return partial(raise_failure, device, forget_frames(error))
 
 

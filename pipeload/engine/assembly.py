@@ -6,6 +6,7 @@ import weakref
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
+from pipeload.budget.governor import Governor
 from pipeload.budget.host_memory import TABLE_KEEP_BYTES
 from pipeload.budget.make_plan import MAPPED, Build
 from pipeload.checkpoint.files import FileSet
@@ -51,7 +52,6 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from pipeload.budget.governor import Governor
     from pipeload.budget.pass_needs import PassNeeds
     from pipeload.budget.reserve import PassHint
     from pipeload.checkpoint.stalls import Stalls
@@ -140,8 +140,8 @@ class Assembly:
             chunk_bytes=CHUNK_BYTES,
         )
         self._undo.push(self._prefetcher.close)
-        counters = self._prefetcher.counters
-        self._governor = target.governor(build, needs, hint, counters, pressure=self._pressure)
+        ledger = target.ledger(build, self._prefetcher.counters, pressure=self._pressure)
+        self._governor = Governor(build, needs, hint, ledger)
         model = origin.model
         self._governor.name = f"{type(model).__name__} of {getattr(model, 'name_or_path', '')!r}"
         self._undo.push(self._governor.leave)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from pipeload.budget.governor import Governor
+from pipeload.budget.host_ledger import HostLedger
 from pipeload.budget.plan import SLOTS
 from pipeload.engine.restore import Restorer
 from pipeload.engine.seats import Seat
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from pipeload.budget.counters import Counters
+    from pipeload.budget.ledger import Ledger
     from pipeload.budget.make_plan import Build
     from pipeload.budget.plan import Plan
     from pipeload.checkpoint.files import FileSet
@@ -78,9 +80,8 @@ class Target(Protocol):
     def needs_scratch(self, layout: Layout, /) -> bool:
         """Whether reading it takes working memory."""
 
-    @property
-    def governor(self) -> Callable[..., Governor]:
-        """Makes a governor, of what `Governor` takes."""
+    def ledger(self, build: Build, counters: Counters, /, *, pressure: bool) -> Ledger:
+        """What is in the memory that the weights are planned for, as `HostLedger` takes it."""
 
     @property
     def seat(self) -> Callable[..., Seat]:
@@ -103,7 +104,11 @@ class CpuTarget:
     def __init__(self) -> None:
         self.where = _CPU
         self.place: MakePlace = place_streamed
-        self.governor, self.seat = Governor, Seat
+        self.seat = Seat
+
+    def ledger(self, build: Build, counters: Counters, *, pressure: bool) -> Ledger:
+        """The process's memory."""
+        return HostLedger(build, counters, pressure=pressure)
 
     def places(
         self, files: FileSet, convert: Convert, wholes: list[Weight], mapped: list[Path] | None

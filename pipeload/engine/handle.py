@@ -74,7 +74,7 @@ class Handle:
             raise UnsupportedOperationError(
                 "set_memory_limit() after remove(): the model is a plain one. Load it again."
             )
-        self._session.governor.set_limit(memory_limit, host_memory_limit)
+        self._session.governor.ledger.set_limit(memory_limit, host_memory_limit)
 
     def pass_bytes(self, *args: Any, **kwargs: Any) -> int | None:
         """Bytes that a call of the model with these arguments would stream now.
@@ -110,7 +110,7 @@ class Handle:
             peak_since_load_bytes=session.governor.peak.nbytes,
             memory_limit=self.plan.memory_limit,
             io_mode=self.plan.io_mode,
-            **session.governor.device_figures(),
+            **session.governor.ledger.figures(),
         )
 
     @property

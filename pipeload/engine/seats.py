@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from pipeload.budget.cut import Site
+    from pipeload.budget.parts import Site
     from pipeload.budget.plan import UnitPlan
     from pipeload.prefetch.unit import Unit
     from pipeload.weights.layout import Weight

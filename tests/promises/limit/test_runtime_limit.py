@@ -14,7 +14,7 @@ from transformers.generation.streamers import BaseStreamer
 
 import pipeload
 from pipeload import MemoryLimitError
-from pipeload.budget import governor as budget_governor
+from pipeload.budget import policy
 from pipeload.budget.accounts import ACCOUNTANT, Accountant
 from pipeload.budget.reserve import WARM_UP_BYTES
 from tests.promises.failures.test_interrupts import interrupt, places_of
@@ -242,12 +242,13 @@ def test_two_settled_passes_that_both_want_memory(
     folder: Path, plain: Any, pressure: Pressure, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They wait for each other's weights to be free, and not for ever."""
-    monkeypatch.setattr(budget_governor, "STEPS", 1 << 40)
-    monkeypatch.setattr(budget_governor, "MIN_STEP_BYTES", 4096)
+    monkeypatch.setattr(policy, "STEPS", 1 << 40)
+    monkeypatch.setattr(policy, "MIN_STEP_BYTES", 4096)
     model = load_streamed(folder, spare=ALL)
     logits(model)
     passes = session_of(model).passes
     governor, adopt = session_of(model).governor, passes.adopt
+    floor: int = governor.ledger._floor  # type: ignore[attr-defined]
     least, most = governor.wants
     need = governor._needs.for_pass((IDS,), {})
     spare = governor._room(governor._limit, 0) - need
@@ -266,7 +267,7 @@ def test_two_settled_passes_that_both_want_memory(
         return adopt(new)
 
     monkeypatch.setattr(passes, "adopt", slow)
-    pressure.nbytes = governor._floor + WARM_UP_BYTES + spare - (least + most) // 2
+    pressure.nbytes = floor + WARM_UP_BYTES + spare - (least + most) // 2
     threads.append(in_thread(logits, model))
     threads[0].result(WAIT_SECONDS)
     results = [thread.result(WAIT_SECONDS) for thread in threads]

@@ -15,6 +15,7 @@ from pipeload import MemoryLimitError
 from pipeload.budget.accounts import ACCOUNTANT, Accountant
 from pipeload.budget.counters import Counters
 from pipeload.budget.governor import Governor
+from pipeload.budget.host_ledger import HostLedger
 from pipeload.budget.pass_shape import PassShape
 from pipeload.budget.plan import Plan
 from pipeload.budget.reserve import WARM_UP_BYTES, PassHint, page_table_bytes
@@ -95,7 +96,8 @@ class Bench:
         parts = SimpleNamespace(conversion_bytes=0)
         build = SimpleNamespace(plan=plan, residency=RESIDENCY, parts=parts, stream_mode="buffered")
         needs, hint = cast("PassNeeds", FakeNeeds()), PassHint(HINT_NEED // MB, 1)
-        self.governor = Governor(cast("Build", build), needs, hint, self.counters, pressure=False)
+        self.ledger = HostLedger(cast("Build", build), self.counters, pressure=False)
+        self.governor = Governor(cast("Build", build), needs, hint, self.ledger)
         self.governor.adopt = self.adopt
         self.idle = True
         self.asked = 0
@@ -239,7 +241,7 @@ def test_growth_inside_every_pass_is_learned(bench: Bench) -> None:
         plans.append(bench.governor.plan)
     changes = sum(a is not b for a, b in itertools.pairwise(plans[10:]))
     assert changes <= 2
-    assert bench.governor._error > 1
+    assert bench.ledger.correction.factor > 1
 
 
 def test_an_error_is_forgotten(bench: Bench) -> None:
@@ -250,14 +252,14 @@ def test_an_error_is_forgotten(bench: Bench) -> None:
     for _ in range(120):
         bench.run(30)
     assert bench.governor.budget == bench.start
-    assert bench.governor._error == 1.0
+    assert bench.ledger.correction.factor == 1.0
 
 
 def test_what_was_learned_revokes_no_promise(bench: Bench) -> None:
     """A pass within the hint is never refused, whatever the process took on during others."""
     for _ in range(20):
         bench.run(30, took=110 * MB)
-    assert bench.governor._error > 1
+    assert bench.ledger.correction.factor > 1
     bench.user = bench.limit - bench.governor.least_bytes() - 30 * MB - FLOOR - WARM_UP_BYTES
     with pytest.raises(MemoryLimitError):
         bench.run(60)
@@ -267,7 +269,7 @@ def test_what_was_learned_revokes_no_promise(bench: Bench) -> None:
 def test_a_fresh_process_teaches_nothing(bench: Bench) -> None:
     """Its first passes take on libraries, too."""
     bench.run(5, took=50 * MB)
-    assert bench.governor._error == 1.0
+    assert bench.ledger.correction.factor == 1.0
 
 
 def test_weights_on_their_way_teach_nothing(bench: Bench) -> None:
@@ -279,7 +281,7 @@ def test_weights_on_their_way_teach_nothing(bench: Bench) -> None:
     bench.user = 50 * MB
     bench.governor.inside_pass()
     bench.governor.after_pass()
-    assert bench.governor._error == 1.0
+    assert bench.ledger.correction.factor == 1.0
 
 
 def test_another_limit(bench: Bench) -> None:

@@ -132,17 +132,17 @@ def test_they_yield_to_the_hosts_limit(
     check(model, expected)
     assert model.pipeload.plan.hosted_bytes > 0
     governor: Any = session_of(model).governor
-    room = governor._host.room
-    monkeypatch.setattr(governor._host, "room", lambda _limit: 700_000)
+    room = governor.ledger.host.room
+    monkeypatch.setattr(governor.ledger.host, "room", lambda _limit: 700_000)
     check(model, expected)
     plan = model.pipeload.plan
     assert 0 < plan.hosted_bytes <= 700_000
     _finish(model)
-    assert governor.hosting.held_bytes <= 700_000
-    monkeypatch.setattr(governor._host, "room", lambda _limit: -5)
+    assert governor.ledger.hosting.held_bytes <= 700_000
+    monkeypatch.setattr(governor.ledger.host, "room", lambda _limit: -5)
     check(model, expected)
     assert model.pipeload.plan.hosted_bytes == 0
-    monkeypatch.setattr(governor._host, "room", room)
+    monkeypatch.setattr(governor.ledger.host, "room", room)
     for _ in range(6):
         check(model, expected)
     assert model.pipeload.plan.hosted_bytes > 0
@@ -184,11 +184,11 @@ def test_what_libraries_and_conversions_take_stays_free(
     model = load(folder)
     governor: Any = session_of(model).governor
     with steady_process(100 << 20):  # less than the floor, which counts then
-        room = governor._host.room(8 << 30)
+        room = governor.ledger.host.room(8 << 30)
         free = {"host_slack_bytes": 3_000_000, "host_conversion_bytes": 5_000_000}
         share = dataclasses.replace(governor.plan.device_share, **free)
         governor.plan = dataclasses.replace(governor.plan, device_share=share)
-        assert governor._host.room(8 << 30) == room - 8_000_000
+        assert governor.ledger.host.room(8 << 30) == room - 8_000_000
     del model, governor
     gc.collect()
     limit = smallest(folder)
@@ -229,7 +229,7 @@ def test_the_system_refuses_memory_for_them(
     model = load(folder)
     for _ in range(3):
         check(model, expected)
-    hosting = session_of(model).governor.hosting  # type: ignore[attr-defined]
+    hosting = session_of(model).governor.ledger.hosting  # type: ignore[attr-defined]
     assert 0 < hosting.held_bytes < model.pipeload.plan.hosted_bytes
 
 
