@@ -64,17 +64,8 @@ class Governor:
         self.ledger.join(self)
 
     def put_into_force_by(self, adopt: Callable[[Plan], bool]) -> None:
-        """Have plans put into force by `adopt`, from now on and as long as its object lives.
-
-        That is a method of whoever holds this governor, so it is held weakly.
-        """
-        reference = weakref.WeakMethod(adopt)
-
-        def adopt_weakly(plan: Plan) -> bool:
-            method = reference()
-            return method is not None and method(plan)
-
-        self.adopt = adopt_weakly
+        """Have plans put into force by the method `adopt`, as long as its object lives."""
+        self.adopt = _weakly(adopt)  # of whoever holds this governor
 
     def leave(self) -> None:
         """Have it counted no more. May be called again."""
@@ -83,8 +74,6 @@ class Governor:
     def forget(self) -> bool:
         """In a forked child: count it no more. Whether its memory can be given back there."""
         return self.ledger.forget(self)
-
-    # -- Client ----------------------------------------------------------------------------------
 
     def held_bytes(self) -> int:
         """Weights and buffers of this model in memory now."""
@@ -159,13 +148,12 @@ class Governor:
                 least = self._others() + self.least_bytes() + need
                 if not promised or not ledger.allows(least, limit):
                     free = ledger.uncorrected(room + self._need - smallest)
-                    wanted = self._planner.wanted(limit, room)
-                    found = TooLarge(shape, self._need, free, wanted)
+                    found = TooLarge(shape, self._need, free, self._planner.wanted(limit, room))
                     ledger.refuse_pass(found, self._needs, limit)
                 room = smallest
             self._running = True
-            room = min(room, self._cap(self._limit), ledger.account.share(self, room))
-            room = max(room, smallest)
+            shared = ledger.account.share(self, room)
+            room = max(smallest, min(room, self._cap(self._limit), shared))
             self._patience.note(room)
             changed, before = ledger.look_beside(), self.plan
             self._aim(room)
@@ -293,6 +281,16 @@ class Governor:
         target = max(self._budget if target is None else target, self._planner.smallest)
         if target != self._budget:
             self.plan, self._budget = self._plan_for(target), target
+
+
+def _weakly(adopt: Callable[[Plan], bool]) -> Callable[[Plan], bool]:
+    reference = weakref.WeakMethod(adopt)
+
+    def adopt_weakly(plan: Plan) -> bool:
+        method = reference()
+        return method is not None and method(plan)
+
+    return adopt_weakly
 
 
 def _needed_whole(name: str, nbytes: int, limit: int, wanted: int) -> MemoryLimitError:

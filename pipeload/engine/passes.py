@@ -271,8 +271,6 @@ class Passes:
         if call is not None:
             self.begin_settled(call.module, call.args, call.kwargs)
 
-    # -- between passes --------------------------------------------------------------------------
-
     def adopt(self, plan: Plan) -> bool:
         """Put `plan` into force if no pass is running; returns whether none was."""
         model = self._hooks.outermost()

@@ -9,8 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from pipeload._sizes import format_size
 from pipeload.budget.accounts import ACCOUNTANT
 from pipeload.budget.cut import Divider, NothingToStreamError, Touched
@@ -29,10 +27,11 @@ from pipeload.devices.measured import measure_device
 from pipeload.engine.assembly import Assembly
 from pipeload.engine.forks import give_back_inherited
 from pipeload.entry.notebook_bar import show_first_pass
+from pipeload.entry.prepare_process import prepare_process
 from pipeload.errors import MemoryLimitError, UnsupportedModelError
 from pipeload.hf import arguments, takeover
 from pipeload.system.library_pages import lower_floor
-from pipeload.system.memory import keep_few_kernels, return_freed_memory, rss_bytes
+from pipeload.system.memory import rss_bytes
 from pipeload.system.openmp import advise_openmp
 from pipeload.weights.arena import DTYPE_CODES, DTYPES
 from pipeload.weights.device import aligned
@@ -188,9 +187,7 @@ def plan_to_load(make: Callable[[], Build], device: Device | None) -> Build:
     What planning itself leaves alone is done here: others give back what is over their share, and
     the process what only its start needed.
     """
-    return_freed_memory()
-    keep_few_kernels()
-    call_vector_functions()
+    prepare_process()
     build = _plan_beside_others(make, device)
     # After cutting: trying out products of rows has made torch take on what it takes on. What
     # running needs of the libraries comes back, out of the reserve.
@@ -272,18 +269,6 @@ def _refuse_dtypes(model: nn.Module, weights: Mapping[str, Weight], device: Devi
             f"({name!r} first: {DTYPES[codes[name]]}). Pass another one (dtype=torch.float32), or "
             "leave device out to stream to the CPU."
         )
-
-
-def call_vector_functions() -> None:
-    """Have MKL set up its vector functions in one thread.
-
-    The first large `cos()` or `sin()` of a process, with two threads, is now and then wrong in the
-    half of one of them, by up to 1.5e-4: in 5 of 850 fresh processes of torch alone. After a small
-    one, which one thread computes, it was right in 400 of 400.
-    """
-    one = torch.zeros(1)
-    for function in (torch.cos, torch.sin, torch.exp):
-        function(one)
 
 
 def plan_model(

@@ -274,7 +274,8 @@ class PendingLoad:
         return len(recipe.sources) == 1 and recipe.sources[0][0].shape == tuple(parameter.shape)
 
     def _weight(self, name: str, parameter: nn.Parameter, first: str, recipe: Recipe) -> Weight:
-        dtype = self._target_dtype(name if recipe.converter is None else first, parameter)
+        key = name if recipe.converter is None else first
+        dtype = _target_dtype(self._config, key, parameter)
         if recipe.dtype is not None:
             dtype = recipe.dtype
         return Weight(
@@ -287,12 +288,12 @@ class PendingLoad:
             unpacking_bytes=recipe.unpacking_bytes,
         )
 
-    def _target_dtype(self, name: str, parameter: nn.Parameter) -> torch.dtype:
-        """Go by the library's rule: a meta parameter does not show that it is kept in fp32."""
-        plan = self._config.dtype_plan
-        if plan:
-            matcher, groups, _ = build_glob_alternation(list(plan))
-            if (match := matcher.search(name)) and match.lastgroup is not None:
-                dtype: torch.dtype = plan[groups[match.lastgroup]]
-                return dtype
-        return parameter.dtype
+
+def _target_dtype(config: Any, name: str, parameter: nn.Parameter) -> torch.dtype:
+    """Go by the library's rule: a meta parameter does not show that it is kept in fp32."""
+    if config.dtype_plan:
+        matcher, groups, _ = build_glob_alternation(list(config.dtype_plan))
+        if (match := matcher.search(name)) and match.lastgroup is not None:
+            dtype: torch.dtype = config.dtype_plan[groups[match.lastgroup]]
+            return dtype
+    return parameter.dtype

@@ -117,7 +117,7 @@ def load_plain(folder: Path, **options: Any) -> Any:
     """The model as plain transformers load it, with not one key missing or left over."""
     from transformers import AutoModelForCausalLM
 
-    from pipeload.entry.loading import call_vector_functions
+    from pipeload.entry.prepare_process import call_vector_functions
 
     call_vector_functions()  # what is right is what a process gives that has called them before
     options = {"dtype": "auto", "output_loading_info": True} | options

@@ -36,7 +36,7 @@ hint = int(sys.argv[6])
 step = max(10, min(100, new // 10))
 ids = (torch.arange(100 * batch).view(batch, 100) * 37) % 30000 + 5
 if limit == "plain":
-    from pipeload.entry.loading import call_vector_functions
+    from pipeload.entry.prepare_process import call_vector_functions
     call_vector_functions()  # as a streamed model's process has
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
 else:

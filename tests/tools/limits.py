@@ -43,7 +43,7 @@ if limit == "sizes":
     floor = plan.floor_bytes + plan.reserve_bytes - (1 << 40) // 512  # a terabyte's page tables
     result = {"smallest": plan.smallest_limit, "floor": floor, "model": plan.resident}
 elif limit == "plain":
-    from pipeload.entry.loading import call_vector_functions
+    from pipeload.entry.prepare_process import call_vector_functions
     call_vector_functions()  # as a streamed model's process has
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
 else:

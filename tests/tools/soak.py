@@ -63,7 +63,7 @@ def work(model, batch, length, new, **options):
 _PLAIN = (
     _COMMON
     + r"""
-from pipeload.entry.loading import call_vector_functions
+from pipeload.entry.prepare_process import call_vector_functions
 call_vector_functions()  # as a streamed model's process has
 model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
 model.generation_config.eos_token_id = None
