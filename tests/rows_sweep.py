@@ -172,20 +172,21 @@ def main() -> int:
         for number in wanted
         if f"{every[number]}: 0 differ" not in log
     )
-    print("0 differ" if not bad else "SOME DIFFER")
+    print("0 differ" if not bad else "NOT ALL ARE EQUAL")
     return int(bad > 0)
 
 
 def _in_child(number: int, job: Job, log: Path | None) -> bool:
-    """Whether any product of a job differs."""
+    """Whether any product of a job differs, or not all were made."""
     print(f"{job}:", flush=True)
     env = {**os.environ, "OMP_WAIT_POLICY": "passive", "OMP_NUM_THREADS": str(job.threads)}
     command = [sys.executable, *sys.argv, "--child", str(number)]
-    bad = subprocess.run(command, env={**env, **job.caps}, check=False).returncode != 0
+    status = subprocess.run(command, env={**env, **job.caps}, check=False).returncode
+    told = {0: "0 differ", 1: "SOME differ"}.get(status, f"ended with {status}")
     if log is not None:
         with log.open("a") as file:
-            file.write(f"{job}: {'SOME' if bad else '0'} differ\n")
-    return bad
+            file.write(f"{job}: {told}\n")
+    return status != 0
 
 
 def _run(job: Job, *, short: bool) -> int:
