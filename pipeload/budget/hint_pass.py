@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pipeload.budget.pass_trace import Trial
+from pipeload.budget.trial_run import CACHES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -15,12 +16,17 @@ if TYPE_CHECKING:
     from pipeload.budget.pass_shape import PassShape
     from pipeload.budget.pass_trace import PassTrace
 
+_WORDS, _PICTURES, _SOUNDS = "input_ids", "pictures", "sounds"
 _SAMPLES = 320
 """Of a sound, those that an encoder makes one position of, at the usual rate."""
 _PIXELS = 224
 _SIZES = ("image_size", "img_size", "input_size")
 _CHANNELS = ("num_channels", "in_channels", "in_chans")
 _BINS = ("num_mel_bins", "feature_projection_input_dim", "input_feat_per_channel", "feature_size")
+_STACKED = ("input_dim",)
+"""Of frames that have several neighbours' bins each."""
+_BESIDE_PICTURES = {"bbox": 4, "image_attention_mask": 1}
+"""What some texts have for each of their tokens when a picture comes with them, and how much."""
 
 
 def main_input(model: Any) -> str:
@@ -29,27 +35,87 @@ def main_input(model: Any) -> str:
     return str(name[0]) if isinstance(name, (list, tuple)) else str(name)
 
 
-def hinted_trial(trace: PassTrace, shape: PassShape, kept: int, grown: int | None) -> Trial | None:
+def hinted_trial(
+    trace: PassTrace, shape: PassShape, kept: int, known: Trial, *, encodes: bool
+) -> Trial | None:
     """What the calls take that `generate` makes for the hint; None where they cannot be tried.
 
-    `grown`: for an encoder with a decoder, bytes of the decoder's own cache at the end of it.
+    Args:
+        trace: makes the trials.
+        shape: of the hint.
+        kept: positions that logits are made for.
+        known: of decoders, what a pass takes, and keeps in its cache if `generate` makes one.
+        encodes: whether an encoder runs before the decoder.
     """
-    if grown is None:
-        return _first_of(trace, "", hinted_calls(trace.model, shape, kept))
-    path = trace.encoder_path()
-    encoder = trace.model.get_submodule(path)
-    first = _first_of(trace, path, hinted_calls(encoder, shape))
+    path = trace.encoder_path() if encodes else ""
+    towers = _towers(trace.model, path)
+    calls = hinted_calls(trace.model.get_submodule(path), shape, kept)
+    first = _first_of(trace, path, calls)
+    if not encodes:
+        if first is None and not towers:
+            return _ended_early(trace, shape, kept, known)
+        text = known if first is None else _cached(first, known.kept)
+        return _beside_towers(trace, towers, shape, text)
     if first is None:
         return None
+    first = _beside_towers(trace, towers, shape, first)
     # Then the decoder, which caches what it makes of the encoder's result.
     ids = torch.ones((shape.batch, 1), dtype=torch.long)
     call = {"encoder_outputs": first.output, "decoder_input_ids": ids, "use_cache": True}
     then = _first_of(trace, "", [call])
     if then is None:
         return None
-    both = first.kept + grown
+    both = first.kept + known.kept
     kernels = first.kernels + then.kernels
     return Trial(max(first.peak, both + then.peak), both + then.kept, kernels)
+
+
+def _ended_early(trace: PassTrace, shape: PassShape, kept: int, known: Trial) -> Trial | None:
+    """At least what a trial came to that could not be ended, as for a pass itself."""
+    call = list(hinted_calls(trace.model, shape, kept))[-1]
+    trial = trace.of("", (), call) if _WORDS in call else None
+    return None if trial is None else known._replace(peak=max(known.peak, trial.peak))
+
+
+def _cached(trial: Trial, grown: int) -> Trial:
+    """With a cache: `generate` passes one to models that make none by themselves."""
+    if any(getattr(trial.output, name, None) is not None for name in CACHES):
+        return trial
+    return trial._replace(peak=trial.peak + grown, kept=trial.kept + grown)
+
+
+def _beside_towers(trace: PassTrace, towers: Iterable[str], shape: PassShape, text: Trial) -> Trial:
+    """With a picture or a sound, or one of each, for each text: what they give stays beside it."""
+    for path in towers:
+        tower = _first_of(trace, path, hinted_calls(trace.model.get_submodule(path), shape))
+        if tower is not None:
+            peak = max(tower.peak, tower.kept + text.peak)
+            text = text._replace(peak=peak, kernels=text.kernels + tower.kernels)
+    return text
+
+
+def _towers(model: Any, encoder: str) -> list[str]:
+    """Names of parts that read a picture or a sound, the outermost ones beside the encoder."""
+    found = [encoder] if encoder else []
+    for name, module in model.named_modules():
+        inside = not name or any(f"{name}.".startswith(f"{other}.") for other in found)
+        if not inside and hasattr(module, "config") and _kind(module) != _WORDS:
+            found.append(name)
+    return found[bool(encoder) :]
+
+
+def _kind(model: Any) -> str:
+    """Words, pictures or sounds: by the name of what it reads, else by what it says of itself."""
+    name = main_input(model)
+    if name in {"input_features", "input_values"}:
+        return _SOUNDS
+    if "pixel" in name:
+        return _PICTURES
+    told: Any = getattr(model, "input_modalities", "text")
+    kinds = [told] if isinstance(told, str) else list(told)
+    if kinds == ["audio"]:
+        return _SOUNDS
+    return _PICTURES if kinds == ["image"] else _WORDS
 
 
 def _first_of(trace: PassTrace, path: str, calls: Iterable[Mapping[str, Any]]) -> Trial | None:
@@ -63,20 +129,38 @@ def hinted_calls(model: Any, shape: PassShape, kept: int = 1) -> Iterator[dict[s
 
     `kept`: positions that logits are made for, if the model can be told.
     """
+    kind = _kind(model)
+    if kind == _WORDS:
+        yield from _words(model, shape, kept)
+        return
     told = inspect.signature(model.forward).parameters
-    more = {"logits_to_keep": kept} if "logits_to_keep" in told else {}
     name = main_input(model)
-    if "pixel" in name:
-        makers = _pictures(model, shape)
-    elif name in {"input_features", "input_values"}:
-        makers = _sounds(model, shape)
-    else:
-        name, makers = "input_ids", iter([(shape.batch, shape.tokens)])
-    for sizes in makers:
-        if name == "input_ids":
-            yield {name: torch.ones(sizes, dtype=torch.long), **more}
-        else:
-            yield {name: torch.empty(sizes, device="meta", dtype=getattr(model, "dtype", None))}
+    name = name if name in told else next(iter(told))  # a tower may call it something else
+    for sizes in (_sounds if kind == _SOUNDS else _pictures)(model, shape):
+        call = {name: _empty(model, sizes)}
+        yield call
+        masks = [other for other in told if kind == _SOUNDS and other.endswith("features_mask")]
+        if masks:
+            frames = torch.ones((shape.batch, max(sizes[1:])), dtype=torch.long)
+            yield {**call, **dict.fromkeys(masks, frames)}
+
+
+def _words(model: Any, shape: PassShape, kept: int) -> Iterator[dict[str, Any]]:
+    told = inspect.signature(model.forward).parameters
+    ids = torch.ones((shape.batch, shape.tokens), dtype=torch.long)
+    call: dict[str, Any] = {_WORDS: ids}
+    if "logits_to_keep" in told:
+        call["logits_to_keep"] = kept
+    beside = [(name, size) for name, size in _BESIDE_PICTURES.items() if name in told]
+    if beside and "pixel_values" in told:
+        more = {name: ids.new_zeros((*ids.shape, size)) for name, size in beside}
+        for sizes in _pictures(model, shape):
+            yield {**call, **more, "pixel_values": _empty(model, sizes)}
+    yield call
+
+
+def _empty(model: Any, sizes: tuple[int, ...]) -> torch.Tensor:
+    return torch.empty(sizes, device="meta", dtype=getattr(model, "dtype", None))
 
 
 def _pictures(model: Any, shape: PassShape) -> Iterator[tuple[int, ...]]:
@@ -95,6 +179,8 @@ def _sounds(model: Any, shape: PassShape) -> Iterator[tuple[int, ...]]:
     bins = _number(model, _BINS) or 80
     frames = 2 * _number(model, ("max_source_positions",)) or _number(model, ("max_length",))
     frames = frames or 2 * shape.tokens
+    window = 2 * _number(model, ("n_window",)) or 1
+    frames = -(-frames // window) * window
     if main_input(model) == "input_features":
         yield (shape.batch, bins, frames)
         yield (shape.batch, frames, bins)
@@ -103,6 +189,9 @@ def _sounds(model: Any, shape: PassShape) -> Iterator[tuple[int, ...]]:
     yield (shape.batch, samples)
     yield (shape.batch, 1, samples)
     yield (shape.batch, frames, bins)
+    stacked = _number(model, _STACKED)
+    if stacked:
+        yield (shape.batch, frames, stacked)
 
 
 def _number(model: Any, names: tuple[str, ...]) -> int:

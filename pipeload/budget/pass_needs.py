@@ -158,8 +158,10 @@ class PassNeeds:
         layers = self._reader.fresh(shape.batch)
         growth = sum(layer.growth(shape.tokens) for layer in layers)
         if self._trace is not None:
-            cached = growth if self._widths.encoder_decoder else None
-            trial = hinted_trial(self._trace, shape, kept, cached)
+            grown = growth if self._generates else 0
+            known = Trial(grown + self._peak(layers, shape, Extras(kept)), grown)
+            encodes = self._widths.encoder_decoder
+            trial = hinted_trial(self._trace, shape, kept, known, encodes=encodes)
             if trial is not None:
                 return self._with_trial(trial, shape, sampled=True)
         return _with_margin(growth, self._peak(layers, shape, Extras(kept)))

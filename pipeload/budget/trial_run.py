@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 _TOKENS = 2
-_CACHES = ("cache", "past_key_values", "cache_params")
+CACHES = ("cache", "past_key_values", "cache_params")
 """What a model may call the cache that one forward gives and the next one takes, newest first."""
 
 _log = logging.getLogger("pipeload")
@@ -92,7 +92,7 @@ def _observe(
     def read_prompt() -> None:
         output = model(**inputs)
         # Only the first: an output knows its cache by the old name, too.
-        found = next((name for name in _CACHES if name in output), None)
+        found = next((name for name in CACHES if name in output), None)
         if found is not None:
             caches[found] = output[found]
 

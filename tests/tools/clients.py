@@ -139,7 +139,7 @@ def check(client: Client, place: Path) -> str:
     done = streamed(limit)
     if done.status:
         return f"ended with {done.status} at a limit of {limit}: {done.err[-2000:]}"
-    if "read from disk" not in done.err:
+    if re.search(r"^read( from disk)? +[1-9]", done.err, re.MULTILINE) is None:
         return f"nothing was streamed: {done.err[-2000:]}"
     if done.out != plain.out:
         return f"other output:\n{plain.out}\n{done.out}"

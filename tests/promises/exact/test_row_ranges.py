@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 import types
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
@@ -33,6 +37,7 @@ if TYPE_CHECKING:
 # Stored, and loaded as: read as it is, and cast while it is read.
 DTYPES = [("fp32", "fp32"), ("bf16", "bf16"), ("fp32", "bf16"), ("bf16", "fp32"), ("fp16", "fp32")]
 IDS = torch.arange(3, 24).view(3, 7)
+ROOT = Path(__file__).parent.parent
 TORCH = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -99,6 +104,24 @@ def test_ranges_that_are_not_exact(
         assert torch.equal(logits(model), logits(plain))
     assert len(ranges) >= len(split_sites(model))
     assert_nothing_held(model)
+
+
+@pytest.mark.parametrize("vocabulary", [16384, 16400])
+def test_a_head_that_is_cut(tmp_path: Path, vocabulary: int) -> None:
+    """Of Gemma 3, in fp32 with two threads: lookup, beams and padded batches are as plain.
+
+    By the kernels for Intel's processors, where they can be had: of a whole of a multiple of 256
+    rows, only ranges of such multiples have its bits, and of others only other ranges.
+    """
+    script = Path(__file__).parent / "scripts/cut_head.py"
+    command = [sys.executable, str(script), str(tmp_path), str(vocabulary), "as-intel"]
+    paths = f"{ROOT}:{ROOT / 'hooks'}"
+    environment = {**os.environ, "PYTHONPATH": paths, "OMP_WAIT_POLICY": "passive"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    told = re.findall(r"(\d+) ranges of the head, differ: (.*)", done.stdout)
+    assert [bad for _, bad in told] == ["[]", "[]"], done.stdout
+    assert all(int(units) > 1 for units, _ in told), done.stdout
 
 
 def test_what_is_known_does_not_grow(tiny: TinyCheckpoint) -> None:
