@@ -144,7 +144,7 @@ def generate_at_smallest(
         classes = [cls for cls in classes_of(model_type) if cls.can_generate()]
         if not classes:
             return Row(model_type, "", NEVER, "", "", "")
-        with mock.patch.object(coverage_configs, "_POSITIONS", 2 * hint):
+        with mock.patch.object(configs, "_POSITIONS", 2 * hint):
             model, inputs = _first_that_runs(model_type, classes, say)
         return _at_smallest(model, inputs, hint, folder, say)._replace(model_type=model_type)
     except PlainError as error:

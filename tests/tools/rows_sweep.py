@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Every number of rows of input: a Linear in ranges of rows against the whole one, bit for bit.
 
-    python tests/tools/rows_sweep.py                      # 1 to 300 rows of input, every set of kernels
+    python tests/tools/rows_sweep.py                      # 1 to 300 rows, every set of kernels
     python tests/tools/rows_sweep.py --short              # 1 to 49 rows, small shapes
     python tests/tools/rows_sweep.py --list               # the jobs of this, by number
     python tests/tools/rows_sweep.py --jobs 0,3 --log F   # some of them, but those that F has

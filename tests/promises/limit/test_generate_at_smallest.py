@@ -1,4 +1,4 @@
-"""A type of each kind generates at its own smallest limit, as `tests/tools/generate_at_smallest.py`."""
+"""A type of each kind generates at its own smallest limit: a part of the tool of this name."""
 
 from __future__ import annotations
 
