@@ -363,12 +363,21 @@ class Governor:
         io_mode = self._streaming_mode if streams else self._whole_mode
         return dataclasses.replace(self.plan, units=units, io_mode=io_mode)
 
+    def _largest(self, free: int, shape: PassShape) -> str:
+        batch = self._needs.largest_batch(free, shape.tokens + shape.cached)
+        if shape.sizes:  # how much of what it is may be left out is for the model to know
+            return f"the largest batch that fits of the usual size is {batch}"
+        tokens = self._needs.longest_tokens(free, shape.batch)
+        return (
+            f"the longest prompt that fits at this batch is {tokens} tokens, the largest batch at "
+            f"this length {batch}"
+        )
+
     def _too_large(self, shape: PassShape, room: int) -> MemoryLimitError:
         limit = self.plan.memory_limit
         free = int((room + self._need - self._residency.smallest) / self._error)
         wanted = limit_for(limit - page_table_bytes(limit) + self._residency.smallest - room)
-        tokens = self._needs.longest_tokens(free, shape.batch)
-        batch = self._needs.largest_batch(free, shape.tokens + shape.cached)
+        largest = self._largest(free, shape)
         chunk = self._needs.prefill_chunk(free - _KEPT_OF_CHUNKS_BYTES, shape) or 0
         cures = f"A limit of {wanted} bytes ({format_size(wanted)}) makes it fit"
         if chunk >= _SMALLEST_CHUNK:
@@ -383,11 +392,10 @@ class Governor:
                 f"than was planned when it was loaded: free what you can. {cures}"
             )
         return PassMemoryLimitError(
-            f"this pass ({shape.batch} x {shape.tokens} tokens after {shape.cached}) needs "
+            f"this pass ({shape}) needs "
             f"{self._need} bytes ({format_size(self._need)}) beside the weights, and with nothing "
             f"resident {max(0, free)} ({format_size(max(0, free))}) are free within "
-            f"memory_limit={limit}: it would run out of memory. The longest prompt that fits at "
-            f"this batch is {tokens} tokens, the largest batch at this length {batch}. {cures}.",
+            f"memory_limit={limit}: it would run out of memory. Within it {largest}. {cures}.",
             limit=limit,
             smallest_limit=wanted,
         )

@@ -299,14 +299,18 @@ class DeviceGovernor(Governor):
         limit = self.plan.memory_limit
         free = max(0, room + self._need - self._residency.smallest)
         wanted = limit + self._residency.smallest - room
-        tokens = self._needs.longest_tokens(free, shape.batch)
+        prompt = (
+            ""
+            if shape.sizes
+            else "; the longest prompt that fits at this batch is "
+            f"{self._needs.longest_tokens(free, shape.batch)} tokens"
+        )
         return PassMemoryLimitError(
-            f"this pass ({shape.batch} x {shape.tokens} tokens after {shape.cached}) needs "
+            f"this pass ({shape}) needs "
             f"{self._need} bytes ({format_size(self._need)}) on {self._device.where} beside the "
             f"weights, and with nothing resident {free} ({format_size(free)}) are free within "
-            f"memory_limit={limit}: it would run out of memory. The longest prompt that fits at "
-            f"this batch is {tokens} tokens; a limit of {wanted} bytes ({format_size(wanted)}) "
-            "makes this one fit.",
+            f"memory_limit={limit}: it would run out of memory. A limit of {wanted} bytes "
+            f"({format_size(wanted)}) makes this one fit{prompt}.",
             limit=limit,
             smallest_limit=wanted,
             device=str(self._device.where),
