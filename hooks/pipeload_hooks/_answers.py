@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch._prims_common import suggest_memory_format
-from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils._pytree import tree_map
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -28,7 +28,13 @@ class UnknownValueError(ValueError):
 
 def tensors_in(value: Any) -> list[Tensor]:
     """All tensors of nested lists and dictionaries."""
-    return [leaf for leaf in tree_flatten(value)[0] if isinstance(leaf, Tensor)]
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, (list, tuple)):
+        return []
+    return [tensor for item in value for tensor in tensors_in(item)]
 
 
 def for_sizes(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -188,7 +194,10 @@ def for_values(func: Any, args: Any, kwargs: dict[str, Any], given: Sequence[Ten
             return func(*args, **here)
         if any(tensor.numel() > MOST_COMPUTED for tensor in tensors_in(output)):
             return output
-    return func(*args, **here)
+    try:
+        return func(*args, **here)
+    except NotImplementedError:  # on a CPU the model would have given it another type
+        return mixed(func, args, kwargs)
 
 
 def _grows(func: Any, given: Sequence[Tensor]) -> bool:

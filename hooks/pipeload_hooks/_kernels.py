@@ -52,6 +52,8 @@ def attend(
 
 def _is_fused(tensors: tuple[Tensor, Tensor, Tensor], given: Mapping[str, Any]) -> bool:
     query, key, value = tensors
+    if not torch.backends.cuda.flash_sdp_enabled():  # on CPUs, too: a model may ask for none
+        return False
     if any(t.dim() != 4 or not t.numel() or t.stride(-1) != 1 for t in tensors):
         return False
     if not key.shape[-1] == value.shape[-1] == query.shape[-1]:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from pipeload.budget.ledger import Owner, TooLarge
     from pipeload.budget.make_plan import Build
     from pipeload.budget.pass_needs import PassNeeds
+    from pipeload.budget.pass_shape import PassShape
     from pipeload.budget.plan import Plan
 
 _KEPT_OF_CHUNKS_BYTES = 8_000_000
@@ -188,8 +189,6 @@ class HostLedger:
             PassMemoryLimitError: always.
         """
         shape, need, free, wanted = found
-        tokens = needs.longest_tokens(free, shape.batch)
-        batch = needs.largest_batch(free, shape.tokens + shape.cached)
         chunk = needs.prefill_chunk(free - _KEPT_OF_CHUNKS_BYTES, shape) or 0
         cures = f"A limit of {wanted} bytes ({format_size(wanted)}) makes it fit"
         if chunk >= _SMALLEST_CHUNK:
@@ -204,11 +203,22 @@ class HostLedger:
                 f"than was planned when it was loaded: free what you can. {cures}"
             )
         raise PassMemoryLimitError(
-            f"this pass ({shape.batch} x {shape.tokens} tokens after {shape.cached}) needs "
-            f"{need} bytes ({format_size(need)}) beside the weights, and with nothing "
-            f"resident {max(0, free)} ({format_size(max(0, free))}) are free within "
-            f"memory_limit={limit}: it would run out of memory. The longest prompt that fits at "
-            f"this batch is {tokens} tokens, the largest batch at this length {batch}. {cures}.",
+            f"this pass ({shape}) needs {need} bytes ({format_size(need)}) beside the weights, and "
+            f"with nothing resident {max(0, free)} ({format_size(max(0, free))}) are free within "
+            f"memory_limit={limit}: it would run out of memory. Within it "
+            f"{_largest(needs, free, shape)}. {cures}.",
             limit=limit,
             smallest_limit=wanted,
         )
+
+
+def _largest(needs: PassNeeds, free: int, shape: PassShape) -> str:
+    """The passes of `free` bytes that are most like one of `shape`."""
+    batch = needs.largest_batch(free, shape.tokens + shape.cached)
+    if shape.sizes:  # how much of what it is may be left out is for the model to know
+        return f"the largest batch that fits of the usual size is {batch}"
+    tokens = needs.longest_tokens(free, shape.batch)
+    return (
+        f"the longest prompt that fits at this batch is {tokens} tokens, the largest batch at "
+        f"this length {batch}"
+    )

@@ -25,6 +25,7 @@ from pipeload.budget.pass_shape import (
     encodes_sound,
     read_extras,
     read_shape,
+    reads_text_alone,
 )
 from pipeload.budget.pass_trace import PassTrace, Trial, trace_of
 from pipeload.budget.phases import attention, mask_elements, rotated
@@ -48,9 +49,10 @@ _FP32 = 4  # bytes
 # Each expert's share of a prompt is another shape, and each shape another compiled kernel.
 _KERNEL = 600_000
 _MOST_KERNELS = 32
-# A trial says whether what is known of decoders holds for one: shares of what it took.
-_SAMPLE_TOKENS = 384
-_LEAST_SHARE, _MOST_SHARE = 0.97, 1.25
+# Trials say whether what is known of decoders holds for one: shares of what they took. Scores are
+# the most of long sequences, and what is in a layer beside them of short ones.
+_SAMPLES = (PassShape(24, 32), PassShape(384, 2))
+_LEAST_SHARE, _MOST_SHARE = 0.97, 1.2
 _MOST = 1 << 40  # no prompt and no batch is larger
 
 
@@ -81,25 +83,25 @@ class PassNeeds:
         self._trace = trace_of(model) if fused else None
         self._short_by = 1.0
         self._generates: bool = getattr(model, "can_generate", bool)()
-        alone = not self._widths.encoder_decoder and config.get_text_config() is config
+        alone = not self._widths.encoder_decoder and reads_text_alone(config)
         if self._trace is not None and self._generates and alone:
             self._compare(self._trace)
 
     def _compare(self, trace: PassTrace) -> None:
         """Have no more trials where what is known of all decoders describes this one well."""
-        shape = PassShape(_SAMPLE_TOKENS, 2)
-        call = next(hinted_calls(trace.model, shape))
-        trial = trace.of("", (), call)
-        if trial is None or trial.error is not None:
-            return
-        layers = self._reader.fresh(shape.batch)
-        growth = sum(layer.growth(shape.tokens) for layer in layers)
-        extras = read_extras(call, shape, self._widths, self._configs)
-        known = growth + self._peak(layers, shape, extras)
-        if _LEAST_SHARE * trial.peak <= known <= _MOST_SHARE * trial.peak:
-            self._trace = None
-        else:
-            self._short_by = max(1.0, trial.peak / known)
+        for shape in _SAMPLES:
+            call = next(hinted_calls(trace.model, shape))
+            trial = trace.of("", (), call)
+            if trial is None or trial.error is not None:
+                return
+            layers = self._reader.fresh(shape.batch)
+            growth = sum(layer.growth(shape.tokens) for layer in layers)
+            extras = read_extras(call, shape, self._widths, self._configs)
+            known = growth + self._peak(layers, shape, extras)
+            if not _LEAST_SHARE * trial.peak <= known <= _MOST_SHARE * trial.peak:
+                self._short_by = max(1.0, trial.peak / known)
+                return
+        self._trace = None
 
     def shape(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> PassShape:
         """The size of the pass that the model is called for; what it cannot read counts as one."""

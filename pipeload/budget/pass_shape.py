@@ -31,6 +31,14 @@ class PassShape(NamedTuple):
     """Sequences at once."""
     cached: int = 0
     """Positions of each sequence that are in the cache already."""
+    sizes: tuple[int, ...] = ()
+    """Of the input where that is no text: pictures, sound."""
+
+    def __str__(self) -> str:
+        """What was asked for, as a person would say it."""
+        if self.sizes:
+            return f"an input of {' x '.join(map(str, self.sizes))}"
+        return f"{self.batch} x {self.tokens} tokens after {self.cached}"
 
 
 class Extras(NamedTuple):
@@ -50,14 +58,19 @@ class Extras(NamedTuple):
     attentions: bool = False
 
 
+def reads_text_alone(config: Any) -> bool:
+    """Whether a model has no part with a configuration of its own: a tower, a codec."""
+    return not any(hasattr(value, "to_diff_dict") for value in vars(config).values())
+
+
 def read_shape(args: Sequence[Any], kwargs: Mapping[str, Any]) -> PassShape:
     """The size of the pass; what cannot be read counts as one."""
-    tokens, batch = _tokens_and_batch(args, kwargs)
+    tokens, batch, sizes = _tokens_and_batch(args, kwargs)
     try:
         cached = seen_positions(cache_of(args, kwargs))
     except Exception:  # a foreign cache must not stop the pass
         cached = 0
-    return PassShape(tokens, batch, cached)
+    return PassShape(tokens, batch, cached, sizes)
 
 
 def read_extras(
@@ -106,27 +119,34 @@ def _hidden_states(asked: Any, widths: Widths) -> int:
     return len(asked) if isinstance(asked, (list, tuple)) else 0
 
 
-def _tokens_and_batch(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[int, int]:
-    """From the input of the decoder if there is one, else from the first tensor."""
-    named = (kwargs.get(name) for name in _INPUTS)
+def _tokens_and_batch(
+    args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[int, int, tuple[int, ...]]:
+    """From the input of the decoder if there is one, else from the first tensor.
+
+    With its sizes if it is neither the numbers of words nor what stands for them.
+    """
+    named = [kwargs.get(name) for name in _INPUTS]
     for value in (*named, *args, *kwargs.values()):
         if not isinstance(value, Tensor) or not value.dim():
             continue
+        text = not value.is_floating_point() or any(value is one for one in named)
+        sizes = () if text else tuple(value.shape)
         shape = value.shape
         if len(shape) == 2 and value.is_floating_point():  # patches in a row, or raw sound
             shape = torch.Size([max(shape[0], value.numel() // _SAMPLES)])
         match shape:
             case (tokens,):
-                return max(1, tokens), 1
+                return max(1, tokens), 1, sizes
             case (batch, tokens):
-                return max(1, tokens), max(1, batch)
+                return max(1, tokens), max(1, batch), sizes
             case (batch, tokens, _) if value is not kwargs.get("input_features"):
-                return max(1, tokens), max(1, batch)
+                return max(1, tokens), max(1, batch), sizes
             case (batch, *sides) if len(sides) == 2:  # sound: its frames come last
-                return max(1, *sides), max(1, batch)
+                return max(1, *sides), max(1, batch), sizes
             case (batch, *_):  # images: their patches are counted apart
-                return 1, max(1, batch)
-    return 1, 1
+                return 1, max(1, batch), sizes
+    return 1, 1, ()
 
 
 def encodes_sound(kwargs: Mapping[str, Any]) -> bool:

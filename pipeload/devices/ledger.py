@@ -207,14 +207,17 @@ class DeviceLedger:
         """
         shape, need, left, wanted = found
         free = max(0, left)
-        tokens = needs.longest_tokens(free, shape.batch)
+        prompt = (
+            ""
+            if shape.sizes
+            else "; the longest prompt that fits at this batch is "
+            f"{needs.longest_tokens(free, shape.batch)} tokens"
+        )
         raise PassMemoryLimitError(
-            f"this pass ({shape.batch} x {shape.tokens} tokens after {shape.cached}) needs "
-            f"{need} bytes ({format_size(need)}) on {self._device.where} beside the "
-            f"weights, and with nothing resident {free} ({format_size(free)}) are free within "
-            f"memory_limit={limit}: it would run out of memory. The longest prompt that fits at "
-            f"this batch is {tokens} tokens; a limit of {wanted} bytes ({format_size(wanted)}) "
-            "makes this one fit.",
+            f"this pass ({shape}) needs {need} bytes ({format_size(need)}) on "
+            f"{self._device.where} beside the weights, and with nothing resident {free} ({format_size(free)}) are free within "
+            f"memory_limit={limit}: it would run out of memory. A limit of {wanted} bytes "
+            f"({format_size(wanted)}) makes this one fit{prompt}.",
             limit=limit,
             smallest_limit=wanted,
             device=str(self._device.where),

@@ -14,7 +14,7 @@ from tests.tools.model_types.check import EXACT, REFUSED
 from tests.tools.model_types.run import read_table as coverage
 from tests.tools.pass_memory.inputs import growths, shapes_of
 from tests.tools.pass_memory.measure import LEAST, Line
-from tests.tools.pass_memory.run import is_under, read_table, summary
+from tests.tools.pass_memory.run import is_under, not_run, read_table, summary
 
 ROOT = Path(__file__).parents[3]
 TABLE = ROOT / "tests/tools/pass_memory/memory.tsv"
@@ -33,14 +33,18 @@ KINDS = {
     "clip": "pictures beside text",
     "videomae": "films",
 }
-UNDER = {"chameleon", "clvp_decoder", "fastspeech2_conformer_hifigan"}
-"""Types whose passes take more than is estimated: nobody has looked into them yet."""
+UNDER = {
+    "fastspeech2_conformer": "each word becomes so many frames as the model predicts",
+    "fastspeech2_conformer_with_hifigan": "the same",
+}
+"""Types whose passes take more than is estimated, and why nothing can know."""
+SHARE = 0.94
 _MOST = 1.5
 """The estimate by what was measured, of some 60 MB, of which 14 MB are for what is in no tensor."""
 
 
 def line(ratio: str, *, model_type: str = "some", first: int = 100_000_000) -> Line:
-    return Line(model_type, "", "fp32", "forward", "", "1", str(first), str(first), ratio, "")
+    return Line(model_type, "", "fp32", "forward", "", "1", str(first), str(first), ratio, "", "")
 
 
 @pytest.fixture(scope="module")
@@ -76,17 +80,22 @@ def test_the_table_says_what_was_measured() -> None:
     table = coverage(TABLE.with_name("coverage.tsv")).items()
     runs = {name for name, row in table if row.result in {EXACT, REFUSED}}
     found = [line for line in lines if line.ratio]
-    assert len(found) > 150
+    assert len(found) >= 300
     assert runs.issuperset(line.model_type for line in found)
-    assert {line.model_type for line in lines if is_under(line)} == UNDER
-    close = [line for line in found if 0.97 <= float(line.ratio) <= 1.3]
-    assert len(close) > 0.9 * len(found)
+    listed = {line.model_type: line for line in lines}
+    assert all(listed[name].note and not listed[name].ratio for name in not_run())
+    assert {line.model_type for line in lines if is_under(line)} == set(UNDER)
+    large = [line for line in found if max(int(line.first), int(line.second)) >= LEAST]
+    close = [line for line in large if 0.97 <= float(line.ratio) <= 1.3]
+    assert len(close) > SHARE * len(large)
 
 
 def test_the_summary_counts_what_is_under_and_what_is_close() -> None:
     small = line("0.50", model_type="tiny", first=1000)
     told = summary([line("0.90"), line("1.10"), line("2.00", model_type="other"), small])
-    assert told.startswith("3 types, 3 measured: 4 passes, 3 of them over 60 MB.")
+    assert told.startswith(
+        "3 types, 0 of them plain cannot run; 3 measured: 4 passes, 3 of them over 60 MB."
+    )
     assert "2 took over 3 % more than estimated (types: 2)." in told
     assert "Of the large ones 1 (33.3 %)" in told
     assert not is_under(line("0.97"))
@@ -108,6 +117,10 @@ def test_larger_inputs_keep_what_belongs_together() -> None:
     )
     assert torch.equal(larger["input_ids"][1, :11], given["input_ids"][0])
     assert set(larger["input_ids"].flatten().tolist()) <= set(range(3, 14))
+    patches = dict(growths({k: v for k, v in given.items() if k[0] in "pi" and "ids" not in k}))
+    assert shapes_of(patches["rows of larger pictures"]({**given}, 2)).endswith(
+        "pixel_values 2048x8 image_grid_thw 2x3"
+    )
     assert shapes_of(ways["rows of batch"](given, 2)).endswith(
         "pixel_values 16x8 image_grid_thw 2x3"
     )

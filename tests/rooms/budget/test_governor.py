@@ -6,6 +6,7 @@ import itertools
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
+from unittest import mock
 
 import pytest
 from hypothesis import given, settings
@@ -185,6 +186,22 @@ def test_what_cannot_fit_is_refused_with_figures(bench: Bench) -> None:
     assert bench.run(longest) < RESIDENCY.smallest + MB
     with pytest.raises(MemoryLimitError):
         bench.governor.before_pass((longest + 1,), {})
+
+
+def test_pictures_are_refused_by_their_sizes(bench: Bench) -> None:
+    """They have no tokens, and no prompt is shorter."""
+    seen = PassShape(900, 1, sizes=(900, 3, 8, 8))
+    with (
+        mock.patch.object(FakeNeeds, "shape", return_value=seen),
+        pytest.raises(MemoryLimitError) as caught,
+    ):
+        bench.governor.before_pass((900,), {})
+    bench.governor.after_pass()
+    told = str(caught.value)
+    assert told.startswith("this pass (an input of 900 x 3 x 8 x 8) needs 900000000 bytes")
+    assert "the largest batch that fits of the usual size is 1." in told
+    assert "token" not in told
+    assert "prompt" not in told
 
 
 def test_a_limit_that_was_named_is_enough(bench: Bench) -> None:

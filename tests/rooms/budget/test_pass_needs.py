@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 import pipeload.hf.cache_layers  # noqa: F401 - caches are read by it
 from pipeload.budget.kv_cache import DYNAMIC, SLIDING, CacheReader, LayerSize
 from pipeload.budget.pass_needs import PassNeeds, PassShape
-from pipeload.budget.pass_shape import read_extras
+from pipeload.budget.pass_shape import read_extras, read_shape
 from pipeload.budget.reserve import PassHint, process_bytes, reserve_bytes
 from tests.support.models import FAMILIES, random_model, tiny_config
 
@@ -313,8 +313,24 @@ class Alien:
 def test_shape(args: Any, kwargs: Any, expected: tuple[int, int, int]) -> None:
     """Whatever a model is called with, a size comes out and nothing is raised."""
     needs = needs_of(model_of("llama"))
-    assert needs.shape(args, kwargs) == expected
+    assert needs.shape(args, kwargs)[:3] == expected
     assert needs.for_pass(args, kwargs) > 0
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "said"),
+    [
+        ({"input_ids": ids(9)}, "2 x 9 tokens after 0"),
+        ({"inputs_embeds": torch.zeros(3, 11, 96)}, "3 x 11 tokens after 0"),
+        ({"input_ids": ids(9), "pixel_values": torch.zeros(2, 3, 32, 32)}, "2 x 9 tokens after 0"),
+        ({"pixel_values": torch.zeros(2, 3, 32, 32)}, "an input of 2 x 3 x 32 x 32"),
+        ({"input_features": torch.zeros(2, 80, 3000)}, "an input of 2 x 80 x 3000"),
+        ({"input_values": torch.zeros(2, 16000)}, "an input of 2 x 16000"),
+    ],
+)
+def test_a_pass_is_said_as_what_it_reads(kwargs: dict[str, Any], said: str) -> None:
+    """Pictures and sound have no tokens that a user knows of."""
+    assert str(read_shape((), kwargs)) == said
 
 
 def test_a_positional_cache_is_found() -> None:

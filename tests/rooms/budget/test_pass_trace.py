@@ -11,10 +11,12 @@ from unittest import mock
 
 import pytest
 import torch
+from transformers import ChameleonConfig, ClvpDecoderConfig, ClvpForCausalLM, LlamaConfig
 
 import pipeload.hf.cache_layers  # noqa: F401 - caches are read by it
 from pipeload.budget import pass_trace
 from pipeload.budget.pass_needs import PassNeeds, PassShape
+from pipeload.budget.pass_shape import reads_text_alone
 from pipeload.budget.pass_trace import PassTrace
 from pipeload_hooks import try_out
 from tests.rooms.budget.test_pass_needs import ids, printed_by
@@ -331,3 +333,27 @@ def test_a_trace_holds_no_model() -> None:
     gc.collect()
     assert gone() is None
     assert not trace._paths
+
+
+def test_what_is_known_of_decoders_is_tried_in_short_sequences_too() -> None:
+    """Scores of long ones hide what this one holds beside them."""
+    config = ClvpDecoderConfig(
+        hidden_size=64,
+        num_attention_heads=4,
+        num_hidden_layers=3,
+        vocab_size=320,
+        max_position_embeddings=512,
+    )
+    with torch.device("meta"):
+        model = ClvpForCausalLM(config)
+    call = {"input_ids": ids(24, 400)}
+    trial = PassTrace(model, torch.float32).of("", (), call)
+    assert trial is not None
+    assert trial.error is None
+    assert PassNeeds(model, config).for_pass((), call) > trial.peak
+
+
+def test_a_model_with_a_codec_is_no_decoder_alone() -> None:
+    """It generates from pictures, of which nothing is known but by trials."""
+    assert reads_text_alone(LlamaConfig())
+    assert not reads_text_alone(ChameleonConfig())

@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from pipeload_hooks import Repeated, TooLongError, _trial, try_out
 
@@ -233,3 +234,30 @@ def test_a_trial_has_an_end() -> None:
         trial = try_out(run)
     assert isinstance(trial.error, TooLongError)
     assert trial.peak == 2 * 8 * 4
+
+
+def test_attention_is_written_out_where_a_model_asks_for_that() -> None:
+    """Then its scores are there at once."""
+    query = meta(1, 2, 64, 8)
+
+    def attend() -> torch.Tensor:
+        return nn.functional.scaled_dot_product_attention(query, query, query)
+
+    def written_out() -> torch.Tensor:
+        with sdpa_kernel(SDPBackend.MATH):
+            return attend()
+
+    scores = 2 * 64 * 64 * 4
+    assert try_out(attend).peak < scores <= try_out(written_out).peak
+
+
+def test_a_type_that_a_kernel_lacks_does_not_end_a_trial() -> None:
+    """A model makes it another one where it finds itself on a CPU."""
+
+    def count() -> torch.Tensor:
+        found = torch.arange(8, dtype=torch.int32)
+        return torch.histc(found, bins=4, min=0, max=7)
+
+    trial = try_out(count)
+    assert trial.error is None
+    assert trial.output.shape == (4,)

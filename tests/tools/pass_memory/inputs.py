@@ -16,6 +16,8 @@ _TEXTS = ("input_ids", "decoder_input_ids", "inputs_embeds", "inputs")
 _MOST_SHAPES = 6
 _LONG = 96
 """Tokens of a text: the tiny configurations have 128 positions."""
+_GRID = "grid_thw"
+_SIDE = 8
 _IN_A_ROW = ("feature_lens", "aftercnn_lens")
 """With these, the sounds of all rows lie one after the other."""
 
@@ -42,6 +44,8 @@ def growths(given: Mapping[str, Any]) -> list[tuple[str, Grow]]:
     """
     long = _longer(given, _LONG)
     found: list[tuple[str, Grow]] = []
+    if any(name.endswith(_GRID) for name in given) and long is None:
+        found.append(("rows of larger pictures", lambda _, times: _rows(_grids(given), times)))
     if any(name in given for name in _IN_A_ROW):
         found.append(("sounds in a row", _sounds_in_a_row))
     if long is not None:
@@ -111,6 +115,26 @@ def _larger(given: Mapping[str, Any], times: int) -> dict[str, Any]:
         return tensor.repeat(*(1,) * (tensor.dim() - 2), side, side)
 
     return _each(dict(given), change)  # type: ignore[no-any-return]
+
+
+def _grids(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Pictures whose patches lie in a row, with longer sides: as many patches as those of use have.
+
+    Thousands of small ones take time for each, and have no scores to speak of.
+    """
+    grids = [value for name, value in given.items() if name.endswith(_GRID)]
+    patches = sum(int(grid.prod(1).sum()) for grid in grids)
+    times = torch.tensor([1, _SIDE, _SIDE])
+
+    def change(value: Any) -> Any:
+        if isinstance(value, Tensor) and value.dim() == 2 and value.shape[0] == patches:
+            return value.repeat(_SIDE**2, 1)
+        return value
+
+    return {
+        name: value * times if name.endswith(_GRID) else change(value)
+        for name, value in given.items()
+    }
 
 
 def _lengthened(given: Mapping[str, Any], times: int) -> dict[str, Any]:
