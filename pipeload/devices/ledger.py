@@ -215,9 +215,10 @@ class DeviceLedger:
         )
         raise PassMemoryLimitError(
             f"this pass ({shape}) needs {need} bytes ({format_size(need)}) on "
-            f"{self._device.where} beside the weights, and with nothing resident {free} ({format_size(free)}) are free within "
-            f"memory_limit={limit}: it would run out of memory. A limit of {wanted} bytes "
-            f"({format_size(wanted)}) makes this one fit{prompt}.",
+            f"{self._device.where} beside the weights, and with nothing resident {free} "
+            f"({format_size(free)}) are free within memory_limit={limit}: it would run out "
+            f"of memory. A limit of {wanted} bytes ({format_size(wanted)}) makes this one fit"
+            f"{prompt}.",
             limit=limit,
             smallest_limit=wanted,
             device=str(self._device.where),
