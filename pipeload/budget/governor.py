@@ -46,8 +46,7 @@ class Governor:
         self._hint, self._hint_need = hint, hint.pass_bytes(needs)
         self._budget = self._cap(build.plan.memory_limit)
         self._patience = Patience()
-        self._need = 0
-        self._running = False
+        self._need, self._running = 0, False
 
     @property
     def plan(self) -> Plan:
@@ -77,7 +76,7 @@ class Governor:
 
     def held_bytes(self) -> int:
         """Weights and buffers of this model in memory now."""
-        return self.ledger.held_bytes(self.plan)
+        return self.ledger.held_bytes(self._plan)
 
     def promised_bytes(self) -> int:
         """What it may come to hold."""
@@ -119,8 +118,6 @@ class Governor:
         if room < self._budget > self._planner.smallest:
             self.shrink(room)
 
-    # -- passes ----------------------------------------------------------------------------------
-
     def before_pass(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], module: nn.Module | None = None
     ) -> None:
@@ -131,33 +128,36 @@ class Governor:
         Raises:
             MemoryLimitError: it does not fit even with nothing resident.
         """
-        ledger, smallest = self.ledger, self._planner.smallest
-        with ledger.account.lock:
+        ledger, planner = self.ledger, self._planner
+        account, smallest = ledger.account, planner.smallest
+        with account.lock:
             need = self._needs.for_pass(args, kwargs, module)
             self._need = ledger.corrected(need)
             other = ledger.begin_pass(self.held_bytes())
             self.peak.look(ledger.process_bytes)
-            room = self._room(self._limit, other) - self._need
+            in_force = ledger.limit_in_force(self._plan.memory_limit)
+            others = account.promised_to_others(self)
+            room = planner.room(in_force, other, others) - self._need
             if room < smallest:
-                room += ledger.account.reclaim(self, smallest - room)
+                room += account.reclaim(self, smallest - room)
             if room < smallest:
-                shape, limit = self._needs.shape(args, kwargs), self.plan.memory_limit
+                shape, limit = self._needs.shape(args, kwargs), self._plan.memory_limit
                 # What the process took on during some pass, for whatever reason, revokes no promise
                 # as long as the limit holds: what is set aside for that is there to be used.
                 promised = need <= self._hint_need and self._hint.covers(shape)
                 least = self._others() + self.least_bytes() + need
                 if not promised or not ledger.allows(least, limit):
                     free = ledger.uncorrected(room + self._need - smallest)
-                    found = TooLarge(shape, self._need, free, self._planner.wanted(limit, room))
+                    found = TooLarge(shape, self._need, free, planner.wanted(limit, room))
                     ledger.refuse_pass(found, self._needs, limit)
                 room = smallest
             self._running = True
-            shared = ledger.account.share(self, room)
-            room = max(smallest, min(room, self._cap(self._limit), shared))
+            shared, others = account.share(self, room), account.promised_to_others(self)
+            room = max(smallest, min(room, planner.cap(in_force, others), shared))
             self._patience.note(room)
-            changed, before = ledger.look_beside(), self.plan
+            changed, before = ledger.look_beside(), self._plan
             self._aim(room)
-            if changed and self.plan is before:
+            if changed and self._plan is before:
                 self.plan = self._plan_for(self._budget)
 
     def pass_bytes(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | None:
@@ -175,13 +175,16 @@ class Governor:
 
     def inside_pass(self) -> None:
         """Look again before a site runs: somebody else may have taken memory meanwhile."""
-        if not self.ledger.looks_inside:
+        ledger, account = self.ledger, self.ledger.account
+        if not ledger.looks_inside:
             return
-        with self.ledger.account.lock:
-            other = self.ledger.inside_pass()
-            self.peak.look(self.ledger.process_bytes)
-            room = self._room(self._limit, other)
-            self._patience.lower(room)  # this pass allows no more, whatever it began with
+        with account.lock:
+            other = ledger.inside_pass()
+            self.peak.look(ledger.process_bytes)
+            limit = ledger.limit_in_force(self._plan.memory_limit)
+            room = self._planner.room(limit, other, account.promised_to_others(self))
+            if room < self._patience.latest:  # this pass allows no more, whatever it began with
+                self._patience.lower(room)
             if room < self._budget > self._planner.smallest:
                 self._aim(max(room, self._planner.smallest))
 
@@ -205,13 +208,11 @@ class Governor:
     def after_pass(self) -> None:
         """The pass is over, whatever became of it."""
         self._running = False
-        self.ledger.end_pass(self._need, self.held_bytes(), self.plan.memory_limit)
+        self.ledger.end_pass(self._need, self.held_bytes(), self._plan.memory_limit)
 
     def let_run(self) -> None:
         """The pass begins, and nobody will say that it is over: nothing is set aside for it."""
         self._running = False
-
-    # -- limits and plans ------------------------------------------------------------------------
 
     def check_limit(self, limit: int) -> None:
         """Whether another limit holds this model beside what is there now.
@@ -276,7 +277,7 @@ class Governor:
         return self._planner.plan_for(budget, self.plan)
 
     def _aim(self, room: int) -> None:
-        limit = self.plan.memory_limit
+        limit = self._plan.memory_limit
         target = self._patience.aim(room, self._budget, lambda: self._cap(self._limit), limit)
         target = max(self._budget if target is None else target, self._planner.smallest)
         if target != self._budget:

@@ -14,7 +14,6 @@ from pipeload.system.memory import parse_limit
 from pipeload.system.pressure import PressureGauge
 
 if TYPE_CHECKING:
-    from pipeload.budget.accounts import Accountant
     from pipeload.budget.counters import Counters
     from pipeload.budget.ledger import Owner, TooLarge
     from pipeload.budget.make_plan import Build
@@ -31,6 +30,7 @@ class HostLedger:
     """A `Ledger`: everything that the process holds is measured. Sizes in bytes."""
 
     looks_inside = True
+    account = ACCOUNTANT
 
     def __init__(self, build: Build, counters: Counters, *, pressure: bool) -> None:
         """`pressure`: whether less is allowed while the process's control groups are full."""
@@ -42,11 +42,6 @@ class HostLedger:
         self.correction = Correction()
         self._other_at_begin = self._other_peak = 0
         self._held_at_begin = 0
-
-    @property
-    def account(self) -> Accountant:
-        """The account of the process."""
-        return ACCOUNTANT
 
     @property
     def process_bytes(self) -> int:

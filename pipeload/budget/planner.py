@@ -17,21 +17,13 @@ class Planner:
     def __init__(self, build: Build, ledger: Ledger) -> None:
         plan = build.plan
         self._residency, self._ledger = build.residency, ledger
+        self.smallest, self.everything = build.residency.smallest, build.residency.everything
+        """The least that residents and buffers need, and the most that they can make use of."""
         # A model that fitted may have been mapped; what streams later is read.
         self._whole_mode, self._streaming_mode = plan.io_mode, build.stream_mode
         self._spent = plan.floor_bytes + plan.reserve_bytes + plan.pinned_bytes + plan.scratch_bytes
         self._spent -= ledger.tables_bytes(plan.memory_limit)
         self._spent -= ledger.account.promised_to_others(None)
-
-    @property
-    def smallest(self) -> int:
-        """The least that residents and buffers need."""
-        return self._residency.smallest
-
-    @property
-    def everything(self) -> int:
-        """The most that they can make use of."""
-        return self._residency.everything
 
     def cap(self, limit: int, others: int) -> int:
         """The most that a budget may be under a limit, beside what others are promised.

@@ -39,15 +39,18 @@ class Patience:
 
     def __init__(self) -> None:
         self._recent: deque[int] = deque(maxlen=PATIENCE)
+        self.latest = 0
+        """What the pass that began last allows so far."""
 
     def note(self, room: int) -> None:
         """A pass that begins allows so much."""
         self._recent.append(room)
+        self.latest = room
 
     def lower(self, room: int) -> None:
         """The pass that runs allows no more, whatever it began with."""
-        if self._recent:
-            self._recent[-1] = min(self._recent[-1], room)
+        if self._recent and room < self.latest:
+            self._recent[-1] = self.latest = room
 
     def forget(self) -> None:
         """What was allowed under another limit says nothing."""
