@@ -395,7 +395,7 @@ class Governor:
             f"this pass ({shape}) needs "
             f"{self._need} bytes ({format_size(self._need)}) beside the weights, and with nothing "
             f"resident {max(0, free)} ({format_size(max(0, free))}) are free within "
-            f"memory_limit={limit}: it would run out of memory. Within it {largest}. {cures}.",
+            f"memory_limit={limit}: it would run out of memory. What fits: {largest}. {cures}.",
             limit=limit,
             smallest_limit=wanted,
         )
