@@ -200,7 +200,7 @@ class HostLedger:
         raise PassMemoryLimitError(
             f"this pass ({shape}) needs {need} bytes ({format_size(need)}) beside the weights, and "
             f"with nothing resident {max(0, free)} ({format_size(max(0, free))}) are free within "
-            f"memory_limit={limit}: it would run out of memory. Within it "
+            f"memory_limit={limit}: it would run out of memory. What fits: "
             f"{_largest(needs, free, shape)}. {cures}.",
             limit=limit,
             smallest_limit=wanted,

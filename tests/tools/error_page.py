@@ -29,7 +29,8 @@ _WAYS = (
     r"pip install ",
     # The error holds the values that work.
     r"The smallest limit that works here is ",
-    r"The longest prompt that fits ",
+    r"What fits: ",
+    r"A limit of <wanted> bytes ",
     r"--memory-limit <smallest limit> is enough",
     r"<smallest> bytes \(<smallest>\) work now",
     r"handle\.remove\(\) brings ",
