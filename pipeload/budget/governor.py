@@ -220,11 +220,10 @@ class Governor:
         Raises:
             MemoryLimitError: it is too small; says one that works.
         """
-        account = self.ledger.account
+        account, planner = self.ledger.account, self._planner
         other, others = account.other_bytes(), account.least_of_others(self)
         # What a running pass took is gone after it; what it was granted may not be taken yet.
         other -= min(self.ledger.taken_by_pass(other), self.running_bytes())
-        planner = self._planner
         room = min(planner.cap(limit, others), planner.room(limit, other, others))
         if room < planner.smallest:
             self.ledger.refuse_limit(limit, planner.wanted(limit, room))

@@ -111,19 +111,6 @@ class PassNeeds:
             return shape._replace(tokens=min(shape.tokens, self._heard))
         return shape
 
-    def cache_growth(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
-        """Bytes that the cache will have gained after this pass; negative where it will be freed.
-
-        A sliding layer that grows by copies keeps a long prompt whole until the next pass.
-        """
-        shape = self.shape(args, kwargs)
-        return self._growth(self._cached(args, kwargs, shape), args, kwargs, shape)
-
-    def transient(self, args: Sequence[Any], kwargs: Mapping[str, Any], shape: PassShape) -> int:
-        """Most bytes that live at once during this pass and are freed after it."""
-        layers = self._cached(args, kwargs, shape)
-        return self._peak(layers, shape, read_extras(kwargs, shape, self._widths, self._configs))
-
     def for_pass(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], module: nn.Module | None = None
     ) -> int:

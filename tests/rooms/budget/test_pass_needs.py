@@ -60,6 +60,18 @@ def needs_of(model: Any) -> PassNeeds:
     return PassNeeds(model, model.config)
 
 
+def growth_of(needs: PassNeeds, call: Mapping[str, Any]) -> int:
+    """Bytes that the cache will have gained after a pass; negative where it will be freed."""
+    shape = needs.shape((), call)
+    return needs._growth(needs._cached((), call, shape), (), call, shape)
+
+
+def transient_of(needs: PassNeeds, call: Mapping[str, Any], shape: PassShape) -> int:
+    """Most bytes that live at once during a pass and are freed after it."""
+    layers = needs._cached((), call, shape)
+    return needs._peak(layers, shape, read_extras(call, shape, needs._widths, needs._configs))
+
+
 def ids(tokens: int, batch: int = BATCH) -> torch.Tensor:
     return torch.ones(batch, tokens, dtype=torch.long)
 
@@ -97,7 +109,7 @@ def check_growth(
         call: dict[str, Any] = {name: ids(tokens), "cache": cache, **more}
         before = cache_bytes(cache)
         assert needs.shape((), call) == PassShape(tokens, BATCH, cached)
-        expected = needs.cache_growth((), call)
+        expected = growth_of(needs, call)
         with torch.inference_mode():
             cache = model(**call).cache
         grown = cache_bytes(cache) - before
@@ -136,7 +148,7 @@ def test_growth_of_a_static_cache_made_early() -> None:
     model = model_of("llama")
     cache = StaticCache(config=model.config, max_cache_len=64)
     cache.early_initialization(BATCH, 3, 16, torch.bfloat16, torch.device("cpu"))
-    assert needs_of(model).cache_growth((), {"input_ids": ids(40), "cache": cache}) == 0
+    assert growth_of(needs_of(model), {"input_ids": ids(40), "cache": cache}) == 0
 
 
 def test_growth_of_an_eight_bit_cache() -> None:
@@ -262,14 +274,14 @@ def test_no_cache_does_not_grow() -> None:
     """Neither asked off in the call nor in the configuration; a legacy tuple does grow."""
     model = model_of("llama")
     call = {"input_ids": ids(8), "use_cache": False}
-    assert needs_of(model).cache_growth((), call) == 0
+    assert growth_of(needs_of(model), call) == 0
     model.config.use_cache = False
-    assert needs_of(model).cache_growth((), {"input_ids": ids(8)}) == 0
+    assert growth_of(needs_of(model), {"input_ids": ids(8)}) == 0
     row = BATCH * 2 * 6 * 3 * 16 * 2  # keys and values, layers, heads, head size, bytes
-    assert needs_of(model).cache_growth((), {"input_ids": ids(8), "use_cache": True}) == 8 * row
+    assert growth_of(needs_of(model), {"input_ids": ids(8), "use_cache": True}) == 8 * row
     layer = (torch.zeros(BATCH, 3, 5, 16, dtype=torch.bfloat16),) * 2
     legacy = {"input_ids": ids(8), "past_key_values": (layer,) * 6}
-    assert needs_of(model).cache_growth((), legacy) == 8 * row
+    assert growth_of(needs_of(model), legacy) == 8 * row
     assert needs_of(model).shape((), legacy) == PassShape(8, BATCH, 5)
 
 
@@ -281,7 +293,7 @@ def test_layers_of_unequal_length_are_all_counted() -> None:
     for layer in range(6):
         states = torch.zeros(BATCH, 3, 9 if layer < 2 else 4, 16, dtype=torch.bfloat16)
         cache.update(states, states.clone(), layer)
-    growth = needs_of(model).cache_growth((), {"input_ids": ids(1), "cache": cache})
+    growth = growth_of(needs_of(model), {"input_ids": ids(1), "cache": cache})
     assert growth == 6 * BATCH * 2 * 3 * 16 * 2
 
 
@@ -348,7 +360,7 @@ def test_logits_count_only_where_they_are_kept() -> None:
     needs = needs_of(model_of("llama", vocab_size=50_000))
     shape = PassShape(64, BATCH)
     every, last, four = (
-        needs.transient((), {"input_ids": ids(64), **keep}, shape)
+        transient_of(needs, {"input_ids": ids(64), **keep}, shape)
         for keep in ({}, {"logits_to_keep": 1}, {"logits_to_keep": torch.arange(4)})
     )
     assert every - four > 59 * BATCH * 50_000 * 2
@@ -362,16 +374,16 @@ def test_a_padded_prompt_needs_its_mask() -> None:
     plain = {"input_ids": ids(512), "attention_mask": mask, "logits_to_keep": 1}
     padded = plain | {"attention_mask": mask.clone().index_fill(1, torch.tensor([0]), 0)}
     shape = PassShape(512, BATCH)
-    assert needs.transient((), padded, shape) - needs.transient((), plain, shape) > 512 * 512
+    assert transient_of(needs, padded, shape) - transient_of(needs, plain, shape) > 512 * 512
 
 
 def test_extras_are_counted() -> None:
     """What a call has recorded, or a loss, costs memory."""
     needs, shape = needs_of(model_of("llama")), PassShape(32, BATCH)
-    plain = needs.transient((), {"input_ids": ids(32)}, shape)
+    plain = transient_of(needs, {"input_ids": ids(32)}, shape)
     asked = {"labels": ids(32), "output_hidden_states": True, "output_attentions": True}
     for name, value in asked.items():
-        assert needs.transient((), {"input_ids": ids(32), name: value}, shape) > plain, name
+        assert transient_of(needs, {"input_ids": ids(32), name: value}, shape) > plain, name
 
 
 def test_what_the_configuration_asks_for_is_counted() -> None:
@@ -398,7 +410,7 @@ def test_hidden_states_of_some_numbers() -> None:
     """The library keeps those alone."""
     needs, shape = needs_of(model_of("llama")), PassShape(64, BATCH)
     every, first, two, none = (
-        needs.transient((), {"input_ids": ids(64), "output_hidden_states": asked}, shape)
+        transient_of(needs, {"input_ids": ids(64), "output_hidden_states": asked}, shape)
         for asked in (True, 0, [0, -1], False)
     )
     assert every - none > 2 * (two - none) == 4 * (first - none) > 0
@@ -407,7 +419,7 @@ def test_hidden_states_of_some_numbers() -> None:
 def test_what_sampling_takes() -> None:
     """As much as the library's own processors of temperature, top k and top p hold at once."""
     needs = needs_of(model_of("llama", vocab_size=50_000))
-    one, many = (needs.transient((), {"input_ids": ids(1, n)}, PassShape(1, n)) for n in (1, 65))
+    one, many = (transient_of(needs, {"input_ids": ids(1, n)}, PassShape(1, n)) for n in (1, 65))
     assert many - one >= 64 * 50_000 * 30
 
 
@@ -642,9 +654,9 @@ def test_sound_has_no_logits() -> None:
     sound = {"input_features": torch.zeros(1, 80, 3000)}
     frames = needs.shape((), sound)
     assert frames.tokens == 1500
-    assert needs.cache_growth((), sound) == 0
+    assert growth_of(needs, sound) == 0
     logits = frames.tokens * config.vocab_size * 4
-    assert needs.transient((), sound, frames) < logits / 2
+    assert transient_of(needs, sound, frames) < logits / 2
     labels = sound | {"labels": ids(7, 1)}  # with these the decoder runs, too
-    assert needs.transient((), labels, frames) > logits
-    assert needs.cache_growth((), labels) > 0
+    assert transient_of(needs, labels, frames) > logits
+    assert growth_of(needs, labels) > 0
