@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 # Stored, and loaded as: read as it is, and cast while it is read.
 DTYPES = [("fp32", "fp32"), ("bf16", "bf16"), ("fp32", "bf16"), ("bf16", "fp32"), ("fp16", "fp32")]
 IDS = torch.arange(3, 24).view(3, 7)
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[3]
 TORCH = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -113,7 +113,7 @@ def test_a_head_that_is_cut(tmp_path: Path, vocabulary: int) -> None:
     By the kernels for Intel's processors, where they can be had: of a whole of a multiple of 256
     rows, only ranges of such multiples have its bits, and of others only other ranges.
     """
-    script = Path(__file__).parent / "scripts/cut_head.py"
+    script = ROOT / "tests/scripts/cut_head.py"
     command = [sys.executable, str(script), str(tmp_path), str(vocabulary), "as-intel"]
     paths = f"{ROOT}:{ROOT / 'hooks'}"
     environment = {**os.environ, "PYTHONPATH": paths, "OMP_WAIT_POLICY": "passive"}

@@ -138,7 +138,7 @@ def test_short_reads_are_continued(
     original = os.preadv
 
     def one_page(descriptor: int, buffers: Any, offset: int) -> int:
-        return original(descriptor, [buffers[0][:4096]], offset)
+        return original(descriptor, [memoryview(buffers[0])[:4096]], offset)
 
     monkeypatch.setattr(os, "preadv", one_page)
     check(load_streamed(tiny("llama")), expected)
