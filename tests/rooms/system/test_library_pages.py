@@ -31,6 +31,7 @@ from pathlib import Path
 import pipeload, pipeload.system.library_pages
 if sys.argv[2] == "plain":
     pipeload.system.library_pages.lower_floor = lambda: 0
+    pipeload.system.library_pages.droppable_bytes = lambda: 0
 def held():
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return int(status["VmRSS"].split()[0]) * 1024
