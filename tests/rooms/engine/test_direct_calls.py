@@ -76,7 +76,7 @@ def test_forward_is_refused_before_it_runs(folder: Path, spare: int) -> None:
     hidden = torch.empty(1, 1, 96).expand(100_000, 400, 96)
     for way in (model.forward, model, model.model.forward, model.model.layers[0]):
         given = hidden if way is model.model.layers[0] else large
-        with torch.no_grad(), pytest.raises(MemoryLimitError, match="000 x 400 (tokens|x 96)"):
+        with torch.no_grad(), pytest.raises(MemoryLimitError, match=r"000 x 400 (tokens|x 96)"):
             way(given)
         assert not ran
     assert model.pipeload.stats().passes == before
