@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from pipeload.budget.pass_shape import SAMPLES
 from pipeload.budget.pass_trace import Trial
 from pipeload.budget.trial_run import CACHES
 
@@ -17,8 +18,6 @@ if TYPE_CHECKING:
     from pipeload.budget.pass_trace import PassTrace
 
 _WORDS, _PICTURES, _SOUNDS = "input_ids", "pictures", "sounds"
-_SAMPLES = 320
-"""Of a sound, those that an encoder makes one position of, at the usual rate."""
 _PIXELS = 224
 _SIZES = ("image_size", "img_size", "input_size")
 _CHANNELS = ("num_channels", "in_channels", "in_chans")
@@ -185,7 +184,7 @@ def _sounds(model: Any, shape: PassShape) -> Iterator[tuple[int, ...]]:
         yield (shape.batch, bins, frames)
         yield (shape.batch, frames, bins)
         yield (shape.batch, 1, frames, bins)
-    samples = _SAMPLES * shape.tokens
+    samples = SAMPLES * shape.tokens
     yield (shape.batch, samples)
     yield (shape.batch, 1, samples)
     yield (shape.batch, frames, bins)

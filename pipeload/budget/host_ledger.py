@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from pipeload._sizes import format_size
 from pipeload.budget.accounts import ACCOUNTANT, host_limit_alone
-from pipeload.budget.out_of_memory import PassMemoryLimitError
+from pipeload.budget.pass_limit_error import PassMemoryLimitError
 from pipeload.budget.policy import Correction
 from pipeload.budget.reserve import KERNEL_BYTES, WARM_UP_BYTES, limit_for, page_table_bytes
 from pipeload.errors import MemoryLimitError

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple, NoReturn, Protocol
 from pipeload.budget.plan import SLOTS, Plan
 from pipeload.budget.residency import Residency
 from pipeload.checkpoint.files import choose_io_mode
+from pipeload.checkpoint.readers import reader_count
 from pipeload.weights.layout import lay_out
 from pipeload.weights.mapped import can_map
 
@@ -33,10 +34,6 @@ if TYPE_CHECKING:
 
 MAPPED = "mapped"
 """How a model that fits is read: `Plan.io_mode`, not an option of the user's."""
-# Each direct read of 16 MB is split by the kernel into many requests at once, so more threads
-# gained nothing where it was measured; through the page cache a few more copy in parallel.
-_READERS = 4
-_CASTING_READERS = 2
 
 
 class Costs(NamedTuple):
@@ -162,8 +159,7 @@ class CostedCut:
     def __init__(self, cutting: Cutting, options: Options, memory: Memory) -> None:
         self.parts = parts = cutting.parts
         self.residency = Residency(parts.specs, slots=SLOTS, takes=memory.takes)
-        casting = _CASTING_READERS if parts.needs_scratch else _READERS
-        self.readers = options.readers or casting
+        self.readers = options.readers or reader_count(casting=parts.needs_scratch)
         self.costs = memory.costs(parts, self.readers)
         self.fixed = sum(self.costs)
 

@@ -16,10 +16,9 @@ if TYPE_CHECKING:
 
 _INPUTS = ("decoder_input_ids", "decoder_inputs_embeds", "inputs_embeds", "input_ids")
 
-
-# Numbers of a picture or a sound that one position is made of, at the least: a patch has several
-# hundred, and a frame of sound is 20 ms of it.
-_SAMPLES = 320
+SAMPLES = 320
+"""Numbers of a picture or a sound that one position is made of, at the least: a patch has several
+hundred, and a frame of sound is 20 ms of it, at the usual rate."""
 
 
 class PassShape(NamedTuple):
@@ -134,7 +133,7 @@ def _tokens_and_batch(
         sizes = () if text else tuple(value.shape)
         shape = value.shape
         if len(shape) == 2 and value.is_floating_point():  # patches in a row, or raw sound
-            shape = torch.Size([max(shape[0], value.numel() // _SAMPLES)])
+            shape = torch.Size([max(shape[0], value.numel() // SAMPLES)])
         match shape:
             case (tokens,):
                 return max(1, tokens), 1, sizes

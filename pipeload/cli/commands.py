@@ -1,4 +1,4 @@
-"""The command line: what can be typed. The work is done in the _cli files.
+"""The command line: what can be typed. The work is done in the other files of this folder.
 
 Those are imported inside the commands, and torch with them: `--help` stays quick, and
 OMP_WAIT_POLICY is set before torch reads it.

@@ -28,9 +28,9 @@ from pipeload.entry.request import make_request
 from pipeload.errors import CheckpointError, MemoryLimitError, OptionError
 from pipeload.evaluate import report
 from pipeload.evaluate.perplexity import measure, tokens_to_hint
-from pipeload.evaluate.progress import all_passes
 from pipeload.evaluate.text import Encoded, encode, read_text
 from pipeload.evaluate.text_windows import slide
+from pipeload.evaluate.token_count import all_passes
 from pipeload.hf.takeover import peek
 
 if TYPE_CHECKING:

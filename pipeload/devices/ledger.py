@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from pipeload._sizes import format_size
 from pipeload.budget.accounts import ACCOUNTANT, Accountant
-from pipeload.budget.out_of_memory import PassMemoryLimitError
+from pipeload.budget.pass_limit_error import PassMemoryLimitError
 from pipeload.devices.accounts import account_of, device_limit
 from pipeload.devices.host_share import HostShare, share_of
 from pipeload.errors import MemoryLimitError

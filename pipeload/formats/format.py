@@ -13,6 +13,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from pipeload.errors import UnsupportedModelError
+from pipeload.formats.forms import INT8
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -126,23 +127,27 @@ class Unpacking(NamedTuple):
 
 
 class Format(Protocol):
-    """A method whose checkpoints are streamed, to the last bit as a plain load on the CPU."""
+    """A method whose checkpoints are streamed, to the last bit as a plain load on the CPU.
+
+    What has a value or a body here is so for most: a format inherits, and says what differs.
+    """
 
     method: str
     """`quant_method` in config.json."""
     how: str
     """What becomes of what is read, for people."""
-    only: tuple[str, str] | None
+    only: tuple[str, str] | None = None
     """A setting of config.json and the one value with which it is streamed."""
-    unpacking: Unpacking | None
+    unpacking: Unpacking | None = None
     """How floats are made of it; None where weights stay packed."""
-    on_devices: bool
+    on_devices: bool = False
     """Whether it is streamed to accelerators, too."""
-    package: str | None
+    package: str | None = None
     """The package that computes with it, None for torch or ours."""
 
     def matches(self, config: Any) -> bool:
         """Whether a `quantization_config` is of this method: a table, or the library's object."""
+        return named(config) == self.method
 
     def find(self, stored: Stored) -> Mapping[str, PackedWeight]:
         """Find the packed weights of a model, by their names.
@@ -152,8 +157,9 @@ class Format(Protocol):
             ReadError: one could not be read.
         """
 
-    def nearest_form(self, config: Any) -> str:
+    def nearest_form(self, _config: Any, /) -> str:
         """Name what `pipeload quantize` makes that is nearest to it, as options are typed."""
+        return INT8
 
 
 def setting(config: Any, name: str, otherwise: Any = None) -> Any:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from pipeload.formats.format import AS_FLOATS, named
-from pipeload.formats.forms import INT8
+from pipeload.formats.format import AS_FLOATS, Format
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -13,28 +12,17 @@ if TYPE_CHECKING:
     from pipeload.formats.format import PackedWeight, Stored, Unpacking
 
 
-class Unpacked:
+class Unpacked(Format):
     """A `Format` without packed weights: what it takes to unpack one is all that differs."""
 
     how = AS_FLOATS
-    on_devices = False
-    package: str | None = None
 
     def __init__(
         self, method: str, unpacking: Unpacking, only: tuple[str, str] | None = None
     ) -> None:
         """`only` is a setting and the one value with which it is streamed."""
-        self.method, self.only = method, only
-        self.unpacking: Unpacking | None = unpacking
-
-    def matches(self, config: Any) -> bool:
-        """Tell whether a configuration names it."""
-        return named(config) == self.method
+        self.method, self.only, self.unpacking = method, only, unpacking
 
     def find(self, _stored: Stored) -> Mapping[str, PackedWeight]:
         """Find nothing: modules show floats."""
         return {}
-
-    def nearest_form(self, _config: Any) -> str:
-        """Name the one that is closest to the original."""
-        return INT8

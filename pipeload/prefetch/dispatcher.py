@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from pipeload.budget.counters import Counters
 from pipeload.checkpoint.readers import READER_DIED, Outcome, forget_frames, reader_died
 from pipeload.errors import UnsupportedOperationError
-from pipeload.prefetch.read_faults import name_block, name_fault, no_buffer
+from pipeload.prefetch.fault_messages import name_block, name_fault, no_buffer
 from pipeload.prefetch.reads import Reads
 from pipeload.prefetch.slots import Slots
 from pipeload.prefetch.unit import Load, Split, Ticket, Unit, UnitState

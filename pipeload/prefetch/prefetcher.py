@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 from pipeload.errors import ReadError, UnsupportedOperationError
 from pipeload.prefetch.dispatcher import Dispatcher, dispatch
+from pipeload.prefetch.fault_messages import name_block
 from pipeload.prefetch.order import LastSeen
-from pipeload.prefetch.read_faults import name_block
 from pipeload.prefetch.unit import Split, Ticket
 from pipeload.weights.placement import Placement
 

@@ -4,26 +4,24 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from pipeload.formats.format import AS_STORED, named, setting
+from pipeload.formats.format import AS_STORED, Format, named, setting
 from pipeload.formats.forms import FP4, INT8
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from pipeload.formats.format import PackedWeight, Stored, Unpacking
+    from pipeload.formats.format import PackedWeight, Stored
 
 METHOD: Final = "bitsandbytes"
 
 
-class BitsAndBytes:
+class BitsAndBytes(Format):
     """A `Format`. Early checkpoints do not name their method, but how many bits they have."""
 
     method = METHOD
     how = AS_STORED
-    only: tuple[str, str] | None = None
-    unpacking: Unpacking | None = None
     on_devices = True
-    package: str | None = METHOD
+    package = METHOD
 
     def matches(self, config: Any) -> bool:
         """Tell whether a configuration names it, or says that it loads in 8 or 4 bits."""
@@ -43,7 +41,7 @@ class BitsAndBytes:
             if is_packed(module)
         }
 
-    def nearest_form(self, config: Any) -> str:
+    def nearest_form(self, config: Any, /) -> str:
         """Name the same form of 4 bits; for 8 bits ours, which is as small."""
         if not setting(config, "load_in_4bit", otherwise=False):
             return INT8

@@ -2,32 +2,23 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
-from pipeload.formats.format import AS_STORED, named
-from pipeload.formats.forms import INT8
+from pipeload.formats.format import AS_STORED, Format
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from pipeload.formats.format import PackedWeight, Stored, Unpacking
+    from pipeload.formats.format import PackedWeight, Stored
 
 METHOD: Final = "pipeload"
 
 
-class Integers:
+class Integers(Format):
     """A `Format`: weights of our own Linears, for torch's own kernels."""
 
     method = METHOD
     how = AS_STORED
-    only: tuple[str, str] | None = None
-    unpacking: Unpacking | None = None
-    on_devices = False
-    package: str | None = None
-
-    def matches(self, config: Any) -> bool:
-        """Tell whether a configuration names it."""
-        return named(config) == METHOD
 
     def find(self, stored: Stored) -> Mapping[str, PackedWeight]:
         """Find the weights of our own quantised Linears."""
@@ -39,10 +30,6 @@ class Integers:
             for path, module in stored.model.named_modules()
             if isinstance(module, PackedLinear)
         }
-
-    def nearest_form(self, _config: Any) -> str:
-        """Name the one that is closest to the original."""
-        return INT8
 
 
 INTEGERS: Final = Integers()

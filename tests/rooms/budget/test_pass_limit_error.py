@@ -11,7 +11,7 @@ import torch
 from accelerate.utils import find_executable_batch_size  # type: ignore[import-untyped]
 
 import pipeload
-from pipeload.budget.out_of_memory import PassMemoryLimitError
+from pipeload.budget.pass_limit_error import PassMemoryLimitError
 from tests.support.streaming import load_streamed
 
 if TYPE_CHECKING:
