@@ -23,6 +23,15 @@ from pipeload_hooks._binding import (
 from pipeload_hooks._blocks import Block, find_blocks
 from pipeload_hooks._callers import Caller, Callers, Mark, arguments_of
 from pipeload_hooks._evicted import BESIDE, OnUse, note_changes, plain_kind
+from pipeload_hooks._experts import (
+    ExpertSource,
+    ServeExperts,
+    Service,
+    attach_experts,
+    empty_grouped,
+    names_of_others,
+    takes_slices_alone,
+)
 from pipeload_hooks._growth import TreeWatch
 from pipeload_hooks._lookup import takes_ids
 from pipeload_hooks._passes import PassGate
@@ -50,11 +59,14 @@ __all__ = [
     "Callers",
     "Companion",
     "EvictedWeightWatch",
+    "ExpertSource",
     "Mark",
     "OnUse",
     "PassGate",
     "Repeated",
     "RowSource",
+    "ServeExperts",
+    "Service",
     "SplitSource",
     "TooLongError",
     "TreeWatch",
@@ -64,6 +76,7 @@ __all__ = [
     "WeightSource",
     "arguments_of",
     "attach",
+    "attach_experts",
     "attach_rows",
     "attach_split",
     "bind",
@@ -71,9 +84,11 @@ __all__ = [
     "can_split",
     "computes_linear",
     "discard_ended",
+    "empty_grouped",
     "find_blocks",
     "inside_compiled_call",
     "is_placeholder",
+    "names_of_others",
     "note_changes",
     "observe_usage",
     "placeholder",
@@ -82,6 +97,7 @@ __all__ = [
     "restore_split",
     "set_parameter",
     "takes_ids",
+    "takes_slices_alone",
     "try_out",
     "unbind",
 ]

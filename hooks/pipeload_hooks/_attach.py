@@ -49,7 +49,7 @@ def attach(module: nn.Module, index: int, source: WeightSource) -> tuple[Removab
     """
 
     def enter(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if torch.is_grad_enabled() and _recording((*args, *kwargs.values())):
+        if torch.is_grad_enabled() and recording((*args, *kwargs.values())):
             source.refuse_recording(index)
         source.acquire(index)
 
@@ -57,7 +57,7 @@ def attach(module: nn.Module, index: int, source: WeightSource) -> tuple[Removab
         source.release(index)
         # A weight inside is trained, an adapter's: backward would pass through those around it.
         values = output if isinstance(output, (tuple, list)) else (output,)
-        if torch.is_grad_enabled() and _recording(values):
+        if torch.is_grad_enabled() and recording(values):
             source.refuse_recording(index)
 
     return (
@@ -74,5 +74,6 @@ def inside_compiled_call() -> bool:
     return torch._C._dynamo.eval_frame.get_eval_frame_callback() is not None
 
 
-def _recording(values: Sequence[object]) -> bool:
+def recording(values: Sequence[object]) -> bool:
+    """Whether autograd has any of these on its record."""
     return any(isinstance(value, torch.Tensor) and value.requires_grad for value in values)

@@ -39,7 +39,7 @@ def attach_rows(module: nn.Module, source: RowSource) -> tuple[RemovableHandle, 
         ids = args[0] if args else kwargs.get(name)
         if isinstance(ids, torch.Tensor):
             source.rows_wanted(ids)
-            wanted[0] = (ids, _version(ids))
+            wanted[0] = (ids, version_of(ids))
 
     def leave(
         module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: object
@@ -49,7 +49,7 @@ def attach_rows(module: nn.Module, source: RowSource) -> tuple[RemovableHandle, 
         try:
             if output is None or not isinstance(ids, torch.Tensor):
                 return None
-            if before is not None and before[0] is ids and before[1] == _version(ids):
+            if before is not None and before[0] is ids and before[1] == version_of(ids):
                 return None
             # Another pre-hook, run after ours, has put other ids in their place.
             source.rows_wanted(ids)
@@ -64,6 +64,6 @@ def attach_rows(module: nn.Module, source: RowSource) -> tuple[RemovableHandle, 
     )
 
 
-def _version(ids: torch.Tensor) -> int:
+def version_of(ids: torch.Tensor) -> int:
     """Rises with every change in place; inference tensors do not count theirs."""
     return 0 if ids.is_inference() else ids._version

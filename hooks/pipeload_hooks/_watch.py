@@ -9,6 +9,7 @@ from torch.overrides import TorchFunctionMode
 
 from pipeload_hooks._binding import is_placeholder
 from pipeload_hooks._evicted import HARMLESS, parameters_in
+from pipeload_hooks._experts import ServeExperts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -136,7 +137,7 @@ def rows_of(table: torch.Tensor, index: object) -> torch.Tensor | None:
 
 
 def discard_ended() -> None:
-    """Take all watches that have ended off this thread's stack of modes."""
+    """Take all modes of ours that have ended off this thread's stack of modes."""
     depth = torch._C._len_torch_function_stack()
     modes = [torch._C._get_function_stack_at(index) for index in range(depth)]
     ended = [index for index, mode in enumerate(modes) if _has_ended(mode)]
@@ -150,4 +151,4 @@ def discard_ended() -> None:
 
 
 def _has_ended(mode: object) -> bool:
-    return isinstance(mode, EvictedWeightWatch) and not mode.active
+    return isinstance(mode, (EvictedWeightWatch, ServeExperts)) and not mode.active

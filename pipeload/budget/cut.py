@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from torch import nn
 
-from pipeload.budget.parts import Parts, Site, Table
+from pipeload.budget.parts import Bank, Parts, Site, Table
 from pipeload.budget.residency import UnitSpec, is_tiny
 from pipeload.errors import UnsupportedModelError
 from pipeload.weights.arena import DTYPES
+from pipeload.weights.grouped_products import products_are_grouped
 from pipeload.weights.row_cuts import ROW_STEP, Cut, RowRange, best_cut
 from pipeload.weights.whole_shape import KERNEL_ALIGN
 from pipeload_hooks import can_split, find_blocks, takes_ids
@@ -23,9 +24,11 @@ from pipeload_hooks import can_split, find_blocks, takes_ids
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+    from pipeload.budget.parts import ExpertsModule
     from pipeload.weights.layout import Weight
 
 _TABLE_BYTES = 1 << 20
+_BANK_BYTES = 1 << 20
 ADAPTED = ("base_layer", "original_module")
 """What an adapter that takes a module's place calls that module."""
 CHUNKS = (64 << 20, 32 << 20, 16 << 20, 8 << 20)
@@ -67,13 +70,15 @@ class Divider:
         weights: Mapping[str, Weight],
         tied: Mapping[str, str],
         *,
+        experts: Iterable[ExpertsModule] = (),
         blocks_alone: bool = False,
         beside_bytes: int = 0,
     ) -> None:
         """`tied` maps names of parameters that share another one's memory to that one's.
 
-        With `blocks_alone` neither a head nor tables are streamed. `beside_bytes` are always there,
-        and in no parameter.
+        With `blocks_alone` neither a head nor tables are streamed, nor `experts` one by one, which
+        are modules of which that is known to do. `beside_bytes` are always there, and in no
+        parameter.
 
         Raises:
             NothingToStreamError: the model has no repeated blocks with weights to stream.
@@ -84,10 +89,13 @@ class Divider:
         self._beside_bytes = beside_bytes
         self._tied = frozenset(tied) | frozenset(tied.values())
         self._head = _output_head(model)
+        self._banks = () if blocks_alone else tuple(self._find_banks(experts))
+        banked = {weight.name for bank in self._banks for weight in bank.weights}
         self._blocks = []
         for block in find_blocks(model):
             names = [f"{block.name}.{name}" for name, _ in block.module.named_parameters()]
-            streamed = [w for name in names if (w := weights.get(name)) and self._streamable(w)]
+            found = (weights.get(name) for name in names if name not in banked)
+            streamed = [weight for weight in found if weight and self._streamable(weight)]
             if streamed := _whole_groups(streamed, weights):
                 self._blocks.append((block, streamed))
         if not self._blocks:
@@ -137,6 +145,7 @@ class Divider:
         sites, specs = cutter.sites, cutter.specs
         parts = Parts(sites, specs, tables, [], 0)
         chosen = {*parts.streamed, *(table.weight.name for table in tables)}
+        chosen.update(weight.name for bank in self._banks for weight in bank.weights)
         pinned = [w for name, w in self._weights.items() if name not in chosen and w.group is None]
         taken = chosen | {weight.name for weight in pinned}
         others = self._beside_bytes + sum(
@@ -145,7 +154,8 @@ class Divider:
             # a tied one shares the other's memory
             if name not in taken and name not in self._tied
         )
-        return Parts(sites, specs, tables, pinned, others, frozenset(cutter.uncut))
+        uncut = frozenset(cutter.uncut)
+        return Parts(sites, specs, tables, pinned, others, uncut, self._banks)
 
     def unknown(self) -> Touched:
         """What to take for touched where nothing could be tried: tables but those of token ids."""
@@ -162,6 +172,19 @@ class Divider:
         # An evicted float is NaN and shows when it is read too early; an integer has no such value.
         safe = not is_tiny(weight) if weight.guarded else _is_large_float(weight)
         return weight.name not in self._tied and safe
+
+    def _find_banks(self, experts: Iterable[ExpertsModule]) -> Iterator[Bank]:
+        """Experts whose every matrix can be read by itself, and used without the others."""
+        for found in experts:
+            named = (self._weights.get(f"{found.name}.{name}") for name in found.parameters)
+            weights = [weight for weight in named if weight is not None]
+            if (
+                len(weights) == len(found.parameters)
+                and all(w.sliceable and w.name not in self._tied for w in weights)
+                and sum(weight.nbytes for weight in weights) >= _BANK_BYTES
+                and not (found.sweeps and any(map(_is_one_product, weights)))
+            ):
+                yield Bank(found.name, found.module, tuple(weights), found.sweeps, found.routed)
 
     def _find_tables(self) -> Iterator[Table]:
         """Weights that embeddings take rows of, and nobody else uses but a head that is split."""
@@ -290,6 +313,11 @@ def _separable(path: str, weights: Iterable[Weight]) -> bool:
 def _rows_in(weight: Weight, nbytes: int) -> int:
     rows = nbytes // (weight.nbytes // weight.shape[0])
     return max(2 * ROW_STEP, rows - rows % ROW_STEP)
+
+
+def _is_one_product(weight: Weight) -> bool:
+    """Whether a grouped product with it is another one than a product for each group."""
+    return not products_are_grouped(DTYPES[weight.dtype], weight.shape[1], weight.shape[2])
 
 
 def _is_large_float(weight: Weight) -> bool:

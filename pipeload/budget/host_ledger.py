@@ -39,6 +39,7 @@ class HostLedger:
         self._gauge = PressureGauge(plan.memory_limit) if pressure else None
         self._floor = plan.floor_bytes - ACCOUNTANT.promised_to_others(None)
         self.fixed_bytes = plan.pinned_bytes + plan.scratch_bytes + build.parts.conversion_bytes
+        self.fixed_bytes += build.parts.expert_window_bytes
         self.correction = Correction()
         self._other_at_begin = self._other_peak = 0
         self._held_at_begin = 0
@@ -70,7 +71,8 @@ class HostLedger:
 
     def held_bytes(self, plan: Plan) -> int:
         """Weights and buffers of this model in memory now."""
-        moving = self._counters.resident_bytes + self._counters.buffer_bytes
+        counters = self._counters
+        moving = counters.resident_bytes + counters.buffer_bytes + counters.expert_bytes
         return plan.pinned_bytes + plan.scratch_bytes + moving
 
     def moved_bytes(self, plan: Plan) -> int:

@@ -48,6 +48,7 @@ class HostMemory:
         ranges = (parts.specs[i] for site in parts.sites if site.whole for i in site.units)
         window = max((weight.nbytes for spec in ranges for weight in spec.weights), default=0)
         working = parts.conversion_bytes + HUGE_PAGE + min(window, WINDOW_BYTES)
+        working += parts.expert_window_bytes
         return Costs(pinned, working, scratch)
 
     def smallest_limit(self, needed: int) -> int:

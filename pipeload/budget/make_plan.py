@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple, NoReturn, Protocol
 
+from pipeload.budget.experts_share import experts_share
 from pipeload.budget.plan import SLOTS, Plan
 from pipeload.budget.residency import Residency
 from pipeload.checkpoint.files import choose_io_mode
@@ -128,7 +129,10 @@ def make_plan(
     spent = memory.floor_bytes + memory.reserve_bytes
     cut, choice, smallest = _choose(cuttings, measured, options, memory, spent)
     units, share = memory.share(cut, cut.residency.plans(choice))
+    experts = experts_share(cut.parts, choice.cache_bytes)
     streamed = sum(unit.streamed_bytes for unit in units if not unit.hosted)
+    if experts is not None:
+        streamed += experts.total_bytes - experts.cache_bytes
     room = measured.page_cache_bytes - max(0, options.memory_limit - measured.floor_bytes)
     stream_mode = choose_io_mode(
         options.io_mode, files, measured.direct_refusal, fits_cache=0 < streamed < room
@@ -147,6 +151,7 @@ def make_plan(
         readers=cut.readers,
         io_mode=MAPPED if fits else stream_mode,  # see [Note: mapped or copied]
         disk_rate=options.disk_rate,
+        experts=experts,
         device_share=share,
     )
     device = options.device
@@ -158,7 +163,9 @@ class CostedCut:
 
     def __init__(self, cutting: Cutting, options: Options, memory: Memory) -> None:
         self.parts = parts = cutting.parts
-        self.residency = Residency(parts.specs, slots=SLOTS, takes=memory.takes)
+        self.residency = Residency(
+            parts.specs, slots=SLOTS, takes=memory.takes, experts_bytes=parts.experts_bytes
+        )
         self.readers = options.readers or reader_count(casting=parts.needs_scratch)
         self.costs = memory.costs(parts, self.readers)
         self.fixed = sum(self.costs)

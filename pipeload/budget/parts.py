@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+from pipeload.weights.expert_bank import held_bytes, scratch_bytes
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -13,6 +15,11 @@ if TYPE_CHECKING:
     from pipeload.budget.residency import UnitSpec
     from pipeload.weights.layout import Weight
     from pipeload.weights.row_cuts import RowRange
+
+
+# Enough for the disk to be busy while one is computed with; matrices of 100 MB are by themselves.
+_MOST_AHEAD = 3
+_AHEAD_BYTES = 24 << 20
 
 
 class Site(NamedTuple):
@@ -39,6 +46,43 @@ class Table(NamedTuple):
     """What it is called in each of them."""
 
 
+class ExpertsModule(NamedTuple):
+    """A module that holds a matrix of each expert in parameters of three dimensions."""
+
+    name: str
+    """Dotted path from the model."""
+    module: nn.Module
+    parameters: tuple[str, ...]
+    """Their names in the module."""
+    sweeps: bool
+    """Whether all experts multiply with one parameter before any does with the next."""
+    routed: int | None
+    """Experts that one row of input is sent to; None if nobody says."""
+
+
+class Bank(NamedTuple):
+    """Experts that are read one by one, as a router chooses them."""
+
+    name: str
+    """Dotted path of the module from the model."""
+    module: nn.Module
+    weights: tuple[Weight, ...]
+    sweeps: bool
+    """Whether all experts multiply with one parameter before any does with the next."""
+    routed: int | None
+    """Experts that one row of input is sent to; None if nobody says."""
+
+    @property
+    def experts(self) -> int:
+        """How many there are; some that compute nothing may have a part in one parameter alone."""
+        return min(weight.shape[0] for weight in self.weights)
+
+    @property
+    def expert_bytes(self) -> int:
+        """The most that one expert takes in memory."""
+        return sum(map(held_bytes, self.weights))
+
+
 @dataclass(frozen=True, slots=True)
 class Parts:
     """Which weights are streamed and where, which are read by rows, which are always there."""
@@ -51,6 +95,20 @@ class Parts:
     """Bytes of the parameters that the library loads or initialises itself, and beside them."""
     uncut: frozenset[str] = frozenset()
     """Weights that are whole because ranges of their rows would not give the same bits."""
+    banks: tuple[Bank, ...] = ()
+    """Experts that are read as they are routed to, in the order of the model."""
+
+    @property
+    def experts_bytes(self) -> int:
+        """What all experts of all banks take in memory."""
+        return sum(bank.experts * bank.expert_bytes for bank in self.banks)
+
+    @property
+    def expert_window_bytes(self) -> int:
+        """What experts that do not stay pass through, and the threads that read them."""
+        if not self.banks:
+            return 0
+        return window_matrices(self.banks) * _largest_matrix(self.banks) + scratch_bytes()
 
     @property
     def conversion_bytes(self) -> int:
@@ -84,8 +142,18 @@ class Parts:
     def weights(self) -> list[Weight]:
         """All that are not left to the library, each once."""
         tables = (table.weight for table in self.tables)
-        every = [*self.pinned, *tables, *self.streamed.values()]
+        experts = (weight for bank in self.banks for weight in bank.weights)
+        every = [*self.pinned, *tables, *self.streamed.values(), *experts]
         return list({weight.name: weight for weight in every}.values())
+
+
+def window_matrices(banks: Sequence[Bank]) -> int:
+    """How many matrices of experts may be on their way at once: one in use, others being read."""
+    return 1 + max(1, min(_MOST_AHEAD, _AHEAD_BYTES // _largest_matrix(banks)))
+
+
+def _largest_matrix(banks: Sequence[Bank]) -> int:
+    return max(held_bytes(weight) for bank in banks for weight in bank.weights)
 
 
 def _transient_bytes(group: Sequence[Weight]) -> int:

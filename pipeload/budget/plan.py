@@ -11,6 +11,7 @@ from pipeload.budget.device_share import worth_hosting
 
 if TYPE_CHECKING:
     from pipeload.budget.device_share import DeviceShare
+    from pipeload.budget.experts_share import ExpertsShare
     from pipeload.weights.layout import Layout, Weight
 
 SLOTS = 2
@@ -78,6 +79,8 @@ class Plan(Tabled):
     "mapped": everything fits, and its files are only read ahead."""
     disk_rate: float | None
     """Bytes per second that `seconds_per_pass` assumes; None when nobody measured."""
+    experts: ExpertsShare | None = field(default=None, repr=False)
+    """What is kept of experts that are read as they are routed to; None without any."""
     device_share: DeviceShare | None = field(default=None, repr=False)
     """What a device adds: the host's limit and what is in host memory; None on the CPU."""
 
@@ -88,8 +91,8 @@ class Plan(Tabled):
 
     @property
     def slots(self) -> int:
-        """Number of buffers, 0 when nothing streams."""
-        return 0 if self.fits else SLOTS
+        """Number of buffers, 0 when no unit streams."""
+        return SLOTS if self._units_stream else 0
 
     @property
     def buffers(self) -> int:
@@ -103,7 +106,7 @@ class Plan(Tabled):
 
     @property
     def bytes_per_pass(self) -> int:
-        """Bytes read from disk in one forward pass."""
+        """Bytes read from disk in one forward pass, but for experts."""
         return sum(unit.streamed_bytes for unit in self.units if not unit.hosted)
 
     @property
@@ -123,12 +126,17 @@ class Plan(Tabled):
     def unused(self) -> int:
         """Bytes of the limit that nothing is planned for."""
         fixed = self.floor_bytes + self.reserve_bytes + self.scratch_bytes + self.between_bytes
-        return self.memory_limit - fixed - self.resident - self.buffers
+        cache = 0 if self.experts is None else self.experts.cache_bytes
+        return self.memory_limit - fixed - self.resident - self.buffers - cache
 
     @property
     def fits(self) -> bool:
         """Whether everything is resident, so that nothing is streamed after the first pass."""
-        return not any(unit.streamed.nbytes for unit in self.units)
+        return not self._units_stream and (self.experts is None or self.experts.fits)
+
+    @property
+    def _units_stream(self) -> bool:
+        return any(unit.streamed.nbytes for unit in self.units)
 
     # -- on a device -----------------------------------------------------------------------------
 
@@ -229,17 +237,20 @@ class Plan(Tabled):
     def _own_rows(self) -> list[tuple[str, int, str]]:
         units = f"parts of {counted(len(self.units), 'unit')}: blocks, modules or ranges of rows"
         smallest = f"smallest that works: {format_size(self.smallest_limit)}"
+        experts = [] if self.experts is None else self.experts.rows()
+        window = 0 if self.experts is None else self.experts.window_bytes
         return [
             ("process floor", self.floor_bytes, "interpreter, libraries, everything loaded before"),
             (
                 "reserve",
-                self.reserve_bytes,
+                self.reserve_bytes - window,
                 "cache, activations, logits, conversions; kernel tables",
             ),
             ("always resident", self.pinned_bytes, "small parameters, embedding rows"),
             ("resident units", self.resident - self.pinned_bytes, units),
             ("buffers", self.buffers, f"{self.slots} x {format_size(self.slot_bytes)}"),
             ("scratch", self.scratch_bytes, "dtype casts while reading"),
+            *experts,
             ("unused", self.unused, self._why_unused()),
             ("memory limit", self.memory_limit, smallest),
         ]
@@ -279,7 +290,10 @@ class Plan(Tabled):
     def _caption(self) -> str:
         """What is read in each pass, and copied, and how."""
         how = f"({self.io_mode}, {counted(self.readers, 'reader')})"
-        text = f"{format_size(self.bytes_per_pass)} read per pass {how}"
+        text = f"{format_size(self.bytes_per_pass)} read per pass"
+        if self.experts is not None and self.experts.bytes_per_token is not None:
+            text += f" and about {format_size(self.experts.bytes_per_token)} of experts per token"
+        text += f" {how}"
         share, seconds = self.device_share, self.seconds_per_pass
         if share is None:
             rate = format_size(round(self.disk_rate or 0))

@@ -52,6 +52,10 @@ class Planner:
         assert choice is not None  # noqa: S101 - nobody asks for less than the smallest
         units = self._residency.plans(choice)
         streams = any(unit.streamed.nbytes for unit in units)
+        experts = before.experts
+        if experts is not None:
+            experts = dataclasses.replace(experts, cache_bytes=choice.cache_bytes)
+            streams = streams or not experts.fits
         io_mode = self._streaming_mode if streams else self._whole_mode
-        plan = dataclasses.replace(before, units=units, io_mode=io_mode)
+        plan = dataclasses.replace(before, units=units, io_mode=io_mode, experts=experts)
         return self._ledger.complete(plan, before)

@@ -63,6 +63,9 @@ class Choice:
     slot_bytes: int
     seconds: float
     """A pass's, for comparing choices: see [Note: even shares]."""
+    cache_bytes: int = 0
+    """What is left for experts: a byte of any other weight is read in every pass, and theirs only
+    when they are routed to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,16 +101,29 @@ class Residency:
     """
 
     def __init__(
-        self, units: Sequence[UnitSpec], *, slots: int, takes: Takes | None = None
+        self,
+        units: Sequence[UnitSpec],
+        *,
+        slots: int,
+        takes: Takes | None = None,
+        experts_bytes: int = 0,
     ) -> None:
-        """`takes`: bytes that an allocator takes for weights that stay or go together."""
+        """Compute all that does not depend on a budget.
+
+        Args:
+            units: what is read at once.
+            slots: buffers.
+            takes: bytes that an allocator takes for weights that stay or go together.
+            experts_bytes: of all experts that are read one by one.
+        """
         self.units = tuple(units)
         self._slots = slots
         self._takes = takes
         self._pieces = [_pieces(unit.weights, takes) for unit in units]
         self._menus = _menus(self._pieces)
         self._plans: dict[tuple[int, int], UnitPlan] = {}
-        self.everything = sum(menu.total for menu in self._menus)
+        self._units_bytes = sum(menu.total for menu in self._menus)
+        self.everything = self._units_bytes + experts_bytes
         """The budget, in bytes, from which on nothing is streamed."""
         self.smallest = self._smallest_budget()
         """The smallest budget, in bytes, for which `choose` finds a split."""
@@ -118,17 +134,19 @@ class Residency:
         Returns None when the budget is too small for any split.
         """
         menus = self._menus
-        if self.everything <= budget:
+        if self._units_bytes <= budget:
             picks: list[int] | None = [0] * len(menus)
         else:
             picks = _best_picks(menus, budget, self._slots) if budget >= self.smallest else None
         if picks is None:
             return None
+        left = max(0, budget - _memory(menus, picks, self._slots)) if menus else budget
         pairs = list(zip(menus, picks, strict=True))
         return Choice(
             streamed=tuple(menu.masks[pick] for menu, pick in pairs),
             slot_bytes=max((menu.sizes[pick] for menu, pick in pairs), default=0),
             seconds=_pass_seconds(menus, picks, self._slots),
+            cache_bytes=min(left, self.everything - self._units_bytes),
         )
 
     def plans(self, choice: Choice) -> tuple[UnitPlan, ...]:
@@ -156,7 +174,7 @@ class Residency:
             _memory(menus, [menu.fit(size) for menu in menus], self._slots)
             for size in _slot_sizes(menus)
         )
-        return min(self.everything, *splits) if menus else 0
+        return min(self._units_bytes, *splits) if menus else 0
 
 
 def _best_picks(menus: Sequence[_Menu], budget: int, slots: int) -> list[int] | None:

@@ -15,6 +15,8 @@ from pipeload.checkpoint.readers import run_jobs
 from pipeload.engine import forks, guards
 from pipeload.engine.adapters import Adapters
 from pipeload.engine.edits import Edits
+from pipeload.engine.expert_seats import ExpertSeat
+from pipeload.engine.experts import Experts
 from pipeload.engine.handle import Handle
 from pipeload.engine.hooking import Hooks
 from pipeload.engine.module_copies import allow_copies
@@ -31,6 +33,7 @@ from pipeload.prefetch.prefetcher import Prefetcher
 from pipeload.prefetch.unit import Unit
 from pipeload.system.pressure import watch
 from pipeload.weights.arena import DTYPES
+from pipeload.weights.expert_bank import ExpertBank, block_bytes
 from pipeload.weights.kept import Home
 from pipeload.weights.layout import Weight, lay_out
 from pipeload.weights.placement import make_scratch, scratch_bytes
@@ -147,6 +150,8 @@ class Assembly:
         self._undo.push(self._governor.leave)
         self._governor.join()
         self._seats, self._tables = self._make_seats(), self._make_tables()
+        self._experts = self._make_experts()
+        self._undo.push(self._experts.reads.close)
         forks.know(self)
 
     def _set_parameters(
@@ -205,6 +210,23 @@ class Assembly:
             for table in self._build.parts.tables
         ]
 
+    def _make_experts(self) -> Experts:
+        banks = self._build.parts.banks
+        block = block_bytes(sum(weight.nbytes for bank in banks for weight in bank.weights))
+        seats = [
+            ExpertSeat(
+                layer,
+                bank,
+                {weight.name: self._filled[weight.name][0] for weight in bank.weights},
+                ExpertBank(bank.weights, self._files, block=block),
+            )
+            for layer, bank in enumerate(banks)
+        ]
+        experts = Experts(seats, banks, self._prefetcher.counters, self._files.stalls)
+        if (share := self._build.plan.experts) is not None:
+            experts.hold(share.cache_bytes)
+        return experts
+
     def at_removal(self, act: Step) -> None:
         """Have `act` called when the model is taken down, before what is there already goes."""
         self._undo.push(act)
@@ -258,16 +280,18 @@ class Assembly:
     ) -> Session:
         """Make what runs with every pass, and put on the hooks that call it."""
         seats, tables, prefetcher = self._seats, self._tables, self._prefetcher
-        edits = Edits(seats, tables, weights.own, self._files)
+        experts = self._experts
+        edits = Edits(seats, [*tables, *experts.seats], weights.own, self._files)
         self._undo.push(edits.disarm)
         edits.arm()
-        hooks = Hooks(seats, tables, pass_modules)
+        hooks = Hooks(seats, tables, experts.seats, pass_modules)
         replan = Replan(
             seats=seats,
             hooks=hooks,
             edits=edits,
             prefetcher=prefetcher,
             governor=self._governor,
+            experts=experts,
             whole=self._places.whole,
         )
         streamer = Streamer(
@@ -294,6 +318,7 @@ class Assembly:
             governor=self._governor,
             streamer=streamer,
             passes=passes,
+            experts=experts,
             pinned_read=self._pinned_read,
             close=self._undo,
         )
@@ -301,6 +326,7 @@ class Assembly:
     def _own_weights(self) -> OwnWeights:
         parts = self._build.parts
         moving = {*parts.streamed, *(table.weight.name for table in parts.tables)}
+        moving.update(weight.name for bank in parts.banks for weight in bank.weights)
         own = {id(parameter): weight for parameter, weight in self._filled.values()}
         hidden = {k: w for k, w in own.items() if w.name in moving or w.guarded}
         read = _reader_of(

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from pipeload.checkpoint.files import FileSet
+    from pipeload.engine.expert_seats import ExpertSeat
     from pipeload.engine.seats import Seat
     from pipeload.engine.table_seats import TableSeat
     from pipeload.prefetch.unit import Unit
@@ -35,12 +36,19 @@ class Edits:
     def __init__(
         self,
         seats: Sequence[Seat],
-        tables: Sequence[TableSeat],
+        tables: Sequence[TableSeat | ExpertSeat],
         weights: Mapping[int, Weight],
         files: FileSet,
     ) -> None:
-        """`weights` are those of the checkpoint's `files`, by the `id` of their parameter."""
-        owners: list[Seat | TableSeat] = [*seats, *tables]
+        """Watch all these.
+
+        Args:
+            seats: of sites.
+            tables: what is read in part: tables, and experts.
+            weights: those of the checkpoint's `files`, by the `id` of their parameter.
+            files: the checkpoint's.
+        """
+        owners: list[Seat | TableSeat | ExpertSeat] = [*seats, *tables]
         self._seats, self._tables, self._weights, self._files = seats, tables, weights, files
         self._parameters = {
             id(p): (name, p) for owner in owners for name, p in owner.parameters.items()

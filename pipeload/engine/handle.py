@@ -93,17 +93,21 @@ class Handle:
         assert session is not None  # noqa: S101 - there until the last statistics are
         log, counters, pinned = session.passes.log, session.prefetcher.counters, session.pinned_read
         rows = sum(table.bytes_read for table in session.streamer.tables)
-        stalled = session.streamer.stall_seconds
+        stalled = session.streamer.stall_seconds + session.experts.reads.stall_seconds
         return Stats(
             passes=log.passes,
             tokens=log.tokens,
-            bytes_read=pinned.nbytes + rows + counters.bytes_read,
+            bytes_read=pinned.nbytes + rows + counters.bytes_read + counters.expert_bytes_read,
             reads=pinned.reads + counters.reads,
-            read_seconds=pinned.seconds + counters.read_seconds,
+            read_seconds=pinned.seconds + counters.read_seconds + counters.expert_read_seconds,
             stall_seconds=stalled,
             compute_seconds=max(0.0, log.pass_seconds - stalled),
             hits=counters.hits,
             misses=counters.misses,
+            expert_hits=counters.expert_hits,
+            expert_misses=counters.expert_misses,
+            expert_bytes_read=counters.expert_bytes_read,
+            expert_bytes=counters.expert_bytes,
             resident_bytes=self.plan.resident,
             buffer_bytes=self.plan.buffers,
             peak_rss_bytes=peak_rss_bytes(),

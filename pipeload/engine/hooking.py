@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import nn
 
+from pipeload.engine.expert_seats import ExpertsSource
 from pipeload.engine.table_seats import TableSource
 from pipeload_hooks import Attachment, SplitSource, attach, attach_split
 
@@ -15,12 +16,13 @@ if TYPE_CHECKING:
 
     from torch.utils.hooks import RemovableHandle
 
+    from pipeload.engine.expert_seats import ExpertSeat
     from pipeload.engine.seats import Seat
     from pipeload.engine.table_seats import TableSeat
 
 
-class Source(SplitSource, TableSource, Protocol):
-    """What all hooks on a model call: those of sites, of tables, and where a pass may begin."""
+class Source(SplitSource, TableSource, ExpertsSource, Protocol):
+    """What all hooks on a model call: of sites, tables, experts, and where a pass may begin."""
 
     def begin(self, module: Any, args: Any, kwargs: Any, /) -> None:
         """A call begins that may be a pass."""
@@ -42,10 +44,11 @@ class Hooks:
         self,
         seats: Sequence[Seat],
         tables: Sequence[TableSeat],
+        experts: Sequence[ExpertSeat],
         pass_modules: Sequence[nn.Module],
     ) -> None:
         """`pass_modules` are those at which a pass may begin, the outermost first."""
-        self._seats, self._tables = seats, tables
+        self._seats, self._tables, self._experts = seats, tables, experts
         self._pass_modules = [weakref.ref(module) for module in pass_modules]
         self._source: weakref.ref[Source] | None = None
         self._attachment = Attachment()
@@ -110,6 +113,8 @@ class Hooks:
                 self._attachment.add(index, *attach(module, index, source))
         for table in self._tables:
             table.attach(source)
+        for experts in self._experts:
+            experts.attach(source)
 
     def attach_passes(self) -> None:
         """Have hooks where a pass may begin, in the place of those that were."""
@@ -149,6 +154,8 @@ class Hooks:
         self._attachment.remove()
         for table in self._tables:
             table.detach()
+        for experts in self._experts:
+            experts.detach()
         self._detach_passes()
 
     def _detach_passes(self) -> None:

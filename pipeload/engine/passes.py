@@ -20,6 +20,7 @@ from pipeload_hooks import PassGate, arguments_of, discard_ended, inside_compile
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    import torch
     from torch import nn
 
     from pipeload.budget.plan import Plan
@@ -65,10 +66,13 @@ class Passes:
         self.chunks, self.by_whole = streamer.chunks, streamer.by_whole
         self.refuse_recording, self.abandon = streamer.refuse_recording, streamer.abandon
         self._prefetcher, self._governor = replan.prefetcher, replan.governor
+        self._experts = replan.experts
         self._hooks, self._adapters, self._edits = replan.hooks, adapters, replan.edits
         self._direct_calls = DirectCalls(replan.hooks, pass_modules)
         self._gate = PassGate()
-        self.first_calls = FirstCalls(streamer.seats, streamer.tables, adapters, self._gate)
+        self.first_calls = FirstCalls(
+            streamer.seats, streamer.tables, self._experts.seats, adapters, self._gate
+        )
         self._running = Running.NOTHING
         self._waiting: set[int] = set()
         """Threads that wait at the start of a pass until others have ended theirs."""
@@ -102,6 +106,19 @@ class Passes:
             if self._running is Running.CALL:
                 self.log.lap()
             self.leave(self._streamer.seats[site].module())
+
+    def route(self, layer: int, ids: torch.Tensor) -> None:
+        """Have a pass run, and the experts `ids` of a layer there, or on their way."""
+        if self._running is not _MODEL or not self._gate.owned() or inside_compiled_call():
+            self.enter(self._experts.seats[layer].module())
+        self._replan.look_again()
+        self._experts.route(layer, ids)
+
+    def unroute(self, layer: int) -> None:
+        """Let the experts of a layer go. Does nothing for one that was not routed."""
+        self._experts.unroute(layer)
+        if self._running is not _MODEL:
+            self.leave(self._experts.seats[layer].module())
 
     def enter(self, module: nn.Module | None, *, site: int | None = None) -> None:
         """A site or an embedding is called: a pass begins with it if none runs in this thread.

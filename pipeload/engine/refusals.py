@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from pipeload.engine.adapters import Adapters
+    from pipeload.engine.expert_seats import ExpertSeat
     from pipeload.engine.seats import Seat
     from pipeload.engine.table_seats import TableSeat
 
@@ -51,10 +52,11 @@ class FirstCalls:
         self,
         seats: Sequence[Seat],
         tables: Sequence[TableSeat],
+        experts: Sequence[ExpertSeat],
         adapters: Adapters,
         gate: PassGate,
     ) -> None:
-        """Watch the weights of these seats and tables; `gate` tells whether a pass died."""
+        """Watch the weights of all these; `gate` tells whether a pass died."""
         self.call: Call | None = None
         """How the running pass was called; None until that is known."""
         self._seen: set[Call] = set()
@@ -71,7 +73,7 @@ class FirstCalls:
             gate = gate_then()
             return gate is None or gate.died()
 
-        self._watch = _make_watch(seats, tables, adapted=adapted, ended=ended)
+        self._watch = _make_watch([*seats, *experts], tables, adapted=adapted, ended=ended)
         self.end: Callable[[], None] = self._watch.end
         """Watches no more, in any thread; holds no more than the watch."""
 
@@ -114,7 +116,7 @@ def _is_single(value: object) -> bool:
 
 
 def _make_watch(
-    seats: Sequence[Seat],
+    seats: Sequence[Seat | ExpertSeat],
     tables: Sequence[TableSeat],
     *,
     adapted: Callable[[], bool],
@@ -125,7 +127,7 @@ def _make_watch(
     `adapted` tells whether modules were added to the model, so that they may be what reads it;
     `ended` whether the pass of the calling thread died.
     """
-    owners: list[Seat | TableSeat] = [*seats, *tables]
+    owners: list[Seat | ExpertSeat | TableSeat] = [*seats, *tables]
     names = {id(p): name for owner in owners for name, p in owner.parameters.items()}
     rows = {id(p): table for table in tables for p in table.parameters.values()}
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from pipeload.budget.governor import Governor
     from pipeload.budget.plan import Plan
     from pipeload.engine.edits import Edits
+    from pipeload.engine.experts import Experts
     from pipeload.engine.hooking import Hooks
     from pipeload.engine.seats import Seat
     from pipeload.prefetch.prefetcher import Prefetcher
@@ -33,11 +34,12 @@ class Replan:
         edits: Edits,
         prefetcher: Prefetcher,
         governor: Governor,
+        experts: Experts,
         whole: Callable[[Weight], torch.Tensor],
     ) -> None:
         """`whole` shows a weight whose ranges of rows are all resident."""
         self._seats, self.hooks, self.edits = seats, hooks, edits
-        self.prefetcher, self.governor = prefetcher, governor
+        self.prefetcher, self.governor, self.experts = prefetcher, governor, experts
         self.whole = whole
         self.settled = False
         """Whether all is resident and bound: no site carries a hook, and no thread runs."""
@@ -84,6 +86,8 @@ class Replan:
         for seat in self._seats:
             if not changed.isdisjoint(seat.units) and held.isdisjoint(seat.units):
                 seat.evict()
+        if plan.experts is not None:
+            self.experts.hold(plan.experts.cache_bytes)
         self.prefetcher.resplit(plan.units, plan.slot_bytes)
         self._in_force, self._kept_old = plan, bool(held)
 
@@ -116,7 +120,7 @@ class Replan:
         for site in sites:
             if site not in left and not (left and seats[site].shared):
                 self.hooks.detach_site(site)
-        if not left:
+        if not left and not self.experts:  # which are always asked what is routed to
             self._settle()
 
     def _settle(self) -> None:

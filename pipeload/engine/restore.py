@@ -76,6 +76,11 @@ class Restorer:
         # What is, not what is planned: a unit that was in use then has kept its parts.
         plans = [unit.plan for unit in self._session.prefetcher.units]
         need = sum(w.nbytes for plan in plans for w in plan.streamed.weights if not w.raw)
+        experts = self._session.experts
+        stacked = [
+            seat for seat in experts.seats if any(not self._is_raw(n) for n in seat.parameters)
+        ]
+        need += sum(experts.missing_bytes(seat.layer) for seat in stacked)
         limit, held = self._session.governor.plan.memory_limit, rss_bytes()
         if need and held + need > limit:
             raise MemoryLimitError(
@@ -86,6 +91,9 @@ class Restorer:
                 smallest_limit=held + need,
             )
         made: dict[str, torch.Tensor] = {}
+        for seat in stacked:
+            experts.have_all(seat.layer)
+            made.update((n, v) for n, v in seat.memory.views.items() if not self._is_raw(n))
         for index, plan in enumerate(plans):
             passing = {weight.name for weight in plan.streamed.weights}
             weights = [w for w in (*plan.resident_weights, *plan.streamed.weights) if not w.raw]
@@ -100,6 +108,10 @@ class Restorer:
                     else:
                         made[weight.name] = view.clone() if weight.name in passing else view
         return made
+
+    def _is_raw(self, name: str) -> bool:
+        _, weight = self._parameters[name]
+        return weight.raw
 
     def _empty(self, name: str) -> torch.Tensor:
         parameter, _ = self._parameters[name]

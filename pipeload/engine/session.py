@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from pipeload.budget.governor import Governor
     from pipeload.checkpoint.files import FileSet
     from pipeload.checkpoint.readers import PinnedRead
+    from pipeload.engine.experts import Experts
     from pipeload.engine.passes import Passes
     from pipeload.engine.streamer import Streamer
     from pipeload.engine.undo import Undo
@@ -32,6 +33,8 @@ class Session:
     """Says what may stay in memory."""
     streamer: Streamer
     """Has weights there while their site runs."""
+    experts: Experts
+    """Has experts there that are routed to."""
     passes: Passes
     """Knows when a pass begins and ends."""
     pinned_read: PinnedRead

@@ -137,6 +137,14 @@ class Stats(Tabled):
     that was measured, before each pass and each block that carries hooks."""
     memory_limit: int
     """The limit it must stay under."""
+    expert_hits: int = 0
+    """Experts that were there when they were routed to, over all layers and passes."""
+    expert_misses: int = 0
+    """Experts that were read when they were routed to."""
+    expert_bytes_read: int = 0
+    """Bytes read for these, as a part of `bytes_read`."""
+    expert_bytes: int = 0
+    """Bytes of experts that are there now."""
     io_mode: str = "direct"
     """How it is read now: see `Plan.io_mode`."""
     device: str = "cpu"
@@ -151,6 +159,12 @@ class Stats(Tabled):
     """Whether copies come out of memory locked in its place, so that they run beside all else."""
 
     @property
+    def expert_hit_rate(self) -> float:
+        """The share of experts that were there when they were routed to, 0.0 before any was."""
+        routed = self.expert_hits + self.expert_misses
+        return self.expert_hits / routed if routed else 0.0
+
+    @property
     def tokens_per_pass(self) -> float:
         """Tokens for each time the weights were read: above the batch size only with drafts."""
         return self.tokens / self.passes if self.passes else 0.0
@@ -160,6 +174,13 @@ class Stats(Tabled):
         """Bytes per second while reading, 0.0 before the first read."""
         return self.bytes_read / self.read_seconds if self.read_seconds else 0.0
 
+    def _expert_rows(self) -> list[Row]:
+        routed = self.expert_hits + self.expert_misses
+        if not routed:
+            return []
+        found = f"{self.expert_hits} of {routed}, {self.expert_hit_rate:.0%}"
+        return [Row("experts found", found), Row("experts held", format_size(self.expert_bytes))]
+
     def _rows(self) -> list[Row]:
         """What was read and computed, within which memory, one row per figure."""
         return [
@@ -167,6 +188,7 @@ class Stats(Tabled):
             Row("weights held", format_size(self.resident_bytes)),
             Row("buffers", format_size(self.buffer_bytes)),
             Row("units read late", f"{self.misses} of {self.hits + self.misses}"),
+            *self._expert_rows(),
             Row("passes", f"{self.passes}"),
             Row("tokens", f"{self.tokens}, {self.tokens_per_pass:.3g} per pass"),
         ]

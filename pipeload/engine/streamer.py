@@ -38,6 +38,7 @@ class Streamer:
         """How long sites have waited for their weights."""
         self._replan = replan
         self._prefetcher, self._governor = replan.prefetcher, replan.governor
+        self._experts = replan.experts
 
     def acquire(self, site: int) -> bool:
         """Bind the site's weights, waiting for the disk if they are not there yet.
@@ -134,6 +135,7 @@ class Streamer:
                 restore_split(module)
         for table in self.tables:
             table.unbind()
+        self._experts.recover()
         self.inside.clear()
         self._prefetcher.held.clear()
         if not self._replan.settled:
@@ -145,4 +147,5 @@ class Streamer:
             seat.evict()
         for table in self.tables:
             table.table.drop()
+        self._experts.abandon()
         self._prefetcher.abandon()

@@ -30,6 +30,7 @@ from pipeload.entry.notebook_bar import show_first_pass
 from pipeload.entry.prepare_process import prepare_process
 from pipeload.errors import MemoryLimitError, UnsupportedModelError
 from pipeload.hf import arguments, takeover
+from pipeload.hf.experts import find_experts, named_past
 from pipeload.system.library_pages import lower_floor
 from pipeload.system.memory import rss_bytes
 from pipeload.system.openmp import advise_openmp
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from pipeload.budget.make_plan import Build
+    from pipeload.budget.parts import ExpertsModule
     from pipeload.entry.request import Request
     from pipeload.hf.pending_load import PendingLoad
     from pipeload.weights.device import Device
@@ -307,11 +309,16 @@ def plan_model(
     device = options.device
     if device is not None:
         _refuse_dtypes(model, weights, device)
+    touched = _touched(model, probed)
     divider = Divider(
-        model, weights, tied, blocks_alone=device is not None, beside_bytes=statistics_bytes
+        model,
+        weights,
+        tied,
+        experts=_experts(model, touched),
+        blocks_alone=device is not None,
+        beside_bytes=statistics_bytes,
     )
-
-    cuttings = Cuttings(divider, _touched(model, probed), finely=device is None)
+    cuttings = Cuttings(divider, touched, finely=device is None)
     code_bytes = 0 if device is None else device.code_bytes
     # After cutting: that makes torch take on what it takes on.
     measured = measure(files, options.io_mode, leaving_bytes=leaving, code_bytes=code_bytes)
@@ -324,6 +331,15 @@ def plan_model(
     buffers = sum(b.numel() * b.element_size() for b in model.buffers())
     there = DeviceMemory(found, measured, options, needed, buffers)
     return make_plan(cuttings, measured, options, there, files)
+
+
+def _experts(model: nn.Module, touched: Touched | None) -> list[ExpertsModule]:
+    """Modules whose experts can be read one by one, and are used by nobody else."""
+    found = find_experts(model)
+    if touched is None:  # a loop over experts cannot be tried without values
+        return [experts for experts in found if not named_past(model, experts)]
+    outside = touched.outside
+    return [e for e in found if outside.isdisjoint(f"{e.name}.{name}" for name in e.parameters)]
 
 
 def _touched(model: nn.Module, probed: nn.Module | None) -> Touched | None:

@@ -286,6 +286,7 @@ class PendingLoad:
             sources=tuple(source for source, _ in recipe.sources),
             group=None if recipe.converter is None else first,
             unpacking_bytes=recipe.unpacking_bytes,
+            slice_sources=recipe.slice_sources(tuple(parameter.shape)),
         )
 
 

@@ -17,6 +17,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from transformers.core_model_loading import Concatenate, MergeModulelist
 from transformers.quantizers.base import HfQuantizer
 
 from pipeload.budget.cut import ADAPTED
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from pipeload.formats.format import Unpacking
 
 _PIECE_BYTES = 4 << 20
+_STACKED = 3  # dimensions of matrices that were stacked
 # Until 5.20 or so, what is stored as a float under the name that it has in the model.
 _CASTS_FIRST = not hasattr(HfQuantizer, "get_new_dtype")
 
@@ -60,6 +62,34 @@ class Recipe:
     def merges(self) -> bool:
         """Whether there is more than one operation."""
         return self.converter is not None and len(self.converter.operations) > 1
+
+    def slice_sources(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+        """Say which sources are each slice of a weight of that shape: see `Weight.slice_sources`.
+
+        Empty where the operations do anything but stack them, and lay stacks side by side.
+        """
+        if self.converter is None or self.dtype is not None or len(shape) < _STACKED:
+            return ()
+        patterns: list[str] = [*dict.fromkeys(self.converter.source_patterns)]
+        match self.converter.operations:
+            case [MergeModulelist(dim=0)] if len(patterns) == 1:
+                pass
+            case [MergeModulelist(dim=0), Concatenate(dim=1)]:
+                pass
+            case _:
+                return ()
+        if len(self.converter.target_patterns) != 1:
+            return ()
+        stacks = [[i for i, (_, own) in enumerate(self.sources) if own == p] for p in patterns]
+        if any(len(stack) != shape[0] for stack in stacks):
+            return ()
+        rows = sum(self.sources[stack[0]][0].shape[0] for stack in stacks)
+        fits = all(
+            self.sources[i][0].shape == (self.sources[stack[0]][0].shape[0], *shape[2:])
+            for stack in stacks
+            for i in stack
+        )
+        return tuple(zip(*stacks, strict=True)) if fits and rows == shape[1] else ()
 
     def settle(self, name: str, model: nn.Module, unpacking: Unpacking) -> None:
         """Find out what a conversion for quantised weights makes; a plain one if it does nothing.

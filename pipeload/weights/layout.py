@@ -64,6 +64,9 @@ class Weight:
     """Whether its module refuses to compute while it is evicted: integers have no NaN to show."""
     repacked: Repacking | None = None
     """For bytes put into another order, for the processor, as they are read: how."""
+    slice_sources: tuple[tuple[int, ...], ...] = ()
+    """Where a conversion does no more than stack stored tensors: which of `sources`, one behind the
+    other, are each slice along the first dimension."""
 
     @property
     def raw(self) -> bool:
@@ -74,6 +77,18 @@ class Weight:
     def read_bytes(self) -> int:
         """Bytes read from disk for it alone."""
         return sum(source.nbytes for source in self.sources)
+
+    @property
+    def sliceable(self) -> bool:
+        """Whether each slice along the first dimension can be read by itself."""
+        plain = self.group is None and self.repacked is None and not self.guarded
+        return len(self.shape) > 1 and (plain or bool(self.slice_sources))
+
+    def sources_of(self, index: int) -> tuple[TensorEntry, ...]:
+        """Say what holds the slice `index` of one that is `sliceable`: one behind the other."""
+        if self.slice_sources:
+            return tuple(self.sources[source] for source in self.slice_sources[index])
+        return self.rows(index, index + 1).sources
 
     def rows(self, start: int, stop: int) -> Weight:
         """Make the range of rows from `start` to `stop` a weight that is read by itself."""

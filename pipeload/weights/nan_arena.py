@@ -27,8 +27,13 @@ _BLOCK = HUGE_PAGE
 class NanArena(Arena):
     """An arena in main memory for something large of which little is ever there at once."""
 
-    def __init__(self, nbytes: int) -> None:
+    def __init__(self, nbytes: int, *, block_bytes: int = _BLOCK) -> None:
         """Reserve `nbytes` bytes of address space.
+
+        Args:
+            nbytes: how many.
+            block_bytes: of the block, a multiple of 2 MiB: larger ones cost memory, and leave more
+                of the mappings that the kernel allows a process.
 
         Raises:
             MemoryError: the system refuses the address space, or that many mappings.
@@ -36,14 +41,14 @@ class NanArena(Arena):
         super().__init__(nbytes, device=torch.device("cpu"), huge=False, sparse=True)
         descriptor = _memory_file() if self.nbytes and drops_at_once() else None
         if descriptor is not None:
-            self._map_nan(descriptor)
+            self._map_nan(descriptor, block_bytes)
 
     def drop(self) -> None:
         """Give all memory back."""
         self.discard(0, self.nbytes)
 
-    def _map_nan(self, descriptor: int) -> None:
-        address, size = self._address + self._skip, min(_BLOCK, self.nbytes)
+    def _map_nan(self, descriptor: int, block_bytes: int) -> None:
+        address, size = self._address + self._skip, min(block_bytes, self.nbytes)
         # Closed once it is mapped: nobody can write to it any more.
         with os.fdopen(descriptor, "wb") as block:
             block.write(b"\xff" * size)

@@ -1,0 +1,274 @@
+"""Has the experts that a router has chosen made real while a mixture of experts runs.
+
+An experts module holds the weights of all its experts in parameters of three dimensions, of which a
+call uses the slices that its ids name. So its forward runs unchanged over address space in which
+only these slices are there. Where not all of them can be at once, they come one by one while it
+runs: see [Note: one expert at a time].
+
+[Note: one expert at a time] The library multiplies in one of three ways. A loop takes `weight[e]`
+of one expert after the other. A grouped product on the CPU is one product for each group of rows,
+into its rows of the output, in the order of the experts; it is computed here in the same way, in
+whichever order experts come, which changes nothing in the values of any. A batched one copies the
+slice of each row of input; here it is copied as it comes. All three are seen by a function mode,
+and only while the module runs.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from types import FunctionType
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from pipeload_hooks._attach import recording
+from pipeload_hooks._evicted import BESIDE
+from pipeload_hooks._rows import version_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+
+    from torch.utils.hooks import RemovableHandle
+
+_GROUPED = frozenset(
+    function
+    for function in (
+        getattr(torch, "_grouped_mm", None),
+        getattr(nn.functional, "grouped_mm", None),
+    )
+    if function is not None
+)
+_VIEWS = BESIDE | {
+    torch.Tensor.transpose,
+    torch.transpose,
+    vars(torch._C.TensorBase)["mT"].__get__,
+    vars(torch._C.TensorBase)["data"].__get__,
+    torch.Tensor.detach,
+}
+"""What may be asked of a parameter whose slices are not all there: its views have its address."""
+_MATRICES = 2
+_INTEGERS = frozenset({torch.int32, torch.int64})
+
+
+class ExpertSource(Protocol):
+    """Makes experts real while their module runs."""
+
+    def experts_wanted(self, ids: torch.Tensor) -> None:
+        """Return once a forward with these ids (any shape) may run. May read the disk.
+
+        May be called again before `experts_done`.
+        """
+
+    def experts_done(self) -> None:
+        """The module has run. Must do nothing when none were wanted."""
+
+    def refuse_recording(self) -> None:
+        """Autograd would record weights that are gone by the time of backward: raise."""
+
+
+class Service(Protocol):
+    """Has experts come one by one, in whatever order they are asked for."""
+
+    def order(self, name: str, experts: Sequence[int]) -> Sequence[int]:
+        """In which order the slices `experts` of a parameter had best be asked for."""
+
+    def need(self, name: str, expert: int) -> None:
+        """Return once that slice of a parameter is there. The one asked for before may go."""
+
+    def refuse(self, function: str, name: str) -> NoReturn:
+        """Say that a function is given a parameter whose slices are not all there: raise."""
+
+
+def attach_experts(module: nn.Module, source: ExpertSource) -> tuple[RemovableHandle, ...]:
+    """Have `source` called around every call of `module`, whose second argument are ids.
+
+    `experts_done` also runs when the forward raises an Exception, but not for a KeyboardInterrupt:
+    torch skips its hooks then, so the source must recover by itself at the next `experts_wanted`.
+    """
+    name = list(inspect.signature(type(module).forward).parameters)[2]
+    wanted: list[tuple[torch.Tensor, int] | None] = [None]
+
+    def ids_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
+        ids = args[1] if len(args) > 1 else kwargs.get(name)
+        return ids if isinstance(ids, torch.Tensor) else None
+
+    def enter(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        wanted[0] = None
+        if torch.is_grad_enabled() and recording((*args, *kwargs.values())):
+            source.refuse_recording()
+        ids = ids_of(args, kwargs)
+        if ids is not None:
+            source.experts_wanted(ids)
+            wanted[0] = (ids, version_of(ids))
+
+    def leave(
+        module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: object
+    ) -> object:
+        before, wanted[0] = wanted[0], None
+        ids = ids_of(args, kwargs)
+        try:
+            if output is None or ids is None:
+                return None
+            if before is not None and before[0] is ids and before[1] == version_of(ids):
+                return None
+            # Another pre-hook, run after ours, has put other ids in their place.
+            source.experts_wanted(ids)
+            return module.forward(*args, **kwargs)
+        finally:
+            source.experts_done()
+
+    return (
+        module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True),
+        module.register_forward_hook(leave, prepend=True, with_kwargs=True, always_call=True),
+    )
+
+
+class ServeExperts(TorchFunctionMode):
+    """While active in a thread, products with the given parameters have their experts come."""
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], service: Service) -> None:
+        """`parameters` are an experts module's, by name, bound to where slices come to."""
+        super().__init__()
+        self._by_id = {id(parameter): name for name, parameter in parameters.items()}
+        with torch._C.DisableTorchFunction():
+            self._by_address = {p.data_ptr(): name for name, p in parameters.items()}
+        self._service = service
+        self.active = True
+
+    def begin(self) -> None:
+        """Put it on this thread's stack of modes."""
+        self.__enter__()  # type: ignore[no-untyped-call]
+
+    def end(self) -> None:
+        """Let everything pass from now on; `discard_ended` takes it off the stack."""
+        self.active = False
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not self.active:
+            return func(*args, **kwargs)
+        if func in _GROUPED:
+            name = self._by_address.get(_weight_of(args, kwargs).data_ptr())
+            if name is not None:
+                return self._grouped(name, func, args, kwargs)
+        elif func is torch.Tensor.__getitem__ and id(args[0]) in self._by_id:
+            return self._slices(self._by_id[id(args[0])], *args)
+        elif func not in _VIEWS:
+            for value in (*args, *kwargs.values()):
+                if id(value) in self._by_id:
+                    name = self._by_id[id(value)]
+                    self._service.refuse(getattr(func, "__name__", str(func)), name)
+        return func(*args, **kwargs)
+
+    def _grouped(
+        self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> torch.Tensor:
+        plain = all(kwargs.get(name) is None for name in ("bias", "out_dtype"))
+        if len(args) > _MATRICES or not plain:
+            self._service.refuse(getattr(func, "__name__", str(func)), name)
+        given, weight = args[0], _weight_of(args, kwargs)
+        stops = kwargs["offs"].tolist()
+        starts = dict(enumerate([0, *stops[:-1]]))
+        groups = [expert for expert, stop in enumerate(stops) if stop > starts[expert]]
+        out = empty_grouped(given, weight.size(-1))
+        for expert in self._service.order(name, groups):
+            self._service.need(name, expert)
+            rows = slice(starts[expert], stops[expert])
+            torch.mm(given[rows], weight[expert], out=out[rows])
+        return out
+
+    def _slices(self, name: str, parameter: torch.Tensor, index: object) -> torch.Tensor:
+        if isinstance(index, int) or (isinstance(index, torch.Tensor) and not index.dim()):
+            self._service.need(name, int(index))
+            return parameter[index]
+        if not isinstance(index, torch.Tensor) or index.dtype not in _INTEGERS or index.dim() != 1:
+            self._service.refuse("__getitem__", name)
+        out = torch.empty((len(index), *parameter.shape[1:]), dtype=parameter.dtype)
+        values = parameter.detach()
+        chosen: list[int] = sorted(set(index.tolist()))
+        for expert in self._service.order(name, chosen):
+            self._service.need(name, expert)
+            out[index == expert] = values[expert]
+        return out
+
+
+def _weight_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor:
+    weight: torch.Tensor = args[1] if len(args) > 1 else kwargs.get("mat2", kwargs.get("mat_b"))
+    return weight
+
+
+def empty_grouped(given: torch.Tensor, columns: int) -> torch.Tensor:
+    """An output of a grouped product as torch makes it: rows begin at multiples of 16 bytes."""
+    step = 16 // given.element_size()
+    strides = (columns + -columns % step, 1)
+    return torch.empty_strided((given.size(0), columns), strides, dtype=given.dtype)
+
+
+# -- told by the code ----------------------------------------------------------------------------
+
+
+def takes_slices_alone(forward: Callable[..., Any], names: Collection[str]) -> bool:
+    """Whether a forward uses the parameters `names` of self only as `self.name[index]`.
+
+    Or compares them to None, or asks for their dtype, device or shape. False when unsure.
+    """
+    function = inspect.unwrap(forward)
+    if not isinstance(function, FunctionType):
+        return False
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    except (OSError, TypeError, SyntaxError):
+        return False
+    (body,) = tree.body
+    if not isinstance(body, ast.FunctionDef) or not body.args.args:
+        return False
+    me = body.args.args[0].arg
+    allowed = {id(node) for parent in ast.walk(body) for node in _allowed_under(parent)}
+    sliced = False
+    for node in ast.walk(body):
+        match node:
+            case ast.Attribute(value=ast.Name(id=owner), attr=attribute) if owner == me:
+                if attribute in names:
+                    if id(node) not in allowed:
+                        return False
+                    sliced = True
+            case ast.Call(func=ast.Name(id="getattr" | "vars" | "eval" | "exec" | "locals")):
+                return False
+    return sliced
+
+
+def names_of_others(kind: type, names: Collection[str]) -> bool:
+    """Whether the code of a class has `other.name` for one of these, of anything but self.
+
+    True when unsure.
+    """
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(kind)))
+    except (OSError, TypeError, SyntaxError):
+        return True
+    return any(
+        isinstance(node, ast.Attribute)
+        and node.attr in names
+        and not (isinstance(node.value, ast.Name) and node.value.id == "self")
+        for node in ast.walk(tree)
+    )
+
+
+def _allowed_under(parent: ast.AST) -> Iterable[ast.expr]:
+    match parent:
+        case ast.Subscript(value=value, ctx=ast.Load(), slice=ast.Name()):
+            yield value
+        case ast.Attribute(value=value, attr="dtype" | "device" | "shape"):
+            yield value
+        case ast.Compare(left=value, ops=[ast.Is() | ast.IsNot()]):
+            yield value

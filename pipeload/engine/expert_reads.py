@@ -1,0 +1,142 @@
+"""Reads of single experts: what was asked for, and what has come. Used by one thread at a time.
+
+They have threads of their own beside those of the prefetcher, so that what a router has just chosen
+waits for no unit that is only read ahead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import time
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from pipeload.checkpoint.readers import READER_DIED, ReaderPool, reader_died
+from pipeload.errors import ReadError
+from pipeload.prefetch.fault_messages import name_block
+from pipeload.weights.arena import Arena
+from pipeload.weights.expert_bank import READERS, SCRATCH_BYTES, scratch_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pipeload.budget.counters import Counters
+    from pipeload.checkpoint.readers import Outcome
+    from pipeload.checkpoint.stalls import Stalls
+    from pipeload.weights.arena import Region, Work
+
+_JOIN_SECONDS = 5.0
+
+
+class Slice(NamedTuple):
+    """One expert's part of one parameter."""
+
+    layer: int
+    name: str
+    """Of the parameter."""
+    expert: int
+
+
+class ExpertReads:
+    """Has slices read by a few threads, and waits for them."""
+
+    def __init__(self, counters: Counters, stalls: Stalls) -> None:
+        self.stall_seconds = 0.0
+        """How long somebody has waited for slices."""
+        self._counters, self._stalls = counters, stalls
+        self._outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
+        self._pool: ReaderPool[Region | None] | None = None
+        self._left: dict[Slice, int] = {}
+        """Reads that are still to come, of each slice."""
+        self._errors: dict[Slice, BaseException] = {}
+        self._turn = [0]
+        """Another number once what was asked for is not wanted any more."""
+        self._busy_since = 0.0
+
+    def submit(self, part: Slice, jobs: Sequence[Work]) -> None:
+        """Have a slice read."""
+        if self._pool is None:
+            arena = Arena(scratch_bytes(), device=torch.device("cpu"), huge=True)
+            regions: list[Region | None] = [arena.take(SCRATCH_BYTES) for _ in range(READERS)]
+            self._pool = ReaderPool(self._outcomes.put, regions)
+        if not self._left:
+            self._busy_since = time.perf_counter()
+        self._left[part] = len(jobs)
+        turn = self._turn[0]
+        for job in jobs:
+            self._pool.submit((turn, part), _unless_over(self._turn, turn, job))
+
+    def wait(self, part: Slice, module: str) -> None:
+        """Return once a slice is there.
+
+        Raises:
+            ReadError: the disk failed, or does not answer. Names `module`.
+        """
+        if part in self._left:
+            started = time.perf_counter()
+            try:
+                self._collect(part)
+            except ReadError as error:
+                raise name_block(error, module) from None
+            finally:
+                self.stall_seconds += time.perf_counter() - started
+        failed = self._errors.get(part)
+        if failed is not None:
+            raise name_block(failed, module)
+
+    def came(self, part: Slice) -> bool:
+        """Wait for a slice that nobody is in need of; whether it is there."""
+        try:
+            self._collect(part)
+        except ReadError:  # the next who needs it will see
+            return False
+        return part not in self._errors
+
+    def cancel(self) -> None:
+        """Nothing is wanted any more: what has not begun is not read."""
+        self._turn[0] += 1
+        self._left.clear()
+        self._errors.clear()
+
+    def close(self) -> None:
+        """End the threads; they start again with the next read. May be called again."""
+        self.cancel()
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.close()
+            pool.join(_JOIN_SECONDS)
+
+    def _collect(self, part: Slice) -> None:
+        since = time.monotonic()
+        while part in self._left:
+            with contextlib.suppress(queue.Empty):
+                self._take(self._outcomes.get(timeout=self._stalls.tick))
+                continue
+            self._stalls.check(since)
+
+    def _take(self, outcome: Outcome) -> None:
+        if outcome.tag is READER_DIED:
+            raise reader_died(outcome.error)
+        self._counters.expert_bytes_read += outcome.nbytes
+        assert isinstance(outcome.tag, tuple)  # noqa: S101 - as it was submitted
+        turn, part = outcome.tag
+        if turn != self._turn[0]:
+            return
+        if outcome.error is not None:
+            self._errors.setdefault(part, outcome.error)
+        self._left[part] -= 1
+        if not self._left[part]:
+            del self._left[part]
+        if not self._left:
+            self._counters.expert_read_seconds += outcome.finished - self._busy_since
+
+
+def _unless_over(turn: list[int], mine: int, job: Work) -> Work:
+    """A read that is left out once nobody wants it any more."""
+
+    def read(scratch: Region | None) -> int:
+        return job(scratch) if turn[0] == mine else 0
+
+    return read
