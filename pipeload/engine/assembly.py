@@ -15,7 +15,6 @@ from pipeload.checkpoint.readers import run_jobs
 from pipeload.engine import forks, guards
 from pipeload.engine.adapters import Adapters
 from pipeload.engine.edits import Edits
-from pipeload.engine.expert_seats import ExpertSeat
 from pipeload.engine.experts import Experts
 from pipeload.engine.handle import Handle
 from pipeload.engine.hooking import Hooks
@@ -33,7 +32,6 @@ from pipeload.prefetch.prefetcher import Prefetcher
 from pipeload.prefetch.unit import Unit
 from pipeload.system.pressure import watch
 from pipeload.weights.arena import DTYPES
-from pipeload.weights.expert_bank import ExpertBank, block_bytes
 from pipeload.weights.kept import Home
 from pipeload.weights.layout import Weight, lay_out
 from pipeload.weights.placement import make_scratch, scratch_bytes
@@ -143,14 +141,15 @@ class Assembly:
             chunk_bytes=CHUNK_BYTES,
         )
         self._undo.push(self._prefetcher.close)
-        ledger = target.ledger(build, self._prefetcher.counters, pressure=self._pressure)
+        counters = self._prefetcher.counters
+        ledger = target.ledger(build, counters, pressure=self._pressure)
         self._governor = Governor(build, needs, hint, ledger)
         model = origin.model
         self._governor.name = f"{type(model).__name__} of {getattr(model, 'name_or_path', '')!r}"
         self._undo.push(self._governor.leave)
         self._governor.join()
         self._seats, self._tables = self._make_seats(), self._make_tables()
-        self._experts = self._make_experts()
+        self._experts = Experts(parts.banks, self._filled, files, counters, plan.experts)
         self._undo.push(self._experts.reads.close)
         forks.know(self)
 
@@ -209,23 +208,6 @@ class Assembly:
             )
             for table in self._build.parts.tables
         ]
-
-    def _make_experts(self) -> Experts:
-        banks = self._build.parts.banks
-        block = block_bytes(sum(weight.nbytes for bank in banks for weight in bank.weights))
-        seats = [
-            ExpertSeat(
-                layer,
-                bank,
-                {weight.name: self._filled[weight.name][0] for weight in bank.weights},
-                ExpertBank(bank.weights, self._files, block=block),
-            )
-            for layer, bank in enumerate(banks)
-        ]
-        experts = Experts(seats, banks, self._prefetcher.counters, self._files.stalls)
-        if (share := self._build.plan.experts) is not None:
-            experts.hold(share.cache_bytes)
-        return experts
 
     def at_removal(self, act: Step) -> None:
         """Have `act` called when the model is taken down, before what is there already goes."""
@@ -324,11 +306,9 @@ class Assembly:
         )
 
     def _own_weights(self) -> OwnWeights:
-        parts = self._build.parts
-        moving = {*parts.streamed, *(table.weight.name for table in parts.tables)}
-        moving.update(weight.name for bank in parts.banks for weight in bank.weights)
+        pinned = {weight.name for weight in self._build.parts.pinned}
         own = {id(parameter): weight for parameter, weight in self._filled.values()}
-        hidden = {k: w for k, w in own.items() if w.name in moving or w.guarded}
+        hidden = {k: w for k, w in own.items() if w.name not in pinned or w.guarded}
         read = _reader_of(
             self._target,
             self._places,

@@ -1,11 +1,5 @@
 """All experts of a model: has those that are routed to there while their module runs.
 
-[Note: two ways through a layer] Experts that are there are computed with at once; the others are
-read meanwhile, as far as the products allow it: see [Note: one expert at a time] in the lower
-layer's _experts.py. Those that stay have room in the cache. Those that do not, which in a prompt
-are most, pass through a window of a few matrices: each is read ahead of its product, and given back
-behind it.
-
 [Note: what is there] An interrupt may come anywhere, also between the cache's choice and the reads
 that follow. So what is there is written down in one step, once all of a layer's reads are done, and
 after an interrupt the cache is told that.
@@ -13,27 +7,29 @@ after an interrupt the cache is told that.
 
 from __future__ import annotations
 
-import itertools
 import operator
-from collections import Counter, deque
-from typing import TYPE_CHECKING, NoReturn
+from collections import Counter
+from typing import TYPE_CHECKING
 
 import torch
 
 from pipeload.budget.expert_cache import ExpertCache
 from pipeload.budget.parts import window_matrices
+from pipeload.engine.expert_layer import ExpertLayer
 from pipeload.engine.expert_reads import ExpertReads, Slice
-from pipeload.errors import UnsupportedOperationError
-from pipeload.weights.expert_bank import slice_bytes
-from pipeload_hooks import ServeExperts, discard_ended
+from pipeload.engine.expert_seats import ExpertSeat
+from pipeload.weights.expert_bank import ExpertBank, block_bytes, slice_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Sequence
+    from collections.abc import Mapping, Sequence
+
+    from torch import nn
 
     from pipeload.budget.counters import Counters
+    from pipeload.budget.experts_share import ExpertsShare
     from pipeload.budget.parts import Bank
-    from pipeload.checkpoint.stalls import Stalls
-    from pipeload.engine.expert_seats import ExpertSeat
+    from pipeload.checkpoint.files import FileSet
+    from pipeload.weights.layout import Weight
 
 _INTEGERS = frozenset({torch.int32, torch.int64})
 
@@ -43,21 +39,44 @@ class Experts:
 
     def __init__(
         self,
-        seats: Sequence[ExpertSeat],
         banks: Sequence[Bank],
+        filled: Mapping[str, tuple[nn.Parameter, Weight]],
+        files: FileSet,
         counters: Counters,
-        stalls: Stalls,
+        share: ExpertsShare | None,
     ) -> None:
-        """`seats` are those of `banks`, in the same order."""
-        self.seats = seats
+        """Reserve address space for all experts; nothing is read.
+
+        Args:
+            banks: the experts, in the order of the model.
+            filled: parameters by name.
+            files: the open checkpoint.
+            counters: told what is held and read.
+            share: what the plan has for them.
+
+        Raises:
+            MemoryError: the system refuses the address space.
+        """
+        block = block_bytes(sum(weight.nbytes for bank in banks for weight in bank.weights))
+        self.seats = [
+            ExpertSeat(
+                layer,
+                bank,
+                {weight.name: filled[weight.name][0] for weight in bank.weights},
+                ExpertBank(bank.weights, files, block=block),
+            )
+            for layer, bank in enumerate(banks)
+        ]
         self._cache = ExpertCache([bank.expert_bytes for bank in banks])
         self._sizes = [sum(map(slice_bytes, bank.weights)) for bank in banks]
         self._window = window_matrices(banks) if banks else 0
         self._counters = counters
-        self.reads = ExpertReads(counters, stalls)
+        self.reads = ExpertReads(counters, files.stalls)
         self._there: list[set[int]] = [set() for _ in banks]
         """By layer: see [Note: what is there]."""
-        self._running: _Layer | None = None
+        self._running: ExpertLayer | None = None
+        if share is not None:
+            self.hold(share.cache_bytes)
 
     def __bool__(self) -> bool:
         """Whether there are any."""
@@ -79,7 +98,7 @@ class Experts:
         self._drop(chosen.evicted)
         seat.bind()
         if kept or chosen.passing:
-            self._running = _Layer(
+            self._running = ExpertLayer(
                 seat, hits, kept, chosen.passing, window=self._window, reads=self.reads
             )
             self._running.begin()
@@ -155,128 +174,3 @@ def _shares(ids: torch.Tensor, experts: int) -> dict[int, float]:
     rows = ids.shape[0] if ids.dim() > 1 else ids.numel()
     counts = Counter(ids.reshape(-1).tolist())
     return {e: count / rows for e, count in counts.items() if 0 <= e < experts}
-
-
-class _Layer:
-    """One run of an experts module of which not all experts are there: a `Service`."""
-
-    def __init__(
-        self,
-        seat: ExpertSeat,
-        hits: Collection[int],
-        kept: Sequence[int],
-        passing: Sequence[int],
-        *,
-        window: int,
-        reads: ExpertReads,
-    ) -> None:
-        """`hits` are there, `kept` are to be read and stay, `passing` go behind their products.
-
-        `window`: how many slices of those that go may be there at once.
-        """
-        self.seat, self._window, self._reads = seat, window, reads
-        self._hits, self._kept = frozenset(hits), frozenset(kept)
-        self._serving = ServeExperts(seat.parameters, self)
-        names, misses = seat.names, [*kept, *passing]
-        each = itertools.product(names, misses)
-        loop = ((name, expert) for expert in sorted(misses) for name in names)
-        self._order: deque[Slice] = deque(
-            Slice(seat.layer, *pair) for pair in (each if seat.sweeps else loop)
-        )
-        """What is still to be read, in the order in which it is likely to be used."""
-        self._coming: set[Slice] = set()
-        """What was asked for and stays."""
-        self._passing: dict[Slice, None] = {}
-        """What is in the window."""
-        self._latest: Slice | None = None
-
-    def begin(self) -> None:
-        """Have the first reads begin, and be asked while the module runs."""
-        self._fill()
-        self._serving.begin()
-
-    def order(self, _name: str, experts: Sequence[int]) -> Sequence[int]:
-        """What is there first, then what stays, as it was asked for in this order."""
-        return sorted(experts, key=lambda e: (e not in self._hits, e not in self._kept, e))
-
-    def need(self, name: str, expert: int) -> None:
-        """Return once a slice is there; in the window, the one that was needed before goes.
-
-        Raises:
-            ReadError: the disk failed.
-        """
-        if expert in self._hits or not 0 <= expert < self.seat.experts:
-            return
-        wanted, latest = Slice(self.seat.layer, name, expert), self._latest
-        if wanted == latest:
-            return
-        if latest is not None:
-            self._give_back(latest)
-        if wanted not in self._coming and wanted not in self._passing:
-            if self._order and self._order[0] != wanted:  # the module does not go by the order
-                self._order = deque(part for part in self._order if part != wanted)
-            while expert not in self._kept and len(self._passing) >= self._window:
-                self._give_back(next(iter(self._passing)))
-            self._ask(wanted)
-            if self._order and self._order[0] == wanted:
-                self._order.popleft()
-        self._fill()
-        self._reads.wait(wanted, self.seat.name)
-        self._latest = wanted
-
-    def finish(self) -> list[int]:
-        """The module has run: give back what does not stay; experts that are there from now on."""
-        parts = {e: [Slice(self.seat.layer, n, e) for n in self.seat.names] for e in self._kept}
-        there = [
-            expert
-            for expert, slices in parts.items()
-            if all(part in self._coming and self._reads.came(part) for part in slices)
-        ]
-        self._end(self._kept.difference(there))
-        return there
-
-    def give_up(self) -> None:
-        """The module has died: nothing of what was read is there."""
-        self._end(self._kept)
-
-    def _end(self, lost: Iterable[int]) -> None:
-        self._serving.end()
-        self._reads.cancel()
-        for part in [*self._passing]:
-            self._give_back(part)
-        for expert in lost:
-            self.seat.drop(expert)
-        discard_ended()
-
-    def refuse(self, function: str, name: str) -> NoReturn:
-        """Say which function cannot be served.
-
-        Raises:
-            UnsupportedOperationError: always.
-        """
-        raise UnsupportedOperationError(
-            f"the experts of {self.seat.name!r} are read as they are routed to, and "
-            f"{function}() takes all of {name!r} at once. Choose one of the library's own ways "
-            '(model.set_experts_implementation("grouped_mm"), "batched_mm" or "eager"), or load '
-            "the model without pipeload."
-        )
-
-    def _fill(self) -> None:
-        """Ask for as much as there is room for, in order."""
-        while self._order:
-            if self._order[0].expert not in self._kept and len(self._passing) >= self._window:
-                return
-            self._ask(self._order.popleft())
-
-    def _ask(self, part: Slice) -> None:
-        if part.expert in self._kept:
-            self._coming.add(part)
-        else:
-            self._passing[part] = None
-        self._reads.submit(part, self.seat.memory.read_jobs(part.name, part.expert))
-
-    def _give_back(self, part: Slice) -> None:
-        if part in self._passing:
-            del self._passing[part]
-            self._reads.came(part)  # else it would come back after it went
-            self.seat.memory.drop(part.name, part.expert)

@@ -117,10 +117,11 @@ class Replan:
         if sites and self._streaming.issuperset(sites):
             return
         left = [site for site in sites if not seats[site].settled(units)]
+        streams = bool(left or self.experts)  # these are always asked what is routed to
         for site in sites:
-            if site not in left and not (left and seats[site].shared):
+            if site not in left and not (streams and seats[site].shared):
                 self.hooks.detach_site(site)
-        if not left and not self.experts:  # which are always asked what is routed to
+        if not streams:
             self._settle()
 
     def _settle(self) -> None:

@@ -59,7 +59,8 @@ class Row(NamedTuple):
     dtypes: str
     """What was compared, such as "fp32 fp16"."""
     uses: str
-    """Inputs that were compared, "generate" where that was, and units that were streamed."""
+    """Inputs that were compared, "generate" where that was, units that were streamed, and "experts"
+    where these were read one by one."""
     reason: str
 
 
@@ -79,6 +80,7 @@ def tiny_planning() -> Iterator[None]:
         mock.patch.object(Accountant, "other_bytes", return_value=_FLOOR_BYTES),
         mock.patch.object(cut, "CHUNKS", (1 << 14,)),
         mock.patch.object(cut, "_TABLE_BYTES", 1 << 12),
+        mock.patch.object(cut, "_BANK_BYTES", 1),
         mock.patch.object(residency, "_TINY_BYTES", 256),
     ):
         yield
@@ -222,6 +224,8 @@ class _Trial:
                             _blame_plain(self.cls, folder, dtype, use)
                             raise WrongError(f"{use.name} {dtype} {name} {turn}: {difference}")
                     self._uses.append(use.name)
+                if model.pipeload.stats().expert_misses:
+                    self._uses.append("experts")
                 del model
 
     def _wanted(self, plain: Any, inputs: list[dict[str, Any]], dtype: torch.dtype) -> list[_Use]:
