@@ -16,7 +16,9 @@ and only while the module runs.
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
+import sys
 import textwrap
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
@@ -217,6 +219,7 @@ def empty_grouped(given: torch.Tensor, columns: int) -> torch.Tensor:
 # -- told by the code ----------------------------------------------------------------------------
 
 
+@functools.lru_cache(maxsize=256)
 def takes_slices_alone(forward: Callable[..., Any], names: Collection[str]) -> bool:
     """Whether a forward uses the parameters `names` of self only as `self.name[index]`.
 
@@ -247,14 +250,15 @@ def takes_slices_alone(forward: Callable[..., Any], names: Collection[str]) -> b
     return sliced
 
 
-def names_of_others(kind: type, names: Collection[str]) -> bool:
-    """Whether the code of a class has `other.name` for one of these, of anything but self.
+@functools.lru_cache(maxsize=256)
+def names_of_others(module: str, names: Collection[str]) -> bool:
+    """Whether the code of a Python module has `other.name` for one of these, of all but self.
 
     True when unsure.
     """
     try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(kind)))
-    except (OSError, TypeError, SyntaxError):
+        tree = ast.parse(inspect.getsource(sys.modules[module]))
+    except (OSError, TypeError, SyntaxError, KeyError):
         return True
     return any(
         isinstance(node, ast.Attribute)

@@ -45,9 +45,9 @@ def _routed(config: Any) -> int | None:
 
 def named_past(model: nn.Module, experts: ExpertsModule) -> bool:
     """Whether the code of another module of the model names the parameters of this one."""
-    kinds = {type(module) for module in model.modules()} - {type(experts.module)}
-    own = {kind for kind in kinds if kind.__module__.startswith("transformers.models.")}
-    return any(names_of_others(kind, experts.parameters) for kind in own)
+    code = {type(module).__module__ for module in model.modules()}
+    own = [name for name in code if name.startswith("transformers.models.")]
+    return any(names_of_others(name, experts.parameters) for name in own)
 
 
 def _stacked(module: nn.Module) -> tuple[str, ...]:

@@ -17,9 +17,10 @@ import json
 import shutil
 import sys
 import tempfile
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -87,8 +88,37 @@ class Tensor(NamedTuple):
     nbytes: int
 
 
+class Shape(Protocol):
+    """How a random checkpoint is written. A dataclass."""
+
+    @property
+    def dtype(self) -> str:
+        """A key of `DTYPES`."""
+
+    @property
+    def shard_bytes(self) -> int:
+        """The most that one file holds."""
+
+    @property
+    def seed(self) -> int:
+        """Of the random numbers."""
+
+    @property
+    def headers_only(self) -> bool:
+        """Whether files have holes where their data would be."""
+
+
+Names = Iterable[tuple[str, tuple[int, ...]]]
+"""Name and shape of every tensor, in the order in which a forward pass uses them."""
+
+
 def make_llama(shape: LlamaShape, target: Path) -> Path:
     """Make the checkpoint folder at `target` and return it."""
+    return make_checkpoint(shape, _names(shape), _config(shape), target)
+
+
+def make_checkpoint(shape: Any, names: Names, config: dict[str, Any], target: Path) -> Path:
+    """Make a folder of random tensors at `target` and return it; `shape` is a `Shape`."""
     stamp = target / STAMP
     if stamp.exists() and json.loads(stamp.read_text()) == asdict(shape):
         return target
@@ -98,7 +128,7 @@ def make_llama(shape: LlamaShape, target: Path) -> Path:
     partial = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
     try:
         partial.chmod(0o755)
-        _write_checkpoint(shape, partial)
+        _write_checkpoint(shape, names, config, partial)
         _write_json(partial / STAMP, asdict(shape))
         if target.exists():
             shutil.rmtree(target)
@@ -108,8 +138,8 @@ def make_llama(shape: LlamaShape, target: Path) -> Path:
     return target
 
 
-def _write_checkpoint(shape: LlamaShape, folder: Path) -> None:
-    shards = list(_shards(shape))
+def _write_checkpoint(shape: Shape, names: Names, config: dict[str, Any], folder: Path) -> None:
+    shards = list(_shards(shape, names))
     weight_map = {}
     for number, tensors in enumerate(shards, 1):
         file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
@@ -121,11 +151,11 @@ def _write_checkpoint(shape: LlamaShape, folder: Path) -> None:
         total = sum(tensor.nbytes for tensors in shards for tensor in tensors)
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         _write_json(folder / "model.safetensors.index.json", index)
-    _write_json(folder / "config.json", _config(shape))
+    _write_json(folder / "config.json", config)
     _write_json(folder / "generation_config.json", {"bos_token_id": 1, "pad_token_id": 0})
 
 
-def _config(shape: LlamaShape) -> dict[str, object]:
+def _config(shape: LlamaShape) -> dict[str, Any]:
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -166,11 +196,11 @@ def _names(shape: LlamaShape) -> Iterator[tuple[str, tuple[int, ...]]]:
     yield "lm_head.weight", (shape.vocab, hidden)
 
 
-def _shards(shape: LlamaShape) -> Iterator[list[Tensor]]:
+def _shards(shape: Shape, names: Names) -> Iterator[list[Tensor]]:
     itemsize = np.dtype(DTYPES[shape.dtype].unsigned).itemsize
     shard: list[Tensor] = []
     held = 0
-    for number, (name, sizes) in enumerate(_names(shape)):
+    for number, (name, sizes) in enumerate(names):
         nbytes = int(np.prod(sizes, dtype=np.int64)) * itemsize
         if shard and held + nbytes > shape.shard_bytes:
             yield shard
@@ -180,7 +210,7 @@ def _shards(shape: LlamaShape) -> Iterator[list[Tensor]]:
     yield shard
 
 
-def _write_shard(shape: LlamaShape, tensors: Sequence[Tensor], path: Path) -> None:
+def _write_shard(shape: Shape, tensors: Sequence[Tensor], path: Path) -> None:
     with path.open("wb") as file:
         header = _header(tensors, DTYPES[shape.dtype].safetensors)
         file.write(header)
@@ -209,7 +239,7 @@ def _header(tensors: Sequence[Tensor], dtype: str) -> bytes:
 
 
 def _random_blocks(
-    shape: LlamaShape, tensor: Tensor
+    shape: Shape, tensor: Tensor
 ) -> Iterator[np.ndarray[tuple[int, ...], np.dtype[np.unsignedinteger]]]:
     bits = DTYPES[shape.dtype]
     keep, fixed = bits.norm if len(tensor.shape) == 1 else bits.weight
