@@ -254,16 +254,23 @@ def takes_slices_alone(forward: Callable[..., Any], names: Collection[str]) -> b
 def names_of_others(module: str, names: Collection[str]) -> bool:
     """Whether the code of a Python module has `other.name` for one of these, of all but self.
 
-    True when unsure.
+    What it does to initialise weights does not count. True when unsure.
     """
     try:
         tree = ast.parse(inspect.getsource(sys.modules[module]))
     except (OSError, TypeError, SyntaxError, KeyError):
         return True
+    initialising = {
+        id(node)
+        for function in ast.walk(tree)
+        if isinstance(function, ast.FunctionDef) and function.name == "_init_weights"
+        for node in ast.walk(function)
+    }
     return any(
         isinstance(node, ast.Attribute)
         and node.attr in names
         and not (isinstance(node.value, ast.Name) and node.value.id == "self")
+        and id(node) not in initialising
         for node in ast.walk(tree)
     )
 

@@ -140,6 +140,7 @@ def assert_nothing_held(model: nn.Module) -> None:
     assert not session.passes.busy
     prefetcher = session.prefetcher
     assert prefetcher.held == session.streamer.inside == set()
+    assert session.experts._running is None
     finish_messages(prefetcher)
     assert prefetcher._dispatcher._tickets == {}
     assert prefetcher._taken is None

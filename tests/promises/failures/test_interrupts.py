@@ -18,6 +18,7 @@ import torch
 
 import pipeload
 import pipeload_hooks
+from tests.support.experts import experts_of, save_moe
 from tests.support.models import load_plain
 from tests.support.streaming import (
     WAIT_SECONDS,
@@ -139,4 +140,30 @@ def test_an_interrupt_anywhere(tiny: TinyCheckpoint, spare: int, first: bool) ->
         assert torch.equal(other, expected), where
         assert torch.equal(logits(model), expected), where
         assert_nothing_held(model)
+    assert struck > len(places) // 2
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("spare", [1_000, 1_000_000])
+def test_an_interrupt_anywhere_among_experts(tmp_path: Path, spare: int) -> None:
+    """Where some stay and some pass: what is counted as there is there, and nothing else is."""
+    folder = save_moe(tmp_path)
+    ids = torch.arange(3, 12)[None]
+    expected = logits(load_plain(folder), ids)
+    model = load_streamed(folder, spare=spare)
+    run = partial(logits, model, ids)
+    run()
+    places = {p: n for p, n in places_of(run).items() if "expert" in p[0].co_filename}
+    assert len(places) > 50
+    struck = 0
+    for place, count in places.items():
+        struck += interrupt(run, place, (count + 1) // 2)
+        where = f"{place[0].co_name} at {place[1]}"
+        assert torch.equal(run(), expected), where
+        assert_nothing_held(model)
+        experts = experts_of(model)
+        held = [set(experts._cache.held(layer)) for layer in range(len(experts.seats))]
+        assert held == experts._there, where
+        assert experts._cache.used <= experts._cache.budget, where
     assert struck > len(places) // 2
