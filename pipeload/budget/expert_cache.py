@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 
 AGEING = 0.9
 """What is left of an expert's score after a pass that does not use it."""
-_STEP = -math.log(AGEING)
+_DIGITS = 6
+"""Of a score: what is equal but for the rounding of its sum is equal."""
+_STEP = round(-math.log(AGEING), _DIGITS)
 
 Key = tuple[int, int]
 """Number of the layer, and of the expert in it."""
@@ -118,11 +120,11 @@ class ExpertCache:
     def _use(self, layer: int, expert: int, share: float) -> None:
         now, key = self._passes * _STEP, (layer, expert)
         before = math.exp(self._scores.get(key, -math.inf) - now)
-        self._scores[key] = math.log(before + share) + now
+        self._scores[key] = round(math.log(before + share) + now, _DIGITS)
 
     def _at(self, layer: int, score: float) -> float:
         """A score as it will be when the layer comes again: those that ran are a pass older."""
-        return score - _STEP if layer <= self._layer else score
+        return round(score - _STEP, _DIGITS) if layer <= self._layer else score
 
     def _victim(self) -> Key | None:
         """The expert that is missed least; of equal ones, that of the layer that comes last."""

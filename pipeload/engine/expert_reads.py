@@ -54,6 +54,8 @@ class ExpertReads:
         self._turn = [0]
         """Another number once what was asked for is not wanted any more."""
         self._busy_since = 0.0
+        self._hangs = False
+        """Whether a read did not come back: nobody waits for the others then."""
 
     def submit(self, part: Slice, jobs: Sequence[Work]) -> None:
         """Have a slice read."""
@@ -88,6 +90,8 @@ class ExpertReads:
 
     def came(self, part: Slice) -> bool:
         """Wait for a slice that nobody is in need of; whether it is there."""
+        if self._hangs and part in self._left:
+            return False
         try:
             self._collect(part)
         except ReadError:  # the next who needs it will see
@@ -97,6 +101,7 @@ class ExpertReads:
     def cancel(self) -> None:
         """Nothing is wanted any more: what has not begun is not read."""
         self._turn[0] += 1
+        self._hangs = False
         self._left.clear()
         self._errors.clear()
 
@@ -114,7 +119,11 @@ class ExpertReads:
             with contextlib.suppress(queue.Empty):
                 self._take(self._outcomes.get(timeout=self._stalls.tick))
                 continue
-            self._stalls.check(since)
+            try:
+                self._stalls.check(since)
+            except ReadError:
+                self._hangs = True
+                raise
 
     def _take(self, outcome: Outcome) -> None:
         if outcome.tag is READER_DIED:

@@ -49,7 +49,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_logits_and_tokens(tmp_path: Path, kind: str, dtype: str, implementation: str) -> None:
     """Prompts, batches and decoding, whatever stays in memory and however it multiplies."""
     folder = save_moe(tmp_path, kind, dtype)
-    options = {"experts_implementation": implementation}
+    options: dict[str, Any] = {"experts_implementation": implementation}
     plain = load_plain(folder, **options)
     expected = [logits(plain, ids) for ids in PROMPTS]
     tokens = generated(plain, PROMPTS[1])

@@ -11,7 +11,7 @@ import pipeload
 from pipeload.checkpoint.files import FileSet
 from tests.support.experts import experts_of, save_moe
 from tests.support.models import load_plain
-from tests.support.streaming import ReadGate, assert_nothing_held, load_streamed, logits
+from tests.support.streaming import assert_nothing_held, load_streamed, logits
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -42,20 +42,3 @@ def test_a_disk_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spar
         assert torch.equal(logits(model), expected)
         assert_nothing_held(model)
         assert experts_of(model)._cache.used <= experts_of(model)._cache.budget
-
-
-def test_a_disk_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The pass gives up; once the disk answers, the next one is right."""
-    folder = save_moe(tmp_path)
-    expected = logits(load_plain(folder))
-    model = load_streamed(folder, spare=100_000_000, read_timeout=0.2)
-    for seat in experts_of(model).seats:  # units are all there from now on
-        assert seat.names
-    logits(model, torch.tensor([[3]]))
-    with monkeypatch.context() as patched:
-        gate = ReadGate(patched)
-        with pytest.raises(pipeload.ReadError, match="has not returned"):
-            logits(model)
-        gate.opened.set()
-    assert torch.equal(logits(model), expected)
-    assert_nothing_held(model)

@@ -15,10 +15,12 @@ from pipeload import OptionError, ReadError
 from pipeload.checkpoint import files
 from pipeload.entry.options import GivenOptions
 from pipeload.entry.request import make_request
+from tests.support.experts import save_moe
 from tests.support.models import load_plain
 from tests.support.streaming import (
     WAIT_SECONDS,
     Reference,
+    assert_nothing_held,
     check,
     finish_messages,
     generated,
@@ -33,6 +35,7 @@ from tests.support.streaming import (
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
     from tests.conftest import TinyCheckpoint
 
@@ -125,6 +128,23 @@ def test_a_disk_that_hangs_while_loading(
     hanging.join(WAIT_SECONDS)
     assert not hanging.is_alive()
     check(load_streamed(tiny("llama")), expected)
+
+
+@pytest.mark.parametrize("spare", [1_000, 100_000_000], ids=["they pass", "they stay"])
+def test_experts_that_hang(tmp_path: Path, disk: HungDisk, spare: int) -> None:
+    """One read is waited for, not one after the other."""
+    folder = save_moe(tmp_path)
+    wanted = logits(load_plain(folder))
+    model = load_streamed(folder, spare=spare, read_timeout=SECONDS)
+    logits(model, torch.tensor([[3]]))  # units are all there from now on
+    disk.hang()
+    began = time.monotonic()
+    with pytest.raises(ReadError, match=rf"block 'model\.layers\.\d\S*': {WORDS}"):
+        logits(model)
+    assert time.monotonic() - began < WAIT_SECONDS / 2
+    disk.answer()
+    assert torch.equal(logits(model), wanted)
+    assert_nothing_held(model)
 
 
 def test_rows_that_hang(
