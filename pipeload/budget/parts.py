@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from pipeload.weights.expert_bank import held_bytes, scratch_bytes
+from pipeload.system.pages import ceil_page
+from pipeload.weights.expert_bank import READERS, held_bytes, making_bytes, scratch_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -108,7 +109,9 @@ class Parts:
         """What experts that do not stay pass through, and the threads that read them."""
         if not self.banks:
             return 0
-        return window_matrices(self.banks) * _largest_matrix(self.banks) + scratch_bytes()
+        weights = [weight for bank in self.banks for weight in bank.weights]
+        working = READERS * ceil_page(scratch_bytes(weights)) + making_bytes(weights)
+        return window_matrices(self.banks) * _largest_matrix(self.banks) + working
 
     @property
     def conversion_bytes(self) -> int:

@@ -149,7 +149,7 @@ class Assembly:
         self._undo.push(self._governor.leave)
         self._governor.join()
         self._seats, self._tables = self._make_seats(), self._make_tables()
-        self._experts = Experts(parts.banks, self._filled, files, counters, plan.experts)
+        self._experts = Experts(build, self._filled, files, convert, counters)
         self._undo.push(self._experts.reads.close)
         forks.know(self)
 

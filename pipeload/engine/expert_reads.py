@@ -16,8 +16,9 @@ import torch
 from pipeload.checkpoint.readers import READER_DIED, ReaderPool, reader_died
 from pipeload.errors import ReadError
 from pipeload.prefetch.fault_messages import name_block
+from pipeload.system.pages import ceil_page
 from pipeload.weights.arena import Arena
-from pipeload.weights.expert_bank import READERS, SCRATCH_BYTES, scratch_bytes
+from pipeload.weights.expert_bank import READERS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -42,10 +43,12 @@ class Slice(NamedTuple):
 class ExpertReads:
     """Has slices read by a few threads, and waits for them."""
 
-    def __init__(self, counters: Counters, stalls: Stalls) -> None:
+    def __init__(self, counters: Counters, stalls: Stalls, scratch_bytes: int) -> None:
+        """`scratch_bytes`: working memory that each thread needs."""
         self.stall_seconds = 0.0
         """How long somebody has waited for slices."""
         self._counters, self._stalls = counters, stalls
+        self._scratch_bytes = scratch_bytes
         self._outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
         self._pool: ReaderPool[Region | None] | None = None
         self._left: dict[Slice, int] = {}
@@ -60,8 +63,9 @@ class ExpertReads:
     def submit(self, part: Slice, jobs: Sequence[Work]) -> None:
         """Have a slice read."""
         if self._pool is None:
-            arena = Arena(scratch_bytes(), device=torch.device("cpu"), huge=True)
-            regions: list[Region | None] = [arena.take(SCRATCH_BYTES) for _ in range(READERS)]
+            each = ceil_page(self._scratch_bytes)
+            arena = Arena(READERS * each, device=torch.device("cpu"), huge=True)
+            regions: list[Region | None] = [arena.take(each) for _ in range(READERS)]
             self._pool = ReaderPool(self._outcomes.put, regions)
         if not self._left:
             self._busy_since = time.perf_counter()

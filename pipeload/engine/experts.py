@@ -18,7 +18,7 @@ from pipeload.budget.parts import window_matrices
 from pipeload.engine.expert_layer import ExpertLayer
 from pipeload.engine.expert_reads import ExpertReads, Slice
 from pipeload.engine.expert_seats import ExpertSeat
-from pipeload.weights.expert_bank import ExpertBank, block_bytes, slice_bytes
+from pipeload.weights.expert_bank import ExpertBank, block_bytes, scratch_bytes, slice_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
     from torch import nn
 
     from pipeload.budget.counters import Counters
-    from pipeload.budget.experts_share import ExpertsShare
-    from pipeload.budget.parts import Bank
+    from pipeload.budget.make_plan import Build
     from pipeload.checkpoint.files import FileSet
     from pipeload.weights.layout import Weight
+    from pipeload.weights.placement import Convert
 
 _INTEGERS = frozenset({torch.int32, torch.int64})
 
@@ -39,31 +39,33 @@ class Experts:
 
     def __init__(
         self,
-        banks: Sequence[Bank],
+        build: Build,
         filled: Mapping[str, tuple[nn.Parameter, Weight]],
         files: FileSet,
+        convert: Convert,
         counters: Counters,
-        share: ExpertsShare | None,
     ) -> None:
         """Reserve address space for all experts; nothing is read.
 
         Args:
-            banks: the experts, in the order of the model.
+            build: which experts there are, and what the plan has for them.
             filled: parameters by name.
             files: the open checkpoint.
+            convert: runs the library's operations.
             counters: told what is held and read.
-            share: what the plan has for them.
 
         Raises:
             MemoryError: the system refuses the address space.
         """
-        block = block_bytes(sum(weight.nbytes for bank in banks for weight in bank.weights))
+        banks, share = build.parts.banks, build.plan.experts
+        weights = [weight for bank in banks for weight in bank.weights]
+        block = block_bytes(sum(weight.nbytes for weight in weights))
         self.seats = [
             ExpertSeat(
                 layer,
                 bank,
                 {weight.name: filled[weight.name][0] for weight in bank.weights},
-                ExpertBank(bank.weights, files, block=block),
+                ExpertBank(bank.weights, files, convert, block=block),
             )
             for layer, bank in enumerate(banks)
         ]
@@ -71,7 +73,7 @@ class Experts:
         self._sizes = [sum(map(slice_bytes, bank.weights)) for bank in banks]
         self._window = window_matrices(banks) if banks else 0
         self._counters = counters
-        self.reads = ExpertReads(counters, files.stalls)
+        self.reads = ExpertReads(counters, files.stalls, scratch_bytes(weights))
         self._there: list[set[int]] = [set() for _ in banks]
         """By layer: see [Note: what is there]."""
         self._running: ExpertLayer | None = None

@@ -260,7 +260,7 @@ class PendingLoad:
         ) -> None:
             first = conversion.weights[0].group or ""
             owner = held if held is not None else None if model() is None else proxy
-            recipes[first].fill(first, owner, stored, into)
+            recipes[first].fill(first, owner, stored, into, alone=conversion.alone)
 
         return convert
 
@@ -286,7 +286,7 @@ class PendingLoad:
             sources=tuple(source for source, _ in recipe.sources),
             group=None if recipe.converter is None else first,
             unpacking_bytes=recipe.unpacking_bytes,
-            slice_sources=recipe.slice_sources(tuple(parameter.shape)),
+            slices=recipe.slices(tuple(parameter.shape)),
         )
 
 

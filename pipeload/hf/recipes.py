@@ -17,11 +17,17 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers.core_model_loading import Concatenate, MergeModulelist
+from transformers.core_model_loading import (
+    Concatenate,
+    Interleave,
+    MergeModulelist,
+    Transpose,
+)
 from transformers.quantizers.base import HfQuantizer
 
 from pipeload.budget.cut import ADAPTED
 from pipeload.weights.arena import DTYPES
+from pipeload.weights.layout import Slices
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -34,6 +40,7 @@ if TYPE_CHECKING:
 
 _PIECE_BYTES = 4 << 20
 _STACKED = 3  # dimensions of matrices that were stacked
+_WIDEST = 4  # bytes of a number in what operations make beside
 # Until 5.20 or so, what is stored as a float under the name that it has in the model.
 _CASTS_FIRST = not hasattr(HfQuantizer, "get_new_dtype")
 
@@ -49,6 +56,10 @@ class Recipe:
     """What it is in, where the operations decide that; else it is cast as the model says."""
     pieces: int = 1
     """See [Note: unpacking piece by piece]."""
+    by_rows: bool = False
+    """Whether unpacking makes rows of a result of the same rows of what is stored."""
+    beside_times: int = 2
+    """Memory that operations take beside stored tensors and a result, in multiples of it."""
     unpacking_bytes: int = 0
     """What one piece takes beside stored tensors and the result; 0 for what nothing is known of."""
 
@@ -63,33 +74,60 @@ class Recipe:
         """Whether there is more than one operation."""
         return self.converter is not None and len(self.converter.operations) > 1
 
-    def slice_sources(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-        """Say which sources are each slice of a weight of that shape: see `Weight.slice_sources`.
+    def slices(self, shape: tuple[int, ...]) -> Slices | None:
+        """Say how slices of a weight of that shape can be made one by one; None if they cannot.
 
-        Empty where the operations do anything but stack them, and lay stacks side by side.
+        So it is where operations stack matrices of experts, lay stacks side by side, or change the
+        matrices of a stack without looking beyond each.
         """
-        if self.converter is None or self.dtype is not None or len(shape) < _STACKED:
-            return ()
-        patterns: list[str] = [*dict.fromkeys(self.converter.source_patterns)]
-        match self.converter.operations:
-            case [MergeModulelist(dim=0)] if len(patterns) == 1:
-                pass
-            case [MergeModulelist(dim=0), Concatenate(dim=1)]:
-                pass
-            case _:
-                return ()
+        if self.converter is None or len(shape) < _STACKED:
+            return None
         if len(self.converter.target_patterns) != 1:
-            return ()
-        stacks = [[i for i, (_, own) in enumerate(self.sources) if own == p] for p in patterns]
-        if any(len(stack) != shape[0] for stack in stacks):
-            return ()
-        rows = sum(self.sources[stack[0]][0].shape[0] for stack in stacks)
-        fits = all(
-            self.sources[i][0].shape == (self.sources[stack[0]][0].shape[0], *shape[2:])
-            for stack in stacks
-            for i in stack
-        )
-        return tuple(zip(*stacks, strict=True)) if fits and rows == shape[1] else ()
+            return None
+        own = [op for op in self.converter.operations if not hasattr(op, "hf_quantizer")]
+        unpacked = len(own) < len(self.converter.operations)
+        beside = self.beside_times * math.prod(shape[1:]) * _WIDEST
+        match own:
+            case [MergeModulelist(dim=0)] | [MergeModulelist(dim=0), Concatenate(dim=1)]:
+                groups = self._by_number(shape[0])
+                if groups is None or (not unpacked and not self._side_by_side(groups, shape)):
+                    return None
+                return Slices(groups, made=unpacked, beside_bytes=beside if unpacked else 0)
+        stacks = all(entry.shape[:1] == shape[:1] for entry, _ in self.sources)
+        stacks = stacks and (self.by_rows or not unpacked)
+        if stacks and all(self._keeps_matrices(op, shape) for op in own):
+            return Slices(beside_bytes=beside)
+        return None
+
+    def _by_number(self, count: int) -> tuple[tuple[int, ...], ...] | None:
+        """Sources of each expert, in the order of their patterns; None if one has more."""
+        assert self.converter is not None  # noqa: S101 - nobody asks otherwise
+        stacks: dict[str, list[int]] = {p: [] for p in self.converter.source_patterns}
+        for index, (_, pattern) in enumerate(self.sources):
+            stacks.setdefault(pattern, []).append(index)
+        used = [stack for stack in stacks.values() if stack]
+        if any(len(stack) != count for stack in used):
+            return None
+        return tuple(zip(*used, strict=True))
+
+    def _side_by_side(self, groups: tuple[tuple[int, ...], ...], shape: tuple[int, ...]) -> bool:
+        """Whether each slice is the bytes of its sources, one behind the other."""
+        entries = [[self.sources[index][0] for index in group] for group in groups]
+        rows = {tuple(entry.shape[0] for entry in group) for group in entries}
+        wide = all(entry.shape[1:] == shape[2:] for group in entries for entry in group)
+        return wide and len(rows) == 1 and sum(*rows) == shape[1]
+
+    def _keeps_matrices(self, operation: object, shape: tuple[int, ...]) -> bool:
+        """Whether an operation does to each matrix of a stack the same, and nothing else."""
+        match operation:
+            case Transpose(dim0=first, dim1=second, check_dims=checks):
+                # One that looks at the shapes must not take a slice for another.
+                same = any(entry.shape == shape for entry, _ in self.sources)
+                return {first, second} == {1, 2} and not (checks and same)
+            case Interleave(dim=dim) | Concatenate(dim=dim):
+                return dim > 0
+            case _:
+                return False
 
     def settle(self, name: str, model: nn.Module, unpacking: Unpacking) -> None:
         """Find out what a conversion for quantised weights makes; a plain one if it does nothing.
@@ -108,7 +146,8 @@ class Recipe:
         made = self._run(name, model, stored, None).get(name)
         if made is None:
             return
-        self.dtype = made.dtype
+        self.dtype, self.beside_times = made.dtype, unpacking.times
+        self.by_rows = unpacking.by_rows
         entry = self.sources[0][0]
         if len(self.sources) == 1 and tuple(made.shape) == tuple(entry.shape):
             # It came unquantised, beside others that are.
@@ -129,6 +168,8 @@ class Recipe:
         model: nn.Module | None,
         stored: Mapping[str, torch.Tensor],
         into: Mapping[str, torch.Tensor],
+        *,
+        alone: bool = False,
     ) -> None:
         """Make the weights of stored tensors.
 
@@ -137,8 +178,9 @@ class Recipe:
             model: whose they are.
             stored: tensors by checkpoint key.
             into: where to, by name.
+            alone: whether these are for one slice of the weight: see `Slices`.
         """
-        if self.pieces == 1:
+        if self.pieces == 1 or alone:
             dtype = None if self.unpacks else into[name].dtype
             for made, tensor in self._run(name, model, stored, dtype).items():
                 into[made].copy_(tensor)
@@ -160,7 +202,9 @@ class Recipe:
         quantizers = [getattr(op, "hf_quantizer", None) for op in self.converter.operations]
         operation = deepcopy(self.converter, {id(q): q for q in quantizers if q is not None})
         for source, pattern in self.sources:
-            tensor = stored[source.name]
+            tensor = stored.get(source.name)
+            if tensor is None:  # of another slice
+                continue
             # The same order as the library's: cast what was read, then convert.
             cast: Any = partial(tensor.to, dtype) if dtype is not None else partial(_same, tensor)
             operation.add_tensor(name, source.name, pattern, cast)

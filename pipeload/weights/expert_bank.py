@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING
 
 from pipeload.system.pages import PAGE, ceil_page, floor_page
 from pipeload.weights.arena import DTYPES, HUGE_PAGE
+from pipeload.weights.layout import Conversion
 from pipeload.weights.nan_arena import NanArena
-from pipeload.weights.placement import read_into, scratch_of
+from pipeload.weights.placement import one_conversion, read_into, scratch_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     import torch
 
@@ -28,19 +29,33 @@ if TYPE_CHECKING:
     from pipeload.checkpoint.headers import TensorEntry
     from pipeload.weights.arena import Region, Work
     from pipeload.weights.layout import Weight
+    from pipeload.weights.placement import Convert
 
 _CHUNK_BYTES = 2 << 20
 READERS = 4
 """Threads that read experts at once, beside those that read units."""
-SCRATCH_BYTES = _CHUNK_BYTES + 2 * PAGE
-"""Working memory that each of them needs."""
 _MOST_BLOCKS = 4096
 """Mappings of the NaN block that all banks of a model may come to; a process may have 65530."""
 
 
-def scratch_bytes() -> int:
-    """Bytes of working memory of all threads that read experts."""
-    return READERS * ceil_page(SCRATCH_BYTES)
+def scratch_bytes(weights: Iterable[Weight]) -> int:
+    """Bytes of working memory of one thread that reads experts of these weights."""
+    made = (_stored_bytes(weight) for weight in weights if _is_made(weight))
+    return max(_CHUNK_BYTES + 2 * PAGE, *made, 0)
+
+
+def making_bytes(weights: Iterable[Weight]) -> int:
+    """What the library's operations take beside, for one slice: one at a time is made."""
+    return max((w.slices.beside_bytes for w in weights if w.slices is not None), default=0)
+
+
+def _is_made(weight: Weight) -> bool:
+    return weight.slices is not None and weight.slices.made
+
+
+def _stored_bytes(weight: Weight) -> int:
+    """Whole pages of all that one slice is made of."""
+    return sum(ceil_page(source.nbytes) + PAGE for source in weight.sources_of(0))
 
 
 def slice_bytes(weight: Weight) -> int:
@@ -64,13 +79,17 @@ def block_bytes(banks_bytes: int) -> int:
 class ExpertBank:
     """The parameters of one experts module, and the reads that fill a slice of each."""
 
-    def __init__(self, weights: Sequence[Weight], files: FileSet, *, block: int) -> None:
+    def __init__(
+        self, weights: Sequence[Weight], files: FileSet, convert: Convert, *, block: int
+    ) -> None:
         """Reserve address space; nothing is read. `files` must have the weights' files open.
+
+        `convert` runs the library's operations, `block` is of the NaN block.
 
         Raises:
             MemoryError: the system refuses the address space, or that many mappings.
         """
-        self._slabs = {weight.name: _Slab(weight, files, block) for weight in weights}
+        self._slabs = {weight.name: _Slab(weight, files, convert, block) for weight in weights}
 
     @property
     def views(self) -> Mapping[str, torch.Tensor]:
@@ -94,8 +113,8 @@ class ExpertBank:
 class _Slab:
     """One parameter of a bank."""
 
-    def __init__(self, weight: Weight, files: FileSet, block: int) -> None:
-        self._weight, self._files = weight, files
+    def __init__(self, weight: Weight, files: FileSet, convert: Convert, block: int) -> None:
+        self._weight, self._files, self._convert = weight, files, convert
         self._lead = weight.sources[0].start % PAGE if weight.raw else 0
         self._size = slice_bytes(weight)
         self._arena = NanArena(self._lead + weight.nbytes, block_bytes=block)
@@ -105,6 +124,8 @@ class _Slab:
 
     def read_jobs(self, expert: int) -> list[Work]:
         self._held.add(expert)
+        if _is_made(self._weight):
+            return [partial(self._make, expert)]
         return [*(self._page_jobs(expert) if self._weight.raw else self._piece_jobs(expert))]
 
     def _page_jobs(self, expert: int) -> Iterator[Work]:
@@ -144,6 +165,22 @@ class _Slab:
         scratch = scratch_of(scratch)
         count, at = read_into(scratch, self._files, source, start * item, stop * item)
         into.copy_(scratch.tensor(at, source.dtype, (stop - start,), (stop - start) * item))
+        return count
+
+    def _make(self, expert: int, scratch: Region | None) -> int:
+        scratch, place, count = scratch_of(scratch), 0, 0
+        stored: dict[str, torch.Tensor] = {}
+        for source in self._weight.sources_of(expert):
+            first, stop = floor_page(source.start), ceil_page(source.stop)
+            into = scratch.buffer(place, stop - first)
+            count += self._files.read_pages(source.file, first, stop, into)
+            at = place + source.start - first
+            stored[source.name] = scratch.tensor(at, source.dtype, source.shape, source.nbytes)
+            place += stop - first
+        conversion = Conversion((self._weight,), (), (), alone=True)
+        into_view = {self._weight.name: self.view[expert : expert + 1]}
+        with one_conversion:
+            self._convert(conversion, stored, into_view)
         return count
 
     def drop(self, expert: int) -> None:

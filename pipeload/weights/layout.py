@@ -11,7 +11,7 @@ to 64 bytes.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from pipeload.system.pages import PAGE, ceil_page, floor_page
 
@@ -39,6 +39,17 @@ class Repacking(Protocol):
         """Fill `out` with `stored`, both of the same dtype and [rows, width]."""
 
 
+class Slices(NamedTuple):
+    """How the slices of a weight, along its first dimension, come of stored tensors one by one."""
+
+    sources: tuple[tuple[int, ...], ...] = ()
+    """Which of the weight's sources each is made of; none where it is of the same slice of each."""
+    made: bool = True
+    """Whether the conversion is to be run on these alone; else they lie one behind the other."""
+    beside_bytes: int = 0
+    """What that takes beside the stored tensors and the slice."""
+
+
 @dataclass(frozen=True, slots=True)
 class Weight:
     """One parameter of the model and where its values come from."""
@@ -64,9 +75,9 @@ class Weight:
     """Whether its module refuses to compute while it is evicted: integers have no NaN to show."""
     repacked: Repacking | None = None
     """For bytes put into another order, for the processor, as they are read: how."""
-    slice_sources: tuple[tuple[int, ...], ...] = ()
-    """Where a conversion does no more than stack stored tensors: which of `sources`, one behind the
-    other, are each slice along the first dimension."""
+    slices: Slices | None = None
+    """How a conversion's result comes slice by slice along its first dimension; None: it does not.
+    """
 
     @property
     def raw(self) -> bool:
@@ -82,13 +93,15 @@ class Weight:
     def sliceable(self) -> bool:
         """Whether each slice along the first dimension can be read by itself."""
         plain = self.group is None and self.repacked is None and not self.guarded
-        return len(self.shape) > 1 and (plain or bool(self.slice_sources))
+        return len(self.shape) > 1 and (plain or self.slices is not None)
 
     def sources_of(self, index: int) -> tuple[TensorEntry, ...]:
-        """Say what holds the slice `index` of one that is `sliceable`: one behind the other."""
-        if self.slice_sources:
-            return tuple(self.sources[source] for source in self.slice_sources[index])
-        return self.rows(index, index + 1).sources
+        """Say what the slice `index` of one that is `sliceable` is made of."""
+        if self.slices is None:
+            return self.rows(index, index + 1).sources
+        if not self.slices.sources:
+            return tuple(_part(source, index) for source in self.sources)
+        return tuple(self.sources[source] for source in self.slices.sources[index])
 
     def rows(self, start: int, stop: int) -> Weight:
         """Make the range of rows from `start` to `stop` a weight that is read by itself."""
@@ -112,6 +125,13 @@ class Weight:
             whole=self.name,
             first_row=start,
         )
+
+
+def _part(source: TensorEntry, index: int) -> TensorEntry:
+    """A slice along the first dimension, under the same name."""
+    size = source.nbytes // source.shape[0]
+    start = source.start + index * size
+    return replace(source, shape=(1, *source.shape[1:]), start=start, stop=start + size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +167,8 @@ class Conversion:
     offsets: tuple[int, ...]
     sources: tuple[tuple[TensorEntry, int], ...]
     """Stored tensors and where their bytes lie in the region."""
+    alone: bool = False
+    """Whether it makes one slice of its weight, of the stored tensors for that: see `Slices`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ Convert = Callable[[Conversion, Mapping[str, torch.Tensor], Mapping[str, torch.T
 
 
 # The plan has memory for one at a time.
-_one_conversion = threading.Lock()
+one_conversion = threading.Lock()
 
 
 class Place(Protocol):
@@ -159,7 +159,7 @@ class Placement:
             source.name: self._region.tensor(offset, source.dtype, source.shape, source.nbytes)
             for source, offset in conversion.sources
         }
-        with _one_conversion:
+        with one_conversion:
             self._convert(conversion, stored, self.views)
         return 0
 

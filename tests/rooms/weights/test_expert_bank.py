@@ -13,8 +13,9 @@ from pipeload.checkpoint.files import FileSet
 from pipeload.checkpoint.headers import read_header
 from pipeload.system.pages import PAGE
 from pipeload.weights.arena import Arena
-from pipeload.weights.expert_bank import SCRATCH_BYTES, ExpertBank, block_bytes, held_bytes
-from pipeload.weights.layout import Weight
+from pipeload.weights.expert_bank import ExpertBank, block_bytes, held_bytes, scratch_bytes
+from pipeload.weights.layout import Slices, Weight
+from pipeload.weights.same_weights import no_conversion
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -23,8 +24,8 @@ EXPERTS = 6
 
 
 def _read(bank: ExpertBank, name: str, expert: int) -> int:
-    arena = Arena(SCRATCH_BYTES, device=torch.device("cpu"), huge=False)
-    scratch = arena.take(SCRATCH_BYTES)
+    nbytes = scratch_bytes([])
+    scratch = Arena(nbytes, device=torch.device("cpu"), huge=False).take(nbytes)
     return sum(job(scratch) for job in bank.read_jobs(name, expert))
 
 
@@ -54,7 +55,7 @@ def _stacked(folder: Path, rows: int) -> tuple[Weight, FileSet, torch.Tensor]:
         values.numel() * 4,
         tuple(entries[name] for name in names),
         group="w",
-        slice_sources=pairs,
+        slices=Slices(pairs, made=False),
     )
     return weight, FileSet([file], "buffered"), values
 
@@ -64,7 +65,7 @@ def _stacked(folder: Path, rows: int) -> tuple[Weight, FileSet, torch.Tensor]:
 def test_slices_come_and_go(tmp_path: Path, make: Any, rows: int) -> None:
     """Of less than a page, of whole pages, and of others."""
     weight, files, values = make(tmp_path, rows)
-    bank = ExpertBank([weight], files, block=block_bytes(1))
+    bank = ExpertBank([weight], files, no_conversion, block=block_bytes(1))
     view = bank.views["w"]
     assert view.shape == values.shape
     assert view.isnan().all()
@@ -87,9 +88,9 @@ def test_cast_as_it_is_read(tmp_path: Path) -> None:
     weight, files, values = _stacked(tmp_path, 30)
     half = Weight(
         "w", "F16", weight.shape, weight.nbytes // 2, weight.sources, "w",
-        slice_sources=weight.slice_sources,
+        slices=weight.slices,
     )  # fmt: skip
-    bank = ExpertBank([half], files, block=block_bytes(1))
+    bank = ExpertBank([half], files, no_conversion, block=block_bytes(1))
     _read(bank, "w", 3)
     assert torch.equal(bank.views["w"][3], values[3].half())
 
