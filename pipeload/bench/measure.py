@@ -4,7 +4,8 @@ A pass cannot take less than T* = max((M - R*) / B, C). M: bytes a pass must rea
 limit allows to be held beside two buffers, each as large as one unit of the plan's grain: a block,
 or, where two of these do not fit, its largest module or range of rows. B: the disk's rate, by a
 reader of the benchmark's own. C: the pass with all weights resident. rho = T*/T is the share of
-the possible that is reached. On a device T* = max(disk bytes / B, link bytes / L, C): the link
+the possible that is reached. Of experts, M counts what the cache's own choice misses: a better one
+would have to know the future. On a device T* = max(disk bytes / B, link bytes / L, C): the link
 copies what the device's limit does not hold, the disk reads what neither limit does. L: the rate of
 copies out of locked memory. B, C and T are measured beside each other in every round, since an
 absolute figure says nothing on a shared machine; medians are shown.
@@ -221,8 +222,8 @@ def _row(samples: Sequence[dict[str, Any]]) -> LimitResult:
     """Medians over the rounds; ratios are taken within a round first."""
     for sample in samples:
         room = sample["memory_limit"] - sample["floor"] - sample["reserve"]
-        held_at_best = room - 2 * sample["smallest_unit"]
-        needed = sample["needed_per_pass"]
+        held_at_best = room - 2 * sample["smallest_unit"] - sample["expert_cache"]
+        needed = sample["needed_per_pass"] + sample["expert_bytes"]
         to_read = max(0, needed - held_at_best) if sample["bytes_per_pass"] else 0
         copying = 0.0
         if "device" in sample:

@@ -64,7 +64,11 @@ def describe(model: Any) -> dict[str, Any]:
     head = model.get_output_embeddings()
     tied = head is not None and head.weight is table
     total = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    experts = plan.experts
+    if experts is not None:
+        total -= experts.total_bytes
     return {
+        "expert_cache": 0 if experts is None else experts.cache_bytes,
         **({} if plan.device_share is None else _describe_device(plan, plan.device_share)),
         "memory_limit": plan.memory_limit,
         "floor": plan.floor_bytes,
@@ -127,6 +131,7 @@ def decode(
         "seconds": (times[-1] - times[2]) / count,
         "median_seconds": steps[len(steps) // 2],
         "bytes": (last.bytes_read - first.bytes_read) / count,
+        "expert_bytes": (last.expert_bytes_read - first.expert_bytes_read) / count,
         "reads": (last.reads - first.reads) / count,
         "misses": (last.misses - first.misses) / count,
         "stall": (last.stall_seconds - first.stall_seconds) / count,

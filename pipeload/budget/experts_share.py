@@ -52,10 +52,12 @@ class ExpertsShare:
         return 1.0
 
     @property
-    def bytes_per_token(self) -> int | None:
-        """What is likely to be read of experts for one token; None if it is not known."""
+    def bytes_per_token(self) -> int:
+        """What is likely to be read of experts for one token; at most, if that is not known."""
         hits = self.expected_hits
-        return None if hits is None else round((self.routed_bytes or 0) * (1 - hits))
+        if hits is None:
+            return self.total_bytes - self.cache_bytes
+        return round((self.routed_bytes or 0) * (1 - hits))
 
     def rows(self) -> list[tuple[str, int, str]]:
         """Where its bytes go, for people."""

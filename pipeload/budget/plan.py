@@ -106,8 +106,9 @@ class Plan(Tabled):
 
     @property
     def bytes_per_pass(self) -> int:
-        """Bytes read from disk in one forward pass, but for experts."""
-        return sum(unit.streamed_bytes for unit in self.units if not unit.hosted)
+        """Bytes read from disk in one pass; of experts, what one token is likely to need."""
+        experts = 0 if self.experts is None else self.experts.bytes_per_token
+        return experts + sum(unit.streamed_bytes for unit in self.units if not unit.hosted)
 
     @property
     def seconds_per_pass(self) -> float | None:
@@ -290,10 +291,8 @@ class Plan(Tabled):
     def _caption(self) -> str:
         """What is read in each pass, and copied, and how."""
         how = f"({self.io_mode}, {counted(self.readers, 'reader')})"
-        text = f"{format_size(self.bytes_per_pass)} read per pass"
-        if self.experts is not None and self.experts.bytes_per_token is not None:
-            text += f" and about {format_size(self.experts.bytes_per_token)} of experts per token"
-        text += f" {how}"
+        about = "" if self.experts is None else "about "
+        text = f"{about}{format_size(self.bytes_per_pass)} read per pass {how}"
         share, seconds = self.device_share, self.seconds_per_pass
         if share is None:
             rate = format_size(round(self.disk_rate or 0))

@@ -174,7 +174,10 @@ def choose_limit(model: str, *, debug: bool, **where: Any) -> int:
     """
     with _as_when_running(model, debug=debug):
         options = {"dtype": "auto", **where}
-        weights = _plan(model, memory_limit=_ENDLESS, **options).resident
+        endless = _plan(model, memory_limit=_ENDLESS, **options)
+        weights = endless.resident
+        if endless.experts is not None:
+            weights += endless.experts.cache_bytes
         try:
             tight = _plan(model, memory_limit=1, **options)
         except MemoryLimitError as error:  # a tenth more, as the process grows a little meanwhile

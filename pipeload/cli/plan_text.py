@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from pipeload._sizes import counted, format_size
@@ -72,6 +73,7 @@ def _figures(plan: Plan, *, batch: int, probed: bool) -> dict[str, object]:
         "disk_rate_measured": probed,
         "seconds_per_pass": plan.seconds_per_pass,
         "tokens_per_second": _tokens_per_second(plan, batch),
+        "experts": None if plan.experts is None else asdict(plan.experts),
         **plan.host_figures(),
     }
 
@@ -115,6 +117,8 @@ def _text(plan: Plan, *, batch: int, probed: bool) -> str:
         lines.append("All weights fit: the disk is needed for the first pass only.")
     else:
         per_token = format_size(round(plan.bytes_per_pass / batch))
+        if plan.experts is not None:
+            per_token = f"about {per_token}"
         link = ""
         share = plan.device_share
         if share is not None and share.link_rate:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from pipeload._sizes import counted, format_size
 from pipeload._text_tables import Row, Tabled
-from pipeload.engine.stats import past_the_cache, work_rows
+from pipeload.engine.stats import expert_rows, past_the_cache, work_rows
 
 if TYPE_CHECKING:
     from pipeload.budget.plan import Plan
@@ -40,6 +40,9 @@ class Figures(Tabled):
     tokens_per_pass: float
     hits: int
     misses: int
+    expert_hits: int
+    expert_misses: int
+    expert_bytes_read: int
     io_mode: str
     readers: int
     disk_busy: float
@@ -73,6 +76,7 @@ class Figures(Tabled):
             Row("first token", f"after {self.load_seconds + self.first_token_seconds:.3g} s"),
             Row("speed", f"{speed} tokens/s after the first, {counted(self.new_tokens, 'token')}"),
             Row("tokens per pass", f"{self.tokens_per_pass:.3g}"),
+            *expert_rows(self.expert_hits, self.expert_misses),
             Row("bottleneck", f"{bottleneck} {busy}"),
         ]
 
@@ -112,6 +116,9 @@ def count(
         tokens_per_pass=new_tokens / stats.passes if stats.passes else 0.0,
         hits=stats.hits,
         misses=stats.misses,
+        expert_hits=stats.expert_hits,
+        expert_misses=stats.expert_misses,
+        expert_bytes_read=stats.expert_bytes_read,
         io_mode=plan.io_mode,
         readers=plan.readers,
         disk_busy=disk,
@@ -147,6 +154,8 @@ def describe_plan(plan: Plan) -> str:
         f"{format_size(plan.bytes_per_pass)} are read per token "
         f"({plan.io_mode}, {counted(plan.readers, 'reader')})"
     )
+    if plan.experts is not None:
+        text += f",\nwith a cache of {format_size(plan.experts.cache_bytes)} for experts"
     if copied is not None:
         text += f",\n{format_size(copied)} are copied to the device"
     if plan.seconds_per_pass is not None and plan.disk_rate is not None:

@@ -86,6 +86,12 @@ def work_rows(work: Work) -> list[Row]:
     ]
 
 
+def expert_rows(hits: int, misses: int) -> list[Row]:
+    """How many experts were there when they were routed to, for people; nothing without any."""
+    routed = hits + misses
+    return [Row("experts found", f"{hits} of {routed}, {hits / routed:.0%}")] if routed else []
+
+
 def _memory_rows(work: Work) -> list[Row]:
     peaks = [
         Row("peak memory", format_size(work.peak_rss_bytes)),
@@ -174,13 +180,6 @@ class Stats(Tabled):
         """Bytes per second while reading, 0.0 before the first read."""
         return self.bytes_read / self.read_seconds if self.read_seconds else 0.0
 
-    def _expert_rows(self) -> list[Row]:
-        routed = self.expert_hits + self.expert_misses
-        if not routed:
-            return []
-        found = f"{self.expert_hits} of {routed}, {self.expert_hit_rate:.0%}"
-        return [Row("experts found", found), Row("experts held", format_size(self.expert_bytes))]
-
     def _rows(self) -> list[Row]:
         """What was read and computed, within which memory, one row per figure."""
         return [
@@ -188,7 +187,7 @@ class Stats(Tabled):
             Row("weights held", format_size(self.resident_bytes)),
             Row("buffers", format_size(self.buffer_bytes)),
             Row("units read late", f"{self.misses} of {self.hits + self.misses}"),
-            *self._expert_rows(),
+            *expert_rows(self.expert_hits, self.expert_misses),
             Row("passes", f"{self.passes}"),
             Row("tokens", f"{self.tokens}, {self.tokens_per_pass:.3g} per pass"),
         ]

@@ -17,6 +17,7 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 import pipeload
 from pipeload import UnsupportedModelError
+from pipeload.budget import cut
 from pipeload.budget.accounts import ACCOUNTANT
 from pipeload.formats.refused import REFUSED
 from pipeload.formats.registry import FORMATS, FROM_FLOATS
@@ -148,6 +149,28 @@ def test_in_another_dtype(name: str, dtype: torch.dtype, made: Callable[[str], P
     for (path, one), other in zip(model.named_parameters(), reference.parameters(), strict=True):
         assert one.dtype == other.dtype, path
     assert torch.equal(logits(model), logits(reference))
+
+
+@pytest.mark.parametrize("name", ["fp8 experts", "mxfp4"])
+def test_experts_are_unpacked_one_by_one(
+    name: str, made: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of a token alone; a plain load unpacks all."""
+    monkeypatch.setattr(cut, "_BANK_BYTES", 1)
+    folder = made(name)
+    reference = plain(folder, name)
+    token = torch.tensor([[7]])
+    for spare in (1_000, 100_000_000):
+        model = load_streamed(folder, spare=spare, modules=True, **options_of(name))
+        assert torch.equal(logits(model, token), logits(reference, token))
+        stats, share = model.pipeload.stats(), model.pipeload.plan.experts
+        assert share is not None
+        assert 0 < stats.expert_misses < share.experts
+        for _ in range(2):
+            assert torch.equal(logits(model), logits(reference))
+        assert generated(model) == generated(reference)
+        model.pipeload.remove()
+        assert torch.equal(logits(model), logits(reference))
 
 
 @pytest.mark.parametrize("name", ["fp8", "mxfp8", "mxfp4", "metal"])

@@ -30,7 +30,7 @@ def test_more_cache_more_hits() -> None:
 def test_bytes_of_a_token() -> None:
     assert SHARE.bytes_per_token == 400
     assert replace(SHARE, cache_bytes=6400).bytes_per_token == 0
-    assert replace(SHARE, routed_bytes=None).bytes_per_token is None
+    assert replace(SHARE, routed_bytes=None, cache_bytes=100).bytes_per_token == 6300
 
 
 def test_rows_for_people() -> None:
