@@ -7,6 +7,7 @@ supplies the weights; `attach` calls it around every block.
 from __future__ import annotations
 
 from pipeload_hooks._answers import MOST_COMPUTED, UnknownValueError
+from pipeload_hooks._aside import AttentionAside
 from pipeload_hooks._attach import Attachment, attach, inside_compiled_call
 from pipeload_hooks._binding import (
     Binding,
@@ -25,6 +26,7 @@ from pipeload_hooks._callers import Caller, Callers, Mark, arguments_of
 from pipeload_hooks._evicted import BESIDE, OnUse, note_changes, plain_kind
 from pipeload_hooks._growth import TreeWatch
 from pipeload_hooks._lookup import takes_ids
+from pipeload_hooks._modes import discard_ended
 from pipeload_hooks._passes import PassGate
 from pipeload_hooks._rows import RowSource, attach_rows
 from pipeload_hooks._source import WeightSource
@@ -37,12 +39,13 @@ from pipeload_hooks._split import (
 )
 from pipeload_hooks._trial import Repeated, TooLongError, Trial, try_out
 from pipeload_hooks._usage import Usage, observe_usage
-from pipeload_hooks._watch import EvictedWeightWatch, discard_ended
+from pipeload_hooks._watch import EvictedWeightWatch
 
 __all__ = [
     "BESIDE",
     "MOST_COMPUTED",
     "Attachment",
+    "AttentionAside",
     "Binding",
     "Block",
     "Bound",
