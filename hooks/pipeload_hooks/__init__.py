@@ -7,6 +7,7 @@ supplies the weights; `attach` calls it around every block.
 from __future__ import annotations
 
 from pipeload_hooks._answers import MOST_COMPUTED, UnknownValueError
+from pipeload_hooks._aside import AttentionAside
 from pipeload_hooks._attach import Attachment, attach, inside_compiled_call
 from pipeload_hooks._binding import (
     Binding,
@@ -34,6 +35,7 @@ from pipeload_hooks._experts import (
 )
 from pipeload_hooks._growth import TreeWatch
 from pipeload_hooks._lookup import takes_ids
+from pipeload_hooks._modes import discard_ended
 from pipeload_hooks._passes import PassGate
 from pipeload_hooks._rows import RowSource, attach_rows
 from pipeload_hooks._source import WeightSource
@@ -46,12 +48,13 @@ from pipeload_hooks._split import (
 )
 from pipeload_hooks._trial import Repeated, TooLongError, Trial, try_out
 from pipeload_hooks._usage import Usage, observe_usage
-from pipeload_hooks._watch import EvictedWeightWatch, discard_ended
+from pipeload_hooks._watch import EvictedWeightWatch
 
 __all__ = [
     "BESIDE",
     "MOST_COMPUTED",
     "Attachment",
+    "AttentionAside",
     "Binding",
     "Block",
     "Bound",

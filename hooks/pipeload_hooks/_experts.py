@@ -25,10 +25,10 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
 from pipeload_hooks._attach import recording
 from pipeload_hooks._evicted import BESIDE
+from pipeload_hooks._modes import PassMode
 from pipeload_hooks._rows import version_of
 
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ def attach_experts(module: nn.Module, source: ExpertSource) -> tuple[RemovableHa
     )
 
 
-class ServeExperts(TorchFunctionMode):
+class ServeExperts(PassMode):
     """While active in a thread, products with the given parameters have their experts come."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], service: Service) -> None:
@@ -139,15 +139,6 @@ class ServeExperts(TorchFunctionMode):
         with torch._C.DisableTorchFunction():
             self._by_address = {p.data_ptr(): name for name, p in parameters.items()}
         self._service = service
-        self.active = True
-
-    def begin(self) -> None:
-        """Put it on this thread's stack of modes."""
-        self.__enter__()  # type: ignore[no-untyped-call]
-
-    def end(self) -> None:
-        """Let everything pass from now on; `discard_ended` takes it off the stack."""
-        self.active = False
 
     def __torch_function__(
         self,

@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 from pipeload_hooks._binding import is_placeholder
 from pipeload_hooks._evicted import HARMLESS, parameters_in
-from pipeload_hooks._experts import ServeExperts
+from pipeload_hooks._modes import PassMode
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -31,7 +30,7 @@ class Rows(Protocol):
         """Have all rows there, and shown, from now on. Raises where they do not fit."""
 
 
-class EvictedWeightWatch(TorchFunctionMode):
+class EvictedWeightWatch(PassMode):
     """While active in a thread, every torch function that gets an evicted weight is refused.
 
     But for a table: rows that are picked by their numbers are read, and a copy of them is given;
@@ -57,7 +56,6 @@ class EvictedWeightWatch(TorchFunctionMode):
         self._refuse = refuse
         self._tables = tables or {}
         self._ended = ended
-        self.active = True
         self.has_served = False
         """Whether a table was used past its module: this watch is then needed in every pass."""
 
@@ -107,24 +105,6 @@ class EvictedWeightWatch(TorchFunctionMode):
             self.end()
         return not self.active
 
-    def begin(self) -> None:
-        """Put it on this thread's stack of modes."""
-        self.active = True
-        self.__enter__()  # type: ignore[no-untyped-call]
-
-    def discard(self) -> None:
-        """End it, and take it off this thread's stack of modes."""
-        self.end()
-        discard_ended()
-
-    def end(self) -> None:
-        """Let everything pass from now on.
-
-        In another thread, where a pass that died may have left it, it stays behind and does nothing
-        until `discard_ended` is called there.
-        """
-        self.active = False
-
 
 def rows_of(table: torch.Tensor, index: object) -> torch.Tensor | None:
     """The rows that `table[index]` takes; None where it is not by number that it takes them."""
@@ -134,21 +114,3 @@ def rows_of(table: torch.Tensor, index: object) -> torch.Tensor | None:
     if isinstance(first, (int, slice)) and not isinstance(first, bool):
         return torch.arange(table.shape[0])[first]
     return None
-
-
-def discard_ended() -> None:
-    """Take all modes of ours that have ended off this thread's stack of modes."""
-    depth = torch._C._len_torch_function_stack()
-    modes = [torch._C._get_function_stack_at(index) for index in range(depth)]
-    ended = [index for index, mode in enumerate(modes) if _has_ended(mode)]
-    if not ended:
-        return
-    for _ in modes[ended[0] :]:
-        torch._C._pop_torch_function_stack()
-    for mode in modes[ended[0] :]:
-        if not _has_ended(mode):
-            torch._C._push_on_torch_function_stack(mode)
-
-
-def _has_ended(mode: object) -> bool:
-    return isinstance(mode, (EvictedWeightWatch, ServeExperts)) and not mode.active

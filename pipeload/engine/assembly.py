@@ -288,7 +288,7 @@ class Assembly:
             adapters=adapters,
             pass_modules=pass_modules,
         )
-        self._undo.push(passes.first_calls.end)
+        self._undo.push(passes.modes.end)
         weakref.finalize(passes, self._undo).atexit = False
         self._dropped.detach()
         forks.know(passes)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from pipeload.engine.expert_reads import ExpertReads, Slice
 from pipeload.errors import UnsupportedOperationError
-from pipeload_hooks import ServeExperts, discard_ended
+from pipeload_hooks import ServeExperts
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
@@ -106,13 +106,12 @@ class ExpertLayer:
         self._end(self._kept)
 
     def _end(self, lost: Iterable[int]) -> None:
-        self._serving.end()
+        self._serving.discard()
         self._reads.cancel()
         for part in [*self._passing]:
             self._give_back(part)
         for expert in lost:
             self.seat.drop(expert)
-        discard_ended()
 
     def refuse(self, function: str, name: str) -> NoReturn:
         """Say which function cannot be served.

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from pipeload.engine.direct_calls import DirectCalls
 from pipeload.engine.pass_log import PassLog
-from pipeload.engine.refusals import FirstCalls, arguments_alone, refuse_compiled
+from pipeload.engine.pass_modes import PassModes
+from pipeload.engine.refusals import arguments_alone, refuse_compiled
 from pipeload_hooks import PassGate, arguments_of, discard_ended, inside_compiled_call
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ class Passes:
         self._hooks, self._adapters, self._edits = replan.hooks, adapters, replan.edits
         self._direct_calls = DirectCalls(replan.hooks, pass_modules)
         self._gate = PassGate()
-        self.first_calls = FirstCalls(
+        self.modes = PassModes(
             streamer.seats, streamer.tables, self._experts.seats, adapters, self._gate
         )
         self._running = Running.NOTHING
@@ -188,7 +189,7 @@ class Passes:
         discard_ended()  # another thread may have ended a pass that died in this one
         self._running = _MODEL
         self._files.check_unchanged()
-        self.first_calls.call = None
+        self.modes.renew()
         if module is not self._hooks.outermost():
             module, args, kwargs, mark = self._direct_calls.call_at(module, args, kwargs)
             if mark is not None:
@@ -200,7 +201,7 @@ class Passes:
         if self._running is Running.CALL:
             self._governor.let_run()
             self.log.count()
-        self.first_calls.begin(module, args, kwargs)
+        self.modes.begin(module, args, kwargs)
 
     def end(self, module: nn.Module, _args: tuple[Any, ...], output: object) -> None:
         """A call that `begin` was called for is over: so is the pass, if it began there.
@@ -213,7 +214,7 @@ class Passes:
 
     def _close(self, *, done: bool) -> None:
         """`done`: it gave its output, as far as anybody can tell."""
-        self.first_calls.stop()
+        self.modes.stop()
         if self._prefetcher.held or self._streamer.inside:
             self.recover()  # an exception that somebody caught inside the pass
         lent, self._running = self._running is Running.CALL, Running.NOTHING
@@ -221,14 +222,14 @@ class Passes:
         self._replan.pass_ended()
         self._governor.after_pass()
         if done:
-            self.first_calls.done()
+            self.modes.done()
             if not lent:
                 self.log.end()
             self._replan.drop_settled()
 
     def recover(self) -> None:
         """Give back what a pass that died was holding; the next pass starts clean."""
-        self.first_calls.discard()
+        self.modes.discard()
         self._streamer.recover()
         self._overlook_edits()
         if self._running is Running.PART:

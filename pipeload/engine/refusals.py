@@ -107,11 +107,12 @@ def _call_of(module: nn.Module, args: Sequence[object], kwargs: Mapping[str, obj
     What a model reads depends on that: a picture has a tower run that text alone has not, and
     models with a state go another way where one token continues it.
     """
-    named = ((name, _is_single(value)) for name, value in kwargs.items() if value is not None)
-    return id(module), tuple(map(_is_single, args)), frozenset(named)
+    named = ((name, is_single(value)) for name, value in kwargs.items() if value is not None)
+    return id(module), tuple(map(is_single, args)), frozenset(named)
 
 
-def _is_single(value: object) -> bool:
+def is_single(value: object) -> bool:
+    """Whether that is one token of each sequence, as input."""
     return isinstance(value, torch.Tensor) and value.dim() > 1 and value.shape[1] == 1
 
 

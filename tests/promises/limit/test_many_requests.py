@@ -12,9 +12,16 @@ _COMMAND = Path(__file__).parents[2] / "tools/many_requests.py"
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="memory is read from /proc")
-def test_many_lengths() -> None:
+@pytest.mark.parametrize(
+    ("requests", "lengths", "dtype"),
+    [
+        pytest.param(240, 60, "float32", id="float32"),
+        pytest.param(160, 300, "bfloat16", id="bfloat16", marks=pytest.mark.slow),
+    ],
+)
+def test_many_lengths(requests: int, lengths: int, dtype: str) -> None:
     """No request within the hint is refused. `python tests/tools/many_requests.py` sends 2000."""
-    size = ("--requests", "240", "--lengths", "60", "--dtype", "float32")
+    size = ("--requests", str(requests), "--lengths", str(lengths), "--dtype", dtype)
     done = subprocess.run(
         [sys.executable, str(_COMMAND), *size], capture_output=True, text=True, check=False
     )

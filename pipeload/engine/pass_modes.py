@@ -1,0 +1,81 @@
+"""What stands between a running pass and torch's functions: a watch, and attention aside."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from pipeload.engine.refusals import FirstCalls, is_single
+from pipeload_hooks import AttentionAside, PassGate
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from torch import nn
+
+    from pipeload.engine.adapters import Adapters
+    from pipeload.engine.expert_seats import ExpertSeat
+    from pipeload.engine.seats import Seat
+    from pipeload.engine.table_seats import TableSeat
+
+
+class PassModes:
+    """The watch of a pass that is called as none was before; attention aside, of all prompts."""
+
+    def __init__(
+        self,
+        seats: Sequence[Seat],
+        tables: Sequence[TableSeat],
+        experts: Sequence[ExpertSeat],
+        adapters: Adapters,
+        gate: PassGate,
+    ) -> None:
+        """As for `FirstCalls`."""
+        self._first_calls = FirstCalls(seats, tables, experts, adapters, gate)
+        self._aside = AttentionAside()
+        self.end: Callable[[], None] = _both(self._first_calls.end, self._aside.close)
+        """Be done with both, in any thread; holds no more than them."""
+
+    def renew(self) -> None:
+        """A pass begins, and nobody knows yet how it was called."""
+        self._first_calls.call = None
+
+    def begin(
+        self, module: nn.Module, args: Sequence[object], kwargs: Mapping[str, object]
+    ) -> None:
+        """It was called so."""
+        self._first_calls.begin(module, args, kwargs)
+        if _has_prompt(args, kwargs):
+            self._aside.begin()
+
+    def stop(self) -> None:
+        """The pass is over, whatever became of it."""
+        if self._aside.active:
+            self._aside.discard()
+        self._first_calls.stop()
+
+    def discard(self) -> None:
+        """The pass died: take what is left of it off this thread."""
+        self._aside.discard()
+        self._first_calls.discard()
+
+    def done(self) -> None:
+        """The pass that is over has given its output."""
+        self._first_calls.done()
+
+
+def _both(first: Callable[[], None], second: Callable[[], None]) -> Callable[[], None]:
+    def both() -> None:
+        first()
+        second()
+
+    return both
+
+
+def _has_prompt(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether more than one token comes at once, to the CPU."""
+    for value in (kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args, *kwargs.values()):
+        if isinstance(value, torch.Tensor):
+            return value.device.type == "cpu" and not is_single(value)
+    return False
