@@ -7,14 +7,12 @@ from typing import TYPE_CHECKING
 
 from pipeload._sizes import counted, format_size
 from pipeload._text_tables import Row, Tabled
+from pipeload.budget.buffer_count import BUFFER_COUNT
 from pipeload.budget.device_share import worth_hosting
 
 if TYPE_CHECKING:
     from pipeload.budget.device_share import DeviceShare
     from pipeload.weights.layout import Layout, Weight
-
-SLOTS = 2
-"""Buffers: one unit is in use while the next one is read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +87,7 @@ class Plan(Tabled):
     @property
     def slots(self) -> int:
         """Number of buffers, 0 when nothing streams."""
-        return 0 if self.fits else SLOTS
+        return 0 if self.fits else BUFFER_COUNT
 
     @property
     def buffers(self) -> int:

@@ -21,7 +21,7 @@ from pipeload.bench.report import table
 from pipeload.cli import commands as cli_commands
 from pipeload.cli import evaluate
 from pipeload.cli import plan as cli_plan
-from pipeload.cli.screen import reported
+from pipeload.cli.exit_status import reported
 from pipeload.evaluate.perplexity import Losses, measure
 from pipeload.evaluate.text_windows import slide
 from tests.promises.exact.test_device import freshly_allocated, plan_for, smallest

@@ -22,7 +22,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
 import pipeload
-from pipeload.cli import screen
+from pipeload.cli import progress_bar
 from pipeload.evaluate import perplexity
 from pipeload.evaluate.text_windows import Window, choose_batch, groups, slide
 from tests.rooms.cli.test_commands import child, invoke
@@ -332,7 +332,7 @@ def test_a_short_text_is_one_window(reader: Path, text: Path) -> None:
 
 def test_progress(reader: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Lines where there is no terminal: what is done, and how long the rest takes."""
-    monkeypatch.setattr(screen, "_SECONDS_BETWEEN_LINES", 0.0)
+    monkeypatch.setattr(progress_bar, "_SECONDS_BETWEEN_LINES", 0.0)
     result = invoke("eval", reader, "--text", text, "--window", 16, "--batch", 1)
     lines = [line for line in result.stderr.splitlines() if " of 49 tokens, about " in line]
     done = [int(line.split(": ")[1].split()[0]) for line in lines]

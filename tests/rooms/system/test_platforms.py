@@ -303,7 +303,7 @@ def test_a_file_that_cannot_be_removed_yet(
 
 def test_letters_that_the_output_cannot_hold() -> None:
     """An answer goes on where the terminal's encoding ends."""
-    code = "from pipeload.cli.screen import replace_unprintable as f; f(); print('caf\\u00e9')"
+    code = "from pipeload.cli.log_lines import replace_unprintable as f; f(); print('caf\\u00e9')"
     assert child(code, PYTHONIOENCODING="ascii") == "caf?\n"
 
 

@@ -13,7 +13,7 @@ import typer
 
 import pipeload
 from pipeload import __main__ as entry
-from pipeload.cli.screen import load, reported
+from pipeload.cli.exit_status import load, reported
 from pipeload.errors import CheckpointError
 from tests.rooms.cli.test_commands import invoke
 
