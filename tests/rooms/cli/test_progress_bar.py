@@ -6,6 +6,7 @@ import io
 import itertools
 import logging
 import sys
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -26,7 +27,8 @@ class Terminal(io.StringIO):
 def _a_second_a_call(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """Each look at the clock is one second after the last; a line is due every two."""
     seconds: Iterator[int] = itertools.count()
-    monkeypatch.setattr("time.monotonic", lambda: float(next(seconds)))
+    clock = SimpleNamespace(monotonic=lambda: float(next(seconds)))
+    monkeypatch.setattr(progress_bar, "time", clock)
     monkeypatch.setattr(progress_bar, "_SECONDS_BETWEEN_LINES", 2.0)
     caplog.set_level(logging.INFO, logger="pipeload")
 
