@@ -57,7 +57,7 @@ def _nothing_is_left() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """With a vocabulary that is large enough for a table of rows and a head in ranges of rows."""
-    config = tiny_config("llama", vocab_size=8192, num_hidden_layers=2)
+    config = tiny_config("llama", vocab_size=32768, num_hidden_layers=2)
     return save_random(config, tmp_path_factory.mktemp("llama"), "fp32", seed=4)
 
 
