@@ -89,6 +89,7 @@ print(json.dumps({name: measured(*family) for name, family in FAMILIES.items()})
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="needs Linux")
 def test_estimates_of_all_kinds_hold() -> None:
     """Patches, windows, stages, frames, position biases: never under, nor a third over."""
