@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +10,7 @@ import pytest
 
 from pipeload.budget import measured
 from pipeload.budget.measured import measure
+from tests.support.children import printed_by
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -69,14 +69,7 @@ print(json.dumps({
 
 def child(folder: Path, how: str) -> dict[str, Any]:
     """What a process of its own is like after one call."""
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", _CHILD, str(folder), how],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    result: dict[str, Any] = json.loads(printed_by(_CHILD, folder, how).splitlines()[-1])
     return result
 
 
