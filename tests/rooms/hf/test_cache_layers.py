@@ -19,7 +19,7 @@ from pipeload.budget.kv_cache import (
     STATIC_SLIDING,
     LiveLayer,
 )
-from pipeload.hf.cache_layers import kind_of, read_layer
+from pipeload.hf.cache_layers import kind_of, read_layer, room_of
 from tests.support.models import tiny_config
 
 WINDOW = 16
@@ -105,3 +105,12 @@ def test_states() -> None:
     for index in [*ready] or [0]:
         ready[index] = True
     assert read_layer(layer, 2).has_state
+
+
+def test_room() -> None:
+    """How many positions a layer has memory for, and whether that is there."""
+    layer = layers_of(StaticCache, "llama", max_cache_len=64)[0]
+    assert room_of(layer) == (64, False)
+    filled(layer, 7)
+    assert room_of(layer) == (64, True)
+    assert room_of(layers_of(DynamicCache, "llama")[0])[0] is None

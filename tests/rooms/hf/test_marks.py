@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -41,3 +43,19 @@ def test_what_others_noted() -> None:
     assert marks.commit_of(module) is None
     module._commit_hash = "abc"  # type: ignore[assignment]
     assert marks.commit_of(module) == "abc"
+
+
+def test_settings_of_a_configuration() -> None:
+    """What is set later is seen; what chose nothing computes fused attention."""
+    from transformers import LlamaConfig
+
+    config: Any = LlamaConfig()
+    config._attn_implementation = "eager"
+    assert marks.attention_of(config) == "eager"
+    assert marks.attention_of(nn.Linear(1, 1)) == "sdpa"
+    seen = {marks.settings_of(config)}
+    config.use_cache = False
+    seen.add(marks.settings_of(config))
+    config.output_attentions = True
+    seen.add(marks.settings_of(config))
+    assert len(seen) == 3
