@@ -83,7 +83,9 @@ def test_openmp_is_told_to_wait_passively_before_torch_loads(
         "import os, sys, pipeload.cli.commands\n"
         "class Watch:\n"
         "    def find_spec(self, name, *_):\n"
-        "        if name == 'torch': sys.stderr.write('seen ' + os.environ['OMP_WAIT_POLICY'])\n"
+        "        if name == 'torch':\n"
+        "            print('seen ' + os.environ['OMP_WAIT_POLICY'], flush=True)\n"
+        "            os._exit(0)\n"
         "sys.meta_path.insert(0, Watch())\n"
         "pipeload.cli.commands.main()"
     )
@@ -92,7 +94,7 @@ def test_openmp_is_told_to_wait_passively_before_torch_loads(
         environment["OMP_WAIT_POLICY"] = given
     command = [sys.executable, "-c", code, "plan", str(tiny("llama")), "--disk-rate", "1GB"]
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
-    assert f"seen {expected}" in done.stderr
+    assert f"seen {expected}" in done.stdout
 
 
 # -- run -----------------------------------------------------------------------------------------
