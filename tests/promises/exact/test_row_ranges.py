@@ -114,21 +114,20 @@ def test_ranges_that_are_not_exact(
     assert_nothing_held(model)
 
 
-@pytest.mark.parametrize("vocabulary", [16384, 16400])
-def test_a_head_that_is_cut(tmp_path: Path, vocabulary: int) -> None:
+def test_a_head_that_is_cut(tmp_path: Path) -> None:
     """Of Gemma 3, in fp32 with two threads: lookup, beams and padded batches are as plain.
 
     By the kernels for Intel's processors, where they can be had: of a whole of a multiple of 256
     rows, only ranges of such multiples have its bits, and of others only other ranges.
     """
     script = ROOT / "tests/scripts/cut_head.py"
-    command = [sys.executable, str(script), str(tmp_path), str(vocabulary), "as-intel"]
+    command = [sys.executable, str(script), str(tmp_path), "16384", "16400", "as-intel"]
     paths = f"{ROOT}:{ROOT / 'hooks'}"
     environment = {**os.environ, "PYTHONPATH": paths, "OMP_WAIT_POLICY": "passive"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     told = re.findall(r"(\d+) ranges of the head, differ: (.*)", done.stdout)
-    assert [bad for _, bad in told] == ["[]", "[]"], done.stdout
+    assert [bad for _, bad in told] == ["[]"] * 4, done.stdout
     assert all(int(units) > 1 for units, _ in told), done.stdout
 
 

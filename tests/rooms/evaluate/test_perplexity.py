@@ -196,7 +196,8 @@ def test_a_small_limit_changes_nothing(smollm2_bf16: Path) -> None:
     # Left to itself, one that streams takes several windows at once, and reads less for it.
     assert chosen["windows_per_pass"] > 1
     assert chosen["bytes_read"] <= small["bytes_read"]
-    assert chosen["perplexity"] == pytest.approx(small["perplexity"], rel=1e-3)
+    # Products of other sizes round otherwise in bf16, on some processors more than on others.
+    assert chosen["perplexity"] == pytest.approx(small["perplexity"], rel=1e-2)
 
 
 @pytest.mark.parametrize(("method", "at_least"), [("int8", 1.0), ("int4", 0.5)])
