@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from typing import TYPE_CHECKING, Protocol
 
@@ -51,6 +52,16 @@ def pytest_configure(config: pytest.Config) -> None:
     for marker in MARKERS:
         config.addinivalue_line("markers", marker)
     config.pluginmanager.register(Raised())
+
+
+def pytest_collection_finish() -> None:
+    """Take what was imported out of garbage collection.
+
+    Half a million objects of torch, transformers and the tests themselves: to go through them takes
+    half a second, and many tests collect garbage.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

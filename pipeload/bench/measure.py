@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipeload._sizes import format_size
 from pipeload.bench.report import LimitResult, legend, table
+from pipeload.budget.buffer_count import BUFFER_COUNT
 from pipeload.errors import OptionError, PipeloadError
 from pipeload.system.memory import parse_limit
 
@@ -222,7 +223,8 @@ def _row(samples: Sequence[dict[str, Any]]) -> LimitResult:
     """Medians over the rounds; ratios are taken within a round first."""
     for sample in samples:
         room = sample["memory_limit"] - sample["floor"] - sample["reserve"]
-        held_at_best = room - 2 * sample["smallest_unit"] - sample["expert_cache"]
+        buffers = BUFFER_COUNT * sample["smallest_unit"]
+        held_at_best = room - buffers - sample["expert_cache"]
         needed = sample["needed_per_pass"] + sample["expert_bytes"]
         to_read = max(0, needed - held_at_best) if sample["bytes_per_pass"] else 0
         copying = 0.0
@@ -230,7 +232,7 @@ def _row(samples: Sequence[dict[str, Any]]) -> LimitResult:
             held_at_best -= sample["pinned"]
             to_copy = max(0, sample["blocks"] - held_at_best)
             copying = to_copy / sample["link_rate"]
-            to_read = max(0, to_copy - max(0, sample["host_room"] - 2 * sample["smallest_unit"]))
+            to_read = max(0, to_copy - max(0, sample["host_room"] - buffers))
             sample["held"] -= sample["pinned"]
         for name in ("disk_rate", "busy_disk_rate"):
             reading = to_read / sample[name]

@@ -1,7 +1,7 @@
 """What a live key-value cache holds, and what it will hold after one more pass.
 
-How the library's layers are read is said by `hf.cache_layers`, once that is imported. Everything is
-in bytes; a row is one position of all sequences.
+How the library's layers are read says `hf.cache_layers`, once that is imported. Everything is in
+bytes; a row is one position of all sequences.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import weakref
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Hashable, Sequence
 
 DYNAMIC = "dynamic"
 """Grows by a copy: the old and the new tensor live at once."""
@@ -139,26 +139,27 @@ class LiveLayer(NamedTuple):
     residual: int = 0
 
 
-class LayerLibrary(NamedTuple):
-    """How layers of live caches are read."""
+class Library:
+    """How what the library keeps to itself is read: layers of live caches, settings of models.
+
+    There is one, `library`. What it has is put there by whoever knows: `hf.cache_layers`.
+    """
 
     kind_of: Callable[[Any], tuple[str, int]]
-    """Their kind and capacity."""
+    """Of a layer: its kind and capacity."""
     read: Callable[[Any, int], LiveLayer]
-    """What one holds; the second argument is the bytes of an element of the model."""
+    """What a layer holds; the second argument is the bytes of an element of the model."""
+    room_of: Callable[[Any], Hashable]
+    """Of a layer: how many positions it has memory for, and whether that is there."""
+    attention_of: Callable[[Any], str]
+    """The attention that a configuration chose: "sdpa", "eager" or another."""
+    settings_of: Callable[[Any], Hashable]
+    """What may be set in a configuration at any time and changes what a pass takes."""
+    forget_hooks: Callable[[Any], object]
+    """Have a copied module get hooks of the library's own anew."""
 
 
-_libraries: list[LayerLibrary] = []
-
-
-def read_layers_by(library: LayerLibrary) -> None:
-    """Have all caches read so from now on."""
-    _libraries[:] = [library]
-
-
-def _library() -> LayerLibrary:
-    (library,) = _libraries  # whoever has a model of the library's has imported its reader, too
-    return library
+library = Library()
 
 
 class CacheReader:
@@ -201,7 +202,7 @@ class CacheReader:
             return known[2]
         groups: dict[Any, list[int]] = {}
         for index, layer in enumerate(layers):
-            kind = _library().kind_of(layer)
+            kind = library.kind_of(layer)
             groups.setdefault((type(layer), kind, self._size(index)), []).append(index)
         self._known = (weakref.ref(cache), len(layers), list(groups.values()))
         return self._known[2]
@@ -210,7 +211,7 @@ class CacheReader:
         return self._sizes[index] if index < len(self._sizes) else LayerSize(NO_ROWS, 0, 0, 0)
 
     def _layer(self, layers: Sequence[Any], index: int, batch: int) -> CachedLayers:
-        live, size = _library().read(layers[index], self._item), self._size(index)
+        live, size = library.read(layers[index], self._item), self._size(index)
         found = _empty(size, live.kind, 1, batch)._replace(
             capacity=live.capacity,
             state=0 if live.has_state else size.state * batch,
@@ -239,11 +240,6 @@ def self_and_cross(cache: Any) -> tuple[Any, Any]:
     """The two parts of an encoder-decoder cache; the second is None for any other."""
     own = getattr(cache, "self_attention_cache", None)
     return (cache, None) if own is None else (own, cache.cross_attention_cache)
-
-
-def attention_of(config: Any) -> str:
-    """The attention that a configuration chose: "sdpa", "eager" or another."""
-    return str(getattr(config, "_attn_implementation", None) or "sdpa")
 
 
 def is_cache(value: Any) -> bool:

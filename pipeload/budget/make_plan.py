@@ -12,8 +12,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple, NoReturn, Protocol
 
+from pipeload.budget.buffer_count import BUFFER_COUNT
 from pipeload.budget.experts_share import experts_share
-from pipeload.budget.plan import SLOTS, Plan
+from pipeload.budget.plan import Plan
 from pipeload.budget.residency import Residency
 from pipeload.checkpoint.files import choose_io_mode
 from pipeload.checkpoint.readers import reader_count
@@ -164,7 +165,7 @@ class CostedCut:
     def __init__(self, cutting: Cutting, options: Options, memory: Memory) -> None:
         self.parts = parts = cutting.parts
         self.residency = Residency(
-            parts.specs, slots=SLOTS, takes=memory.takes, experts_bytes=parts.experts_bytes
+            parts.specs, slots=BUFFER_COUNT, takes=memory.takes, experts_bytes=parts.experts_bytes
         )
         self.readers = options.readers or reader_count(casting=parts.needs_scratch)
         self.costs = memory.costs(parts, self.readers)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import nn
 
-from pipeload.budget.kv_cache import DYNAMIC, NO_ROWS, SLIDING, LayerSize, attention_of
+from pipeload.budget.kv_cache import DYNAMIC, NO_ROWS, SLIDING, LayerSize, library
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -104,7 +104,8 @@ def read_widths(model: nn.Module, config: Any) -> Widths:
 
 def settings_of(decoder: Any, widths: Widths) -> Widths:
     """The same with what may be set at any time as `decoder`, a configuration, has it now."""
-    attention, use_cache = attention_of(decoder), getattr(decoder, "use_cache", True) is not False
+    attention = library.attention_of(decoder)
+    use_cache = getattr(decoder, "use_cache", True) is not False
     if (attention, use_cache) == (widths.attention, widths.use_cache):
         return widths
     return widths._replace(attention=attention, use_cache=use_cache)

@@ -106,10 +106,10 @@ class PassNeeds:
     def shape(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> PassShape:
         """The size of the pass that the model is called for; what it cannot read counts as one."""
         self._widths = settings_of(self._configs[0], self._widths)
-        shape = read_shape(args, kwargs)
-        if self._heard and encodes_sound(kwargs):  # which makes fewer positions of its frames
-            return shape._replace(tokens=min(shape.tokens, self._heard))
-        return shape
+        if not self._heard or not encodes_sound(kwargs):
+            return read_shape(args, kwargs)
+        shape = read_shape(args, kwargs)  # its frames, of which fewer positions are made
+        return shape._replace(tokens=min(shape.tokens, self._heard))
 
     def for_pass(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], module: nn.Module | None = None

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from pipeload.budget.kv_cache import is_cache, self_and_cross
+from pipeload.budget.kv_cache import is_cache, library, self_and_cross
 from pipeload.budget.trial_run import like_lists, with_float_products
 from pipeload.budget.twin_blocks import bare_memo, short_copy
 from pipeload_hooks import (
@@ -45,9 +45,6 @@ _MOST_MISSING = 4.0
 """So many times what was counted is taken, at most, where a trial ended early."""
 
 _WORDS = "input_ids"
-_HOOKED = "_output_capturing_hooks_installed"
-_ROOM = ("max_cache_len", "is_initialized")
-"""Of a layer of a cache: how many positions it has memory for, and whether that is there."""
 
 _log = logging.getLogger("pipeload")
 
@@ -160,8 +157,7 @@ class PassTrace:
 
     def _settings(self) -> Hashable:
         """What may be set in the configurations at any time."""
-        names = ("_attn_implementation", "use_cache", "output_hidden_states", "output_attentions")
-        return tuple(str(getattr(c, name, None)) for c in self._configs for name in names)
+        return tuple(map(library.settings_of, self._configs))
 
 
 def trace_of(model: nn.Module) -> PassTrace | None:
@@ -199,7 +195,7 @@ def _bare(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     memo = bare_memo(model, kept=MOST_COMPUTED) | _shared(model)
     copied = with_float_products(copy.deepcopy(model, memo), dtype).eval()
     for module in copied.modules():  # the library's own hooks are not copied: it puts new ones on
-        vars(module).pop(_HOOKED, None)
+        library.forget_hooks(module)
     return copied
 
 
@@ -275,7 +271,5 @@ def _key(value: Any, *, words: bool = False) -> Hashable:
     if value is None or isinstance(value, (bool, int, float, str, torch.dtype)):
         return value
     caches = [getattr(part, "layers", ()) for part in self_and_cross(value)]
-    layers = [
-        tuple(getattr(layer, name, None) for name in _ROOM) for part in caches for layer in part
-    ]
+    layers = [library.room_of(layer) for part in caches for layer in part]
     return str(type(value)), tuple(layers)

@@ -7,15 +7,13 @@ from typing import TYPE_CHECKING
 
 from pipeload._sizes import counted, format_size
 from pipeload._text_tables import Row, Tabled
+from pipeload.budget.buffer_count import BUFFER_COUNT
 from pipeload.budget.device_share import worth_hosting
 
 if TYPE_CHECKING:
     from pipeload.budget.device_share import DeviceShare
     from pipeload.budget.experts_share import ExpertsShare
     from pipeload.weights.layout import Layout, Weight
-
-SLOTS = 2
-"""Buffers: one unit is in use while the next one is read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +90,7 @@ class Plan(Tabled):
     @property
     def slots(self) -> int:
         """Number of buffers, 0 when no unit streams."""
-        return SLOTS if self._units_stream else 0
+        return BUFFER_COUNT if self._units_stream else 0
 
     @property
     def buffers(self) -> int:

@@ -16,8 +16,9 @@ import typer
 from pipeload import __version__
 from pipeload._sizes import parse_size
 from pipeload.cli import options as opt
+from pipeload.cli.exit_status import Commands, load, reported
+from pipeload.cli.log_lines import replace_unprintable
 from pipeload.cli.prompt import read_prompt
-from pipeload.cli.screen import Commands, load, replace_unprintable, reported
 
 DEMO_QUESTION = "What is the capital of France? Answer in one sentence."
 

@@ -12,6 +12,7 @@ import transformers
 
 import pipeload
 from pipeload._sizes import format_size
+from pipeload.cli.log_lines import log, silence_libraries
 from pipeload.cli.model import (
     DTYPES,
     check_model,
@@ -20,8 +21,8 @@ from pipeload.cli.model import (
     load_tokenizer,
     load_whole,
 )
+from pipeload.cli.progress_bar import ProgressBar
 from pipeload.cli.report import describe_limits
-from pipeload.cli.screen import Screen, log, silence_libraries
 from pipeload.entry.loading import check_source, needs_of, refuse_quantised
 from pipeload.entry.options import GivenOptions
 from pipeload.entry.request import make_request
@@ -29,7 +30,7 @@ from pipeload.errors import CheckpointError, MemoryLimitError, OptionError
 from pipeload.evaluate import report
 from pipeload.evaluate.perplexity import measure, tokens_to_hint
 from pipeload.evaluate.text import Encoded, encode, read_text
-from pipeload.evaluate.text_windows import slide
+from pipeload.evaluate.text_windows import default_stride, default_window, slide
 from pipeload.evaluate.token_count import all_passes
 from pipeload.hf.takeover import peek
 
@@ -39,9 +40,6 @@ if TYPE_CHECKING:
 
     from pipeload.budget.pass_needs import PassNeeds
     from pipeload.weights.device import Device
-
-WINDOW = 1024
-"""Tokens seen at once where nobody says; fewer where the model knows fewer positions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +93,7 @@ def run(asked: Arguments, *, debug: bool) -> None:
     device = options.device
     subjects = [_prepare(model, text, asked, device) for model in asked.models]
     window = _choose_window(asked, subjects)
-    stride = max(1, window // 2) if asked.stride is None else asked.stride
+    stride = default_stride(window) if asked.stride is None else asked.stride
     if stride > window:
         raise OptionError(
             f"--stride {stride} is more than the window of {window} tokens, so tokens between two "
@@ -159,7 +157,7 @@ def _choose_window(asked: Arguments, subjects: Sequence[_Subject]) -> int:
     least = min(subjects, key=lambda subject: subject.positions or sys.maxsize)
     positions = least.positions or sys.maxsize
     if asked.window is None:
-        return min(WINDOW, positions)
+        return default_window(positions)
     if asked.window > positions:
         raise OptionError(
             f"--window {asked.window} is longer than the {positions} positions that "
@@ -196,8 +194,8 @@ def _evaluate(
     )
     scored = sum(one.scored for one in windows)
     try:
-        screen = Screen(subject.name, "tokens", time_left=True)
-        with all_passes(model, screen, scored) as shown:
+        bar = ProgressBar(subject.name, "tokens", time_left=True)
+        with all_passes(model, bar, scored) as shown:
             losses = measure(
                 model,
                 handle,

@@ -11,7 +11,7 @@ import transformers
 
 import pipeload
 from pipeload.checkpoint.headers import lacking
-from pipeload.cli.screen import log
+from pipeload.cli.log_lines import log
 from pipeload.errors import CheckpointError, OptionError, PipeloadError
 
 if TYPE_CHECKING:

@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import json as json_text
-import logging
-import sys
-import time
 from typing import TYPE_CHECKING, Any
 
 import typer
 
 from pipeload._sizes import format_size
+from pipeload.cli.log_lines import silence_libraries
 from pipeload.cli.model import check_model, first_line
-from pipeload.cli.screen import log, silence_libraries
+from pipeload.cli.progress_bar import BytesBar
 from pipeload.errors import CheckpointError, PipeloadError
 from pipeload.quantiser.quantise import make
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-    from rich.progress import Progress
-
-_SECONDS_BETWEEN_LINES = 5.0
 
 
 def run(source: str, target: Path, *, json: bool, debug: bool, **options: Any) -> None:
@@ -32,9 +26,9 @@ def run(source: str, target: Path, *, json: bool, debug: bool, **options: Any) -
     """
     silence_libraries(debug=debug)
     check_model(source)
-    shown = _Shown()
+    bar = BytesBar("quantising")
     try:
-        made = make(source, target, progress=shown, trust_remote_code=False, **options)
+        made = make(source, target, progress=bar.show, trust_remote_code=False, **options)
     except PipeloadError:
         raise
     except Exception as error:  # a configuration can make the library raise nearly anything
@@ -43,7 +37,7 @@ def run(source: str, target: Path, *, json: bool, debug: bool, **options: Any) -
             "where it failed."
         ) from error
     finally:
-        shown.stop()
+        bar.close()
     folder, floats = made
     nbytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     if json:
@@ -51,71 +45,3 @@ def run(source: str, target: Path, *, json: bool, debug: bool, **options: Any) -
         typer.echo(json_text.dumps(figures))
     else:
         typer.echo(f"{folder}: {format_size(nbytes)}; {floats.described()} stayed floats")
-
-
-class _Shown:
-    """A bar with the time left on a terminal, now and then a line elsewhere, nothing if quiet."""
-
-    def __init__(self) -> None:
-        self._began = self._line_at = 0.0
-        self._found = 0
-        self._bar: Progress | None = None
-
-    def __call__(self, done: int, total: int) -> None:
-        """So many bytes are written, of so many."""
-        now = time.monotonic()
-        if not self._began:
-            self._began, self._found = now, done
-            self._line_at = now + _SECONDS_BETWEEN_LINES
-            if log.isEnabledFor(logging.INFO) and sys.stderr.isatty():
-                self._bar = _make_bar()
-                self._task = self._bar.add_task("quantising", total=total)
-                self._bar.start()
-        if self._bar is not None:
-            self._bar.update(self._task, completed=done)
-        elif now >= self._line_at:
-            self._line_at = now + _SECONDS_BETWEEN_LINES
-            text = _describe(done - self._found, done, total, now - self._began)
-            log.info("quantising: %s", text)
-
-    def stop(self) -> None:
-        """Wipe the bar away. May be called again."""
-        if self._bar is not None:
-            self._bar.stop()
-            self._bar = None
-
-
-def _describe(new: int, done: int, total: int, seconds: float) -> str:
-    """What a line says; only what is `new` in this run tells how fast it is."""
-    text = f"{done / max(1, total):.0%}, {format_size(done)} of {format_size(total)}"
-    if new > 0 and seconds > 0:
-        text += f", {_duration(seconds * (total - done) / new)} left"
-    return text
-
-
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    if minutes < 60:
-        return f"{minutes} min {rest} s" if minutes else f"{rest} s"
-    return f"{minutes // 60} h {minutes % 60} min"
-
-
-def _make_bar() -> Progress:
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        DownloadColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-    )
-
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TimeRemainingColumn(),
-        TextColumn("left"),
-        console=Console(stderr=True),
-        transient=True,
-    )

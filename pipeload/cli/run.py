@@ -14,6 +14,7 @@ import torch
 import pipeload
 from pipeload._sizes import counted
 from pipeload.cli.answer import Answer, StopAt
+from pipeload.cli.log_lines import log, silence_libraries
 from pipeload.cli.model import (
     DTYPES,
     check_model,
@@ -22,8 +23,8 @@ from pipeload.cli.model import (
     load_tokenizer,
     load_whole,
 )
+from pipeload.cli.progress_bar import first_pass
 from pipeload.cli.report import count, describe_plan
-from pipeload.cli.screen import first_pass, log, silence_libraries
 from pipeload.errors import OptionError
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from pipeload.budget.plan import SLOTS
+from pipeload.budget.buffer_count import BUFFER_COUNT
 from pipeload.devices.host_tier import Hosting
 from pipeload.devices.ledger import DeviceLedger
 from pipeload.devices.resident import DevicePlace
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from pipeload.budget.make_plan import Build
     from pipeload.budget.plan import Plan
     from pipeload.checkpoint.files import FileSet
-    from pipeload.engine.backend import PlacesLike, Target
+    from pipeload.engine.backend import PlaceMaker, Target
     from pipeload.engine.undo import Step
     from pipeload.prefetch.dispatcher import MakePlace
     from pipeload.weights.arena import Region
@@ -43,7 +43,7 @@ class DeviceTarget:
     def __init__(self, device: Device, build: Build) -> None:
         self._device = device
         self._size, self._hosting = SlotSize(build.plan.units), Hosting(device)
-        self._slots = [DeviceSlot(device, self._size) for _ in range(SLOTS)]
+        self._slots = [DeviceSlot(device, self._size) for _ in range(BUFFER_COUNT)]
         self.where = device.where
         self.place: MakePlace = self._hosting.place
         self.seat = partial(DeviceSeat, device)
@@ -63,7 +63,7 @@ class DeviceTarget:
 
     def places(
         self, files: FileSet, convert: Convert, _wholes: list[Weight], _mapped: list[Path] | None
-    ) -> PlacesLike:
+    ) -> PlaceMaker:
         """Weights that stay get memory of the device."""
         return _DevicePlaces(self._device, files, convert)
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NoReturn
 
 from pipeload._sizes import format_size, show_limit
+from pipeload.budget.buffer_count import BUFFER_COUNT
 from pipeload.budget.device_share import DeviceShare
 from pipeload.budget.host_memory import origin_of
 from pipeload.budget.make_plan import Costs
-from pipeload.budget.plan import SLOTS
 from pipeload.budget.reserve import limit_for, page_table_bytes, process_bytes
 from pipeload.devices.host_tier import host_within
 from pipeload.devices.views import device_bytes
@@ -103,7 +103,7 @@ class DeviceMemory:
         limit, floor = self._options.memory_limit, self._measured.floor_bytes
         conversions = cut.parts.conversion_bytes + _converted_bytes(units)
         reserve = process_bytes(limit) + self._found.host_slack_bytes + conversions
-        slots = SLOTS if any(unit.streamed_bytes for unit in units) else 0
+        slots = BUFFER_COUNT if any(unit.streamed_bytes for unit in units) else 0
         staging = slots * max(unit.streamed.nbytes for unit in units)
         scratch = scratch_bytes(cut.readers)
         needed = floor + reserve + staging + scratch

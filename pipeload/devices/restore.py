@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from pipeload.engine.backend import PlacesLike
+    from pipeload.engine.backend import PlaceMaker
     from pipeload.engine.session import Session
     from pipeload.weights.device import Device
     from pipeload.weights.layout import Weight
@@ -31,7 +31,7 @@ class DeviceRestorer:
     def __init__(
         self,
         device: Device,
-        places: PlacesLike,
+        places: PlaceMaker,
         session: Session,
         parameters: Mapping[str, tuple[nn.Parameter, Weight]],
         companions: Mapping[str, Sequence[Companion]],

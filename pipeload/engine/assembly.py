@@ -32,7 +32,7 @@ from pipeload.prefetch.prefetcher import Prefetcher
 from pipeload.prefetch.unit import Unit
 from pipeload.system.pressure import watch
 from pipeload.weights.arena import DTYPES
-from pipeload.weights.kept import Home
+from pipeload.weights.kept import KeptPieces
 from pipeload.weights.layout import Weight, lay_out
 from pipeload.weights.placement import make_scratch, scratch_bytes
 from pipeload.weights.row_table import RowTable
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from pipeload.budget.pass_needs import PassNeeds
     from pipeload.budget.reserve import PassHint
     from pipeload.checkpoint.stalls import Stalls
-    from pipeload.engine.backend import PlacesLike, Target
+    from pipeload.engine.backend import PlaceMaker, Target
     from pipeload.engine.seats import Seat
     from pipeload.engine.undo import Step
     from pipeload.formats.format import Shown
@@ -325,7 +325,7 @@ def _make_plain(parameters: Sequence[nn.Parameter]) -> None:
 
 
 def _reader_of(
-    target: Target, places: PlacesLike, readers: int, stalls: Stalls, governor: Governor
+    target: Target, places: PlaceMaker, readers: int, stalls: Stalls, governor: Governor
 ) -> Callable[[Weight], torch.Tensor]:
     """Reads single weights into memory that is not streamed."""
 
@@ -343,7 +343,7 @@ def _reader_of(
     return read
 
 
-def _unit(build: Build, index: int, places: PlacesLike) -> Unit:
+def _unit(build: Build, index: int, places: PlaceMaker) -> Unit:
     plan, (first, *_) = build.plan.units[index], build.parts.specs[index].weights
     rows = (first.first_row, first.first_row + first.shape[0]) if first.whole else (0, 0)
-    return Unit(plan, Home(places.make, plan.resident), rows=rows)
+    return Unit(plan, KeptPieces(places.make, plan.resident), rows=rows)

@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from pipeload.budget.buffer_count import BUFFER_COUNT
 from pipeload.budget.host_ledger import HostLedger
-from pipeload.budget.plan import SLOTS
 from pipeload.engine.restore import Restorer
 from pipeload.engine.seats import Seat
 from pipeload.prefetch.prefetcher import place_streamed
 from pipeload.weights.arena import Arena, Region
 from pipeload.weights.layout import lay_out
 from pipeload.weights.placement import make_scratch
-from pipeload.weights.residents import Places
+from pipeload.weights.residents import ResidentMemory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 _CPU = torch.device("cpu")
 
 
-class PlacesLike(Protocol):
+class PlaceMaker(Protocol):
     """Gives weights that stay their memory."""
 
     def make(self, layout: Layout) -> Place:
@@ -68,8 +68,8 @@ class Target(Protocol):
         wholes: list[Weight],
         mapped: list[Path] | None,
         /,
-    ) -> PlacesLike:
-        """What gives weights that stay their memory, made of what `Places` takes."""
+    ) -> PlaceMaker:
+        """What gives weights that stay their memory, made of what `ResidentMemory` takes."""
 
     def slots(self, build: Build, /) -> Sequence[Buffer]:
         """The buffers that streamed weights pass through."""
@@ -112,15 +112,15 @@ class CpuTarget:
 
     def places(
         self, files: FileSet, convert: Convert, wholes: list[Weight], mapped: list[Path] | None
-    ) -> PlacesLike:
+    ) -> PlaceMaker:
         """Memory of the process, or the mapped files."""
-        return Places(files, convert, wholes, mapped)
+        return ResidentMemory(files, convert, wholes, mapped)
 
     def slots(self, build: Build) -> list[Region]:
         """Address space for the largest unit, all of it streamed; pages come as they are used."""
         largest = max(lay_out(spec.weights).nbytes for spec in build.parts.specs)
-        arena = Arena(SLOTS * largest, device=_CPU, huge=True)
-        return [arena.take(largest) for _ in range(SLOTS)]
+        arena = Arena(BUFFER_COUNT * largest, device=_CPU, huge=True)
+        return [arena.take(largest) for _ in range(BUFFER_COUNT)]
 
     def scratch(self, plan: Plan) -> list[Region | None]:
         """Working memory for every reader, where weights are cast."""
@@ -130,7 +130,7 @@ class CpuTarget:
         """Whether any of its weights is cast."""
         return bool(layout.casts)
 
-    def restorer(self, _places: PlacesLike, *parts: Any) -> Callable[[nn.Module], None]:
+    def restorer(self, _places: PlaceMaker, *parts: Any) -> Callable[[nn.Module], None]:
         """What it puts back comes from the files themselves."""
         return Restorer(*parts)
 

@@ -59,7 +59,7 @@ class Seat:
         """Give every parameter its values, out of a unit that is there."""
         if self._plan is not unit.plan:
             self.evict()
-            self._resident = self._binding.pair(unit.home.views)
+            self._resident = self._binding.pair(unit.kept.views)
             bind_for_long(self._resident)
             self._plan = unit.plan
         elif self.shared:
@@ -111,8 +111,8 @@ class Seat:
         parameter = self.parameters[name]
         self._binding.forget(name)
         for index in self.units:
-            home = units[index].home
-            home.leave(name if self.whole is None else None)
+            kept = units[index].kept
+            kept.leave(name if self.whole is None else None)
         self._resident = [one for one in self._resident if one.parameter is not parameter]
         self._streamed.clear()
 

@@ -9,7 +9,7 @@ from pipeload._sizes import format_size
 from pipeload._text_tables import Row, Tabled
 
 
-class Work(Protocol):
+class WorkRecord(Protocol):
     """What every record of a model's work holds. Sizes in bytes, times in seconds."""
 
     @property
@@ -73,7 +73,7 @@ def past_the_cache(io_mode: str) -> bool:
     return io_mode in {"direct", "uncached"}
 
 
-def work_rows(work: Work) -> list[Row]:
+def work_rows(work: WorkRecord) -> list[Row]:
     """Memory, disk and computing, for people."""
     rate = work.bytes_read / work.read_seconds / 1e9 if work.read_seconds else 0.0
     reading = f"{format_size(work.bytes_read)}, {rate:.3g} GB/s while reading"
@@ -92,7 +92,7 @@ def expert_rows(hits: int, misses: int) -> list[Row]:
     return [Row("experts found", f"{hits} of {routed}, {hits / routed:.0%}")] if routed else []
 
 
-def _memory_rows(work: Work) -> list[Row]:
+def _memory_rows(work: WorkRecord) -> list[Row]:
     peaks = [
         Row("peak memory", format_size(work.peak_rss_bytes)),
         Row("peak since load", format_size(work.peak_since_load_bytes)),

@@ -79,7 +79,7 @@ class Streamer:
         for index in units:
             self.stall_seconds += self._prefetcher.acquire(index)
             unit = self._prefetcher.units[index]
-            views = unit.home.views if unit.slot is None else unit.slots[unit.slot].views
+            views = unit.kept.views if unit.slot is None else unit.slots[unit.slot].views
             ((_, rows),) = views.items()
             yield (*unit.rows, rows)
             self._prefetcher.release(index)
@@ -123,7 +123,7 @@ class Streamer:
         try:
             unit = self._prefetcher.units[index]
             streamed = unit.slots[unit.slot].views if unit.slot is not None else {}
-            yield {**unit.home.views, **streamed}
+            yield {**unit.kept.views, **streamed}
         finally:
             self._prefetcher.release(index)
 

@@ -17,6 +17,20 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 
+DEFAULT_WINDOW = 1024
+"""Tokens seen at once where nobody says."""
+
+
+def default_window(positions: int) -> int:
+    """Tokens seen at once by models of which one was made for no more than `positions`."""
+    return min(DEFAULT_WINDOW, positions)
+
+
+def default_stride(window: int) -> int:
+    """Tokens that a window of so many moves on by where nobody says: each has half as context."""
+    return max(1, window // 2)
+
+
 class Window(NamedTuple):
     """Tokens `begin` to `end` of a text, of which those from `first` on are scored."""
 

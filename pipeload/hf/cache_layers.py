@@ -15,10 +15,10 @@ from pipeload.budget.kv_cache import (
     SLIDING,
     STATIC,
     STATIC_SLIDING,
-    LayerLibrary,
     LiveLayer,
-    read_layers_by,
+    library,
 )
+from pipeload.hf import marks
 
 
 def read_layer(layer: Any, item: int) -> LiveLayer:
@@ -75,4 +75,11 @@ def _packed_share(layer: Any, item: int) -> float:
     return float(bits / 8 / item + 2 / layer.q_group_size)
 
 
-read_layers_by(LayerLibrary(kind_of, read_layer))
+def room_of(layer: Any) -> tuple[int | None, bool | None]:
+    """Tell how many positions a layer has memory for, and whether that is there."""
+    return getattr(layer, "max_cache_len", None), getattr(layer, "is_initialized", None)
+
+
+library.kind_of, library.read, library.room_of = kind_of, read_layer, room_of
+library.attention_of, library.settings_of = marks.attention_of, marks.settings_of
+library.forget_hooks = marks.forget_hooks

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 INITIALISED: Final = "_is_hf_initialized"
 """Set on a parameter or module: the library initialises whatever lacks it."""
+_ATTENTION: Final = "_attn_implementation"
+"""Set in a configuration: which attention its model computes."""
 _DEVICE_MAP: Final = "hf_device_map"
 """Set on a model: where its modules are, as pipelines and PEFT ask."""
 
@@ -39,6 +41,22 @@ def is_dispatched(module: nn.Module) -> bool:
 def commit_of(config: Any) -> str | None:
     """Tell the revision that a model is from. 5.24 itself does not remember it any more."""
     return getattr(config, "_commit_hash", None)
+
+
+def attention_of(config: Any) -> str:
+    """Tell the attention that a configuration chose: "sdpa", "eager" or another."""
+    return str(getattr(config, _ATTENTION, None) or "sdpa")
+
+
+def settings_of(config: Any) -> tuple[str, ...]:
+    """Tell what may be set in a configuration at any time and changes what a pass takes."""
+    names = (_ATTENTION, "use_cache", "output_hidden_states", "output_attentions")
+    return tuple(str(getattr(config, name, None)) for name in names)
+
+
+def forget_hooks(module: nn.Module) -> None:
+    """Have the library put its own hooks on a copied module: they are not copied."""
+    vars(module).pop("_output_capturing_hooks_installed", None)
 
 
 def place(model: nn.Module, where: torch.device) -> Iterator[Callable[[], None]]:

@@ -68,7 +68,7 @@ class Dispatcher:
         self._reads, self._order = Reads(self.counters, scratch, chunk_bytes), order
         self._loading = 0
         self._tickets: dict[int, Ticket] = {}
-        self._unread = sum(bool(unit.home.unread) for unit in units)
+        self._unread = sum(bool(unit.kept.unread) for unit in units)
         self._split: Split | None = None
 
     # -- messages; each runs in the dispatcher's thread --
@@ -198,10 +198,10 @@ class Dispatcher:
         for unit, plan in zip(self.units, split.plans, strict=True):
             if unit.plan is not plan and unit.state is not UnitState.IN_USE:
                 self._slots.leave(unit)
-                self.counters.resident_bytes -= unit.home.nbytes
+                self.counters.resident_bytes -= unit.kept.nbytes
                 unit.adopt(plan)
-                self.counters.resident_bytes += unit.home.nbytes
-        self._unread = sum(bool(unit.home.unread) for unit in self.units)
+                self.counters.resident_bytes += unit.kept.nbytes
+        self._unread = sum(bool(unit.kept.unread) for unit in self.units)
         self._slots.shrink(split.slot_bytes)
         self._split = None
         split.ticket.answer()
@@ -221,7 +221,7 @@ class Dispatcher:
     def _start(self, index: int, slot: int | None) -> None:
         unit = self.units[index]
         unit.state, unit.ready, unit.used = UnitState.LOADING, False, False
-        placements: list[Place] = [*unit.home.unread]
+        placements: list[Place] = [*unit.kept.unread]
         # Counted before it is there: nobody is to promise the same bytes to somebody else.
         self.counters.resident_bytes += sum(place.nbytes for place in placements)
         if unit.streams and slot is not None:
@@ -240,15 +240,15 @@ class Dispatcher:
         ticket = self._tickets.pop(load.unit, None)
         if load.error is not None:
             self._slots.leave(unit)
-            for place in unit.home.unread:
-                unit.home.drop(place)  # half filled, and not counted any more
+            for place in unit.kept.unread:
+                unit.kept.drop(place)  # half filled, and not counted any more
                 self.counters.resident_bytes -= place.nbytes
             unit.state, unit.failed = UnitState.ON_DISK, True
             if ticket is not None:
                 ticket.answer(name_block(load.error, unit.plan.name))
             return
-        if unit.home.unread:
-            unit.home.mark_read()
+        if unit.kept.unread:
+            unit.kept.mark_read()
             self._unread -= 1
         if ticket is None:
             unit.state, unit.ready = UnitState.RESIDENT, not unit.used
@@ -261,7 +261,7 @@ class Dispatcher:
     def abandon(self) -> None:
         """In a forked child, where no thread is: give all memory back. Nothing is read again."""
         for unit in self.units:
-            unit.home.keep(())
+            unit.kept.keep(())
         self._slots.abandon()
 
     def open(self) -> None:
@@ -289,7 +289,7 @@ class Dispatcher:
         for unit in self.units:
             if unit.state is UnitState.LOADING:
                 self._slots.leave(unit)
-                self.counters.resident_bytes -= sum(place.nbytes for place in unit.home.unread)
+                self.counters.resident_bytes -= sum(place.nbytes for place in unit.kept.unread)
                 unit.state = UnitState.ON_DISK
         self._loading = 0
 

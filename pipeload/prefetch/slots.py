@@ -1,4 +1,7 @@
-"""The buffers that streamed weights pass through: who is in each, and how much was ever written."""
+"""The buffers that streamed weights pass through: who is in each, and how much was ever written.
+
+How many there are says `budget.buffer_count`.
+"""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from pipeload.budget.plan import UnitPlan
     from pipeload.checkpoint.stalls import Stalls
-    from pipeload.weights.kept import Home
+    from pipeload.weights.kept import KeptPieces
     from pipeload.weights.placement import Place
 
 
@@ -42,7 +42,7 @@ class Unit:
     """One block. Only the dispatcher writes it; the model's thread reads `ready` and `slot`."""
 
     plan: UnitPlan
-    home: Home
+    kept: KeptPieces
     """Where the part that is not evicted lies."""
     slots: dict[int, Place] = field(default_factory=dict)
     state: UnitState = UnitState.ON_DISK
@@ -68,9 +68,9 @@ class Unit:
     def adopt(self, plan: UnitPlan) -> None:
         """Keep and stream other parts from now on. It holds no slot and is not in use."""
         self.plan = plan
-        self.home.keep(plan.resident)
+        self.kept.keep(plan.resident)
         self.slots.clear()
-        there = not self.streams and not self.home.unread
+        there = not self.streams and not self.kept.unread
         self.state = UnitState.RESIDENT if there else UnitState.ON_DISK
         self.ready, self.used, self.failed = there, there, False
 

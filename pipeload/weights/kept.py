@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from pipeload.weights.placement import Place
 
 
-class Home:
+class KeptPieces:
     """The resident pieces of one unit. Only the dispatcher changes it."""
 
     def __init__(self, make: Callable[[Layout], Place], layouts: Iterable[Layout] = ()) -> None:

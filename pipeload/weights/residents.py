@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _CPU = torch.device("cpu")
 
 
-class Places:
+class ResidentMemory:
     """Makes memory for what stays: each layout gets its own, so that it can go by itself.
 
     Ranges of rows lie where they would in the whole weight, so that all of them together are it.

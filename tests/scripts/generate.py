@@ -1,9 +1,9 @@
-"""Continue a few prompts, greedily and by sampling."""
+"""Continue a few prompts, greedily, by sampling, and in a pipeline that loads its own model."""
 
 import sys
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 
 path = sys.argv[1]
 tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left")
@@ -22,3 +22,8 @@ output = model.generate(**inputs, max_new_tokens=6, do_sample=True, top_k=20)
 for line in tokenizer.batch_decode(output, skip_special_tokens=True):
     print(repr(line))
 print(output.tolist())
+
+del model
+generator = pipeline("text-generation", model=path, device_map="auto")
+for result in generator(["The sun is", "Water is"], max_new_tokens=6, do_sample=False):
+    print(result[0]["generated_text"])

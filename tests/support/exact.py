@@ -7,6 +7,7 @@ kilobytes apart give plans that differ as they should.
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -15,11 +16,12 @@ import torch
 import pipeload
 from pipeload.budget.accounts import Accountant
 from pipeload.errors import MemoryLimitError
+from pipeload.hf import recipes
 from pipeload.system.pages import PAGE
 from tests.support.measuring import steady
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
 
 FLOOR_BYTES = 300 << 20
@@ -34,10 +36,31 @@ def steady_floor(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(Accountant, "other_bytes", lambda _self: FLOOR_BYTES)
     # Each model is alone: one that is about to be let go has no part in the limit.
     monkeypatch.setattr(Accountant, "clients", property(lambda _self: []))
+    _LIMITS.clear()
     with steady(FLOOR_BYTES):
         yield
 
 
+_LIMITS: dict[tuple[object, ...], int] = {}
+"""What a test has asked for before: to find one takes as long as to load."""
+
+
+def _known(find: Callable[..., int]) -> Callable[..., int]:
+    """Have it asked once by each test."""
+
+    @functools.wraps(find)
+    def ask(folder: Path, **options: Any) -> int:
+        files = sorted((file.name, file.stat().st_mtime_ns) for file in folder.iterdir())
+        asked = repr((folder, files, recipes._PIECE_BYTES, sorted(options.items())))
+        key = (find.__name__, asked, torch.get_num_threads())
+        if key not in _LIMITS:
+            _LIMITS[key] = find(folder, **options)
+        return _LIMITS[key]
+
+    return ask
+
+
+@_known
 def smallest_limit(folder: Path, **options: Any) -> int:
     """The smallest limit that works, as the refusal of a smaller one tells it."""
     with pytest.raises(MemoryLimitError) as refusal:
@@ -47,6 +70,7 @@ def smallest_limit(folder: Path, **options: Any) -> int:
     return limit
 
 
+@_known
 def fitting_limit(folder: Path, **options: Any) -> int:
     """About the smallest limit with which nothing is streamed."""
     limit = ROOMY

@@ -18,7 +18,7 @@ from pipeload.errors import ReadError
 from pipeload.prefetch.prefetcher import Prefetcher
 from pipeload.prefetch.unit import Unit, UnitState
 from pipeload.weights.arena import Arena, Region
-from pipeload.weights.kept import Home
+from pipeload.weights.kept import KeptPieces
 from pipeload.weights.layout import Conversion, Layout, Weight, lay_out
 from pipeload.weights.placement import Placement
 from tests.support.streaming import WAIT_SECONDS, finish_messages
@@ -124,7 +124,7 @@ class Rig(AnyRig):
             def make(layout: Layout) -> Placement:
                 return Placement(layout, arena.take(layout.nbytes), files, convert)
 
-            units.append(Unit(plan, Home(make, resident)))
+            units.append(Unit(plan, KeptPieces(make, resident)))
         regions = [arena.take(slot_bytes) for _ in range(slots)]
         scratch: list[Region | None] = [None] * readers
         self.prefetcher = Prefetcher(
@@ -141,7 +141,7 @@ class Rig(AnyRig):
         """What a block would compute with is its own, all of it."""
         unit = self.prefetcher.units[index]
         if unit.plan.resident:
-            assert set(unit.home.views[f"resident.{index}"].tolist()) == {index + 1}
+            assert set(unit.kept.views[f"resident.{index}"].tolist()) == {index + 1}
         if unit.streams:
             assert unit.slot is not None
             view = unit.slots[unit.slot].views[f"streamed.{index}"]
@@ -211,7 +211,7 @@ class PieceRig(AnyRig):
         arena = Arena(2 * largest, device=cpu, huge=False)
         self.regions = [arena.take(largest) for _ in range(2)]
         self.prefetcher = Prefetcher(
-            [Unit(plan, Home(make, plan.resident)) for plan in plans],
+            [Unit(plan, KeptPieces(make, plan.resident)) for plan in plans],
             slots=self.regions,
             files=files,
             convert=convert,
@@ -239,8 +239,8 @@ class PieceRig(AnyRig):
         if unit.streams:
             assert unit.slot is not None
             passing = unit.slots[unit.slot].views
-        assert not set(passing) & set(unit.home.views)
-        views = {**unit.home.views, **passing}
+        assert not set(passing) & set(unit.kept.views)
+        views = {**unit.kept.views, **passing}
         assert set(views) == {f"{index}.{piece}" for piece in range(len(PIECES))}
         for name, view in views.items():
             piece = int(name.split(".")[1])

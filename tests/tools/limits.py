@@ -19,13 +19,16 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from pipeload._sizes import format_size, parse_size
 from tests.support.cgroups import drop_caches, memory_cgroup
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 _CHILD = r"""
 import hashlib, json, re, sys
@@ -39,9 +42,13 @@ ids = (torch.arange(prompt * batch).view(batch, prompt) * 37) % 30000 + 5
 options = {"tokens": hint, "batch": batch, "dtype": "auto"}
 result = {}
 if limit == "sizes":
-    plan = pipeload.plan(folder, memory_limit=1 << 40, **options)
-    floor = plan.floor_bytes + plan.reserve_bytes - (1 << 40) // 512  # a terabyte's page tables
-    result = {"smallest": plan.smallest_limit, "floor": floor, "model": plan.resident}
+    result = []
+    for batch, hint in json.loads(sys.argv[7]):
+        options |= {"tokens": hint, "batch": batch}
+        plan = pipeload.plan(folder, memory_limit=1 << 40, **options)
+        floor = plan.floor_bytes + plan.reserve_bytes - (1 << 40) // 512  # a terabyte's page tables
+        sizes = {"smallest": plan.smallest_limit, "floor": floor, "model": plan.resident}
+        result.append(sizes)
 elif limit == "plain":
     from pipeload.entry.prepare_process import call_vector_functions
     call_vector_functions()  # as a streamed model's process has
@@ -101,12 +108,7 @@ class Cell:
 
     def bytes_of(self, limit: str) -> int:
         """A limit as the command line takes it, in bytes."""
-        if limit[0] not in "x+":
-            return parse_size(limit)
-        sizes = self.free("sizes")
-        if limit[0] == "x":
-            return int(sizes["smallest"] * float(limit[1:]))
-        return int(sizes["floor"] + sizes["model"] * float(limit[1:]))
+        return parse_size(limit) if limit[0] not in "x+" else bytes_of_all([(self, limit)])[0]
 
     def capped(self, nbytes: int) -> dict[str, Any]:
         """Run it under a cap of `nbytes`, which is its limit, too."""
@@ -118,6 +120,19 @@ class Cell:
             last = ["", *done.stderr.strip().splitlines()][-1]
             return {"died": done.returncode, "kills": kills, "last": last}
         return _result(done)
+
+
+def bytes_of_all(cells: Sequence[tuple[Cell, str]]) -> list[int]:
+    """Limits like "x1.25" and "+0.5" of cells of one model, in bytes: by one child for all."""
+    shapes = json.dumps([(cell.batch, cell.hint) for cell, _ in cells])
+    command = [*cells[0][0].command("sizes"), shapes]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return [
+        int(sizes["smallest"] * float(limit[1:]))
+        if limit[0] == "x"
+        else int(sizes["floor"] + sizes["model"] * float(limit[1:]))
+        for (_, limit), sizes in zip(cells, json.loads(done.stdout.splitlines()[-1]), strict=True)
+    ]
 
 
 def _result(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:

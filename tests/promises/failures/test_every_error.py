@@ -44,9 +44,8 @@ from pipeload.quantiser import quantise
 from pipeload.quantiser.forms import IntegerForm
 from pipeload.weights.row_cuts import RowRange
 from pipeload.weights.whole_shape import WholeShape
-from tests.rooms.cli.test_commands import invoke
-from tests.rooms.cli.test_commands import loud_libraries as loud_libraries  # noqa: PLC0414 - a fixture
-from tests.rooms.evaluate.test_perplexity import save_tokenizer
+from tests.support.commands import invoke, save_tokenizer
+from tests.support.commands import loud_libraries as loud_libraries  # noqa: PLC0414 - a fixture
 from tests.support.models import load_plain, save_random, tiny_config
 from tests.support.platforms import hide_proc
 from tests.support.streaming import load_streamed, logits, prefetcher_of

@@ -32,7 +32,8 @@ from pipeload.checkpoint.files import FileSet
 from pipeload.checkpoint.readers import run_jobs
 from pipeload.checkpoint.stalls import Stalls
 from pipeload.weights import arena
-from tests.promises.limit.test_lifetime import descriptors, in_fork, threads_of
+from tests.promises.limit.test_lifetime import descriptors, threads_of
+from tests.support.children import in_fork
 from tests.support.models import load_plain
 from tests.support.streaming import (
     IDS,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -22,6 +21,7 @@ from pipeload import UnsupportedOperationError
 from pipeload.hf.recipes import Recipe
 from pipeload.prefetch.dispatcher import Dispatcher
 from pipeload_hooks import discard_ended
+from tests.support.children import in_fork
 from tests.support.models import load_plain
 from tests.support.streaming import (
     WAIT_SECONDS,
@@ -282,27 +282,6 @@ def test_views_are_made_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> N
     logits(model)
 
 
-def in_fork(action: Callable[[], object]) -> str:
-    """What `action` raised in a forked child; the empty string when it returned."""
-    reading, writing = os.pipe()
-    child = os.fork()
-    if child == 0:
-        signal.alarm(int(WAIT_SECONDS))  # a child that hangs is ended by the system
-        message = ""
-        try:
-            torch.set_num_threads(1)  # OpenMP's threads do not survive a fork
-            action()
-        except BaseException as error:
-            message = f"{type(error).__name__}: {error}"
-        os.write(writing, message.encode()[:4000])
-        os._exit(0)
-    os.close(writing)
-    with os.fdopen(reading, "rb") as answer:
-        message = answer.read().decode()
-    assert os.waitpid(child, 0)[1] == 0, message
-    return message
-
-
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_forked_child_is_told(folder: Path) -> None:
     """It gets a clear error instead of a hang; the parent goes on."""
@@ -348,7 +327,7 @@ if sys.argv[3] == "cycle":
 
 @pytest.mark.parametrize(
     ("spare", "how", "status"),
-    [(0, "quiet", 0), (0, "error", 3), (0, "cycle", 0), (10_000_000, "cycle", 0)],
+    [(0, "error", 3), (0, "cycle", 0), (10_000_000, "cycle", 0)],
 )
 def test_the_interpreter_ends(folder: Path, spare: int, how: str, status: int) -> None:
     """With a live model, at once, without a word on stderr."""

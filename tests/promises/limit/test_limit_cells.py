@@ -14,11 +14,19 @@ from tests.support.cgroups import memory_cgroup
 from tests.support.models import smollm2
 from tests.support.streaming import in_thread
 from tests.tools import growing
-from tests.tools.limits import Cell, fault
+from tests.tools.limits import Cell, bytes_of_all, fault
 
 pytestmark = [pytest.mark.slow, pytest.mark.cgroup]
 
-CELLS = (("x1", 16, 4), ("+0.5", 512, 1))  # all by hand: tests/tools/limits.py
+# All by hand: tests/tools/limits.py. Prompt, batch, new tokens and hint; then the limit.
+Cells = dict[str, tuple[Cell, int]]
+CELLS = {
+    "smallest": ((16, 4, 6, 22), "x1"),
+    "half": ((512, 1, 6, 518), "+0.5"),
+    "refused": ((720, 4, 4, 600), "x1"),
+    "growing": ((100, 4, 2, 64), "+1.2"),
+    "squeezed": ((16, 1, 6, 256), "+0.95"),
+}
 
 
 @pytest.fixture(autouse=True)
@@ -29,21 +37,29 @@ def groups_work() -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
-@pytest.mark.parametrize(("limit", "prompt", "batch"), CELLS)
-def test_smollm2(limit: str, prompt: int, batch: int) -> None:
+@pytest.fixture(scope="module")
+def cells() -> Cells:
+    """Cells of a real model, and their limits in bytes."""
+    asked = [(Cell(smollm2("bf16"), *shape), limit) for shape, limit in CELLS.values()]
+    sizes = bytes_of_all(asked)
+    return {
+        name: (cell, nbytes) for name, (cell, _), nbytes in zip(CELLS, asked, sizes, strict=True)
+    }
+
+
+@pytest.mark.parametrize("name", ["smallest", "half"])
+def test_smollm2(name: str, cells: Cells) -> None:
     """A real model, from the smallest limit to nearly all of it."""
-    cell = Cell(smollm2("bf16"), prompt, batch, new=6, hint=prompt + 6)
-    nbytes = cell.bytes_of(limit)
+    cell, nbytes = cells[name]
     result = cell.capped(nbytes)
     assert fault(result, cell.free("plain"), nbytes) == ""
     assert "refused" not in result
     assert 0.85 * result["predicted"] <= result["peak"] <= result["predicted"] * 1.02
 
 
-def test_a_pass_that_cannot_fit_is_refused() -> None:
+def test_a_pass_that_cannot_fit_is_refused(cells: Cells) -> None:
     """It says what would fit, and the process lives and generates on."""
-    cell = Cell(smollm2("bf16"), prompt=720, batch=4, new=4, hint=600)
-    nbytes = cell.bytes_of("x1")
+    cell, nbytes = cells["refused"]
     result = cell.capped(nbytes)
     assert fault(result, {}, nbytes) == ""
     assert "largest batch at this length 3" in result["refused"]
@@ -53,10 +69,10 @@ def test_a_pass_that_cannot_fit_is_refused() -> None:
     assert 500 < int(longest[1]) < 720
 
 
-def test_residents_yield_and_come_back() -> None:
+def test_residents_yield_and_come_back(cells: Cells) -> None:
     """To a longer cache and to the user's own memory; the tokens stay the same."""
-    folder = smollm2("bf16")
-    limit = Cell(folder, 100, 4, new=2, hint=64).bytes_of("+1.2")
+    cell, limit = cells["growing"]
+    folder = cell.folder
     shape = (120, 4, "list")
     result = growing.run(folder, limit, *shape, hint=64)
     assert "died" not in result, result
@@ -96,10 +112,10 @@ sys.stdin.readline()
 """
 
 
-def test_a_squeezed_group() -> None:
+def test_a_squeezed_group(cells: Cells) -> None:
     """A neighbour fills the group while the model streams in it: it gives back, and nobody dies."""
-    folder = smollm2("bf16")
-    limit = Cell(folder, 16, 1, new=6, hint=256).bytes_of("+0.95")
+    cell, limit = cells["squeezed"]
+    folder = cell.folder
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with memory_cgroup(limit + 60_000_000) as group:
         command = [sys.executable, "-c", _SQUEEZED, str(folder), str(limit)]

@@ -68,8 +68,7 @@ def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return quantised.fp8(tmp_path_factory.mktemp("fp8"), config)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("passes", [0, 2])
+@pytest.mark.parametrize(("dtype", "passes"), [("bfloat16", 0), ("bfloat16", 2), ("float32", 2)])
 def test_the_reported_limit_works_and_holds(experts: Path, dtype: str, passes: int) -> None:
     """The very limit that the error names; also for a script that ends while weights are read."""
     check(experts, dtype, passes, experts=True)

@@ -116,6 +116,7 @@ def test_installing() -> None:
 
 
 SET = {"PIPELOAD_MEMORY_LIMIT": "1GB"}
+WAYS = [(*SNIPPETS[0], True), *((*snippet, False) for snippet in SNIPPETS)]
 
 
 def run_snippet(code: str, place: Path, *options: str, **more: str) -> str:
@@ -126,10 +127,9 @@ def run_snippet(code: str, place: Path, *options: str, **more: str) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("streamed", [False, True], ids=["plainly", "streamed already"])
-@pytest.mark.parametrize(("code", "output"), SNIPPETS)
+@pytest.mark.parametrize(("code", "output", "streamed"), WAYS)
 def test_snippet(code: str, output: str, streamed: bool, place: Path) -> None:
-    """It runs, and prints what the block below it says, also where all is streamed anyway."""
+    """It runs, and prints what the block below it says; the README's where all is streamed, too."""
     ways = ("-m", "pipeload") if streamed else ()
     printed = run_snippet(code, place, *ways, **(SET if streamed else {}))
     if output:

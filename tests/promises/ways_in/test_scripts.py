@@ -105,7 +105,6 @@ def test_a_limit_that_is_too_small(refusal: Done) -> None:
 COMMANDS: dict[str, tuple[str, tuple[str, ...], int]] = {
     "generate": ("generate.py", (), 0),
     "chat": ("chat.py", (), 0),
-    "pipeline": ("pipe.py", (), 0),
     "evaluation": ("evaluate.py", ("--batch", "2", "--memory-limit", "mine"), 3),
 }
 
@@ -134,19 +133,6 @@ def test_the_models_are_streamed(smollm2_bf16: Path, limit: int) -> None:
     assert got.out.decode() == ALL_STREAMED, got.err
 
 
-@pytest.mark.slow
-def test_by_the_environment(tiny: TinyCheckpoint) -> None:
-    """Importing pipeload is enough where PIPELOAD_MEMORY_LIMIT is set."""
-    code = (
-        "import pipeload, sys\n"
-        "from transformers import AutoModelForCausalLM\n"
-        "model = AutoModelForCausalLM.from_pretrained(sys.argv[1])\n"
-        "print(model.pipeload.plan.memory_limit)"
-    )
-    got = python("-c", code, tiny("llama"), PIPELOAD_MEMORY_LIMIT="40GB")
-    assert got.out == b"40000000000\n", got.err
-
-
 _OPTIONS = """
 import pipeload, sys, torch
 from transformers import AutoModelForCausalLM
@@ -157,22 +143,27 @@ for attempt in range(2):
         print(error)
     else:
         plan = model.pipeload.plan
-        print(plan.readers, plan.io_mode)
+        print(plan.memory_limit, plan.readers, plan.io_mode)
         print(pipeload.entry.api._enclosing().hint)
         del model
         break
 """
 
 
-def test_options_in_the_environment(tiny: TinyCheckpoint) -> None:
-    """What is not typed; one that means nothing is named at every load, and none is plain."""
+@pytest.mark.slow
+def test_by_the_environment(tiny: TinyCheckpoint) -> None:
+    """Importing pipeload is enough where PIPELOAD_MEMORY_LIMIT is set; options may be there, too.
+
+    They hold for what is not typed; one that means nothing is named at every load, and none is
+    plain.
+    """
     folder = tiny("llama")
     named = functools.partial(
         python, PIPELOAD_TOKENS="40", PIPELOAD_READERS="3", PIPELOAD_BATCH=" 2 "
     )
     got = named("-c", _OPTIONS, folder, PIPELOAD_MEMORY_LIMIT="40GB")
     assert got.out.decode().endswith("PassHint(tokens=40, batch=2)\n"), got
-    assert got.out.startswith(b"3 ")
+    assert got.out.startswith(b"40000000000 3 ")
     words = ("--tokens", "30", "--stats", "-c", _OPTIONS, folder)
     got = named("-m", "pipeload", *words, PIPELOAD_MEMORY_LIMIT="3GB")
     assert got.out.decode().endswith("PassHint(tokens=30, batch=2)\n"), got

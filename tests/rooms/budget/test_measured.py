@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +10,7 @@ import pytest
 
 from pipeload.budget import measured
 from pipeload.budget.measured import measure
+from tests.support.children import printed_by
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -52,15 +52,13 @@ def pages():
 
 folder, how = sys.argv[1:]
 call = getattr(pipeload, how)
-options = {} if how == "smallest_limit" else {"memory_limit": "2GB"}
 for segment in library_pages._own_segments():  # as if all of them had been needed
     ctypes.string_at(segment.start, min(segment.stop - segment.start, 64 << 20))
 environment, before = dict(os.environ), pages()
-result = call(folder, dtype="bfloat16", **options)
+result = call(folder, dtype="bfloat16", memory_limit="2GB")
 after = pages()
 print(json.dumps({
-    "floor": getattr(getattr(result, "pipeload", None), "plan", result).floor_bytes
-    if options else None,
+    "floor": getattr(getattr(result, "pipeload", None), "plan", result).floor_bytes,
     "gone": sum(max(0, there - after.get(key, 0)) for key, there in before.items()),
     "there": sum(before.values()),
     "set": sorted(os.environ.items() - environment.items()),
@@ -71,32 +69,31 @@ print(json.dumps({
 
 def child(folder: Path, how: str) -> dict[str, Any]:
     """What a process of its own is like after one call."""
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", _CHILD, str(folder), how],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    result: dict[str, Any] = json.loads(printed_by(_CHILD, folder, how).splitlines()[-1])
     return result
 
 
+@pytest.fixture(scope="module")
+def planned(tiny: TinyCheckpoint) -> dict[str, Any]:
+    """After a plan. (The smallest limit is what the plan for a limit of one byte says.)"""
+    return child(tiny("llama"), "plan")
+
+
+@pytest.mark.slow
 @linux
-@pytest.mark.parametrize("how", ["plan", "smallest_limit"])
-def test_planning_changes_nothing(tiny: TinyCheckpoint, how: str) -> None:
+def test_planning_changes_nothing(planned: dict[str, Any]) -> None:
     """Pages of libraries stay, malloc and the environment are as they were."""
-    after = child(tiny("llama"), how)
-    assert after["gone"] == 0
-    assert after["there"] > 50_000_000
-    assert after["own_malloc"]
-    assert after["set"] == []
+    assert planned["gone"] == 0
+    assert planned["there"] > 50_000_000
+    assert planned["own_malloc"]
+    assert planned["set"] == []
 
 
+@pytest.mark.slow
 @linux
-def test_loading_makes_what_was_counted_on(tiny: TinyCheckpoint) -> None:
+def test_loading_makes_what_was_counted_on(planned: dict[str, Any], tiny: TinyCheckpoint) -> None:
     """What is held then is what a plan said before, though that plan left it all there."""
-    planned, loaded = child(tiny("llama"), "plan"), child(tiny("llama"), "from_pretrained")
+    loaded = child(tiny("llama"), "from_pretrained")
     assert loaded["gone"] > 50_000_000
     assert not loaded["own_malloc"]
     assert abs(loaded["floor"] - planned["floor"]) < 20_000_000

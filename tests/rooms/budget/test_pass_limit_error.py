@@ -17,6 +17,8 @@ from tests.support.streaming import load_streamed
 if TYPE_CHECKING:
     from tests.conftest import TinyCheckpoint
 
+ONES = torch.ones(1, 1, dtype=torch.long)
+
 
 def test_a_search_ends_at_a_batch_that_fits(tiny: TinyCheckpoint) -> None:
     """Accelerate's, which others use, too: it halves what does not fit."""
@@ -29,7 +31,7 @@ def test_a_search_ends_at_a_batch_that_fits(tiny: TinyCheckpoint) -> None:
     def score(batch_size: int) -> int:
         tried.append(batch_size)
         with torch.no_grad():
-            model(torch.ones(batch_size, 400, dtype=torch.long))
+            model(ONES.expand(batch_size, 400))
         return batch_size
 
     search = find_executable_batch_size(
@@ -43,7 +45,7 @@ def test_it_is_all_of_what_it_replaces(tiny: TinyCheckpoint) -> None:
     """Python's error, torch's, and ours; its copies say the same."""
     model = load_streamed(tiny("llama"), spare=0)
     with torch.no_grad(), pytest.raises(torch.OutOfMemoryError) as caught:
-        model(torch.ones(1 << 16, 400, dtype=torch.long))
+        model(ONES.expand(1 << 16, 400))
     error = caught.value
     assert isinstance(error, pipeload.MemoryLimitError)
     assert isinstance(error, MemoryError)

@@ -19,7 +19,8 @@ from pipeload.budget.pass_needs import PassNeeds, PassShape
 from pipeload.budget.pass_shape import reads_text_alone
 from pipeload.budget.pass_trace import PassTrace
 from pipeload_hooks import try_out
-from tests.rooms.budget.test_pass_needs import ids, printed_by
+from tests.rooms.budget.test_pass_needs import ids
+from tests.support.children import printed_by
 from tests.support.models import random_model, tiny_config
 
 FAMILIES = """
@@ -49,29 +50,19 @@ bart = dict(d_model=256, encoder_layers=3, decoder_layers=3, encoder_ffn_dim=102
 whole = {"llama": dict(small, model_type="llama", vocab_size=999)}
 FAMILIES = {
     "t5_encoder": (lambda: T.T5EncoderModel(t5), {"input_ids": ids(1, 700)}),
-    "t5": (lambda: T.T5ForConditionalGeneration(t5),
-        {"input_ids": ids(1, 700), "decoder_input_ids": ids(1, 300)}),
     "bart": (lambda: T.BartForConditionalGeneration(T.BartConfig(**bart)),
         {**padded(4, 400), "decoder_input_ids": ids(4, 200)}),
-    "bert": (lambda: T.BertModel(T.BertConfig(**small)), padded(4, 384)),
     "roberta_head": (lambda: T.RobertaForMaskedLM(T.RobertaConfig(vocab_size=20000, **small)),
         padded(3, 200)),
     "dinov2": (lambda: T.Dinov2Model(T.Dinov2Config(**small)), picture(6, 224)),
-    "vit": (lambda: T.ViTModel(T.ViTConfig(**small)), picture(8, 224)),
     "swinv2": (lambda: T.Swinv2Model(T.Swinv2Config(image_size=256, window_size=8, **swin)),
         picture(2, 256)),
     "donut": (lambda: T.DonutSwinModel(T.DonutSwinConfig(image_size=[320, 240], **swin)),
         picture(2, 320, 240)),
     "sam": (lambda: T.SamVisionModel(T.SamVisionConfig(**sam)), picture(1, 512)),
-    "wav2vec2": (lambda: T.Wav2Vec2Model(T.Wav2Vec2Config(**small, **sound)),
-        {"input_values": torch.randn(1, 16000 * 8)}),
     "hubert": (
         lambda: T.HubertModel(T.HubertConfig(**small, **sound, feat_extract_norm="layer")),
         {"input_values": torch.randn(1, 16000 * 8)}),
-    "clip": (lambda: T.CLIPVisionModel(T.CLIPVisionConfig(**small, patch_size=16)),
-        picture(10, 224)),
-    "llama_base": (lambda: T.LlamaModel(T.LlamaConfig(vocab_size=999, **small)),
-        {"input_ids": ids(2, 600)}),
 }
 def measured(make, inputs):
     model = make().eval()
@@ -89,10 +80,11 @@ print(json.dumps({name: measured(*family) for name, family in FAMILIES.items()})
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="needs Linux")
 def test_estimates_of_all_kinds_hold() -> None:
     """Patches, windows, stages, frames, position biases: never under, nor a third over."""
-    for name, (estimate, peak) in json.loads(printed_by(FAMILIES)).items():
+    for name, (estimate, peak) in json.loads(printed_by(FAMILIES).splitlines()[-1]).items():
         assert peak > 15_000_000, name
         assert estimate > 0.97 * peak, (name, estimate, peak)
         assert estimate < 1.3 * peak + 8_000_000, (name, estimate, peak)

@@ -10,6 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from pipeload import MemoryLimitError
+from pipeload.budget.buffer_count import BUFFER_COUNT
 from pipeload.budget.cut import Divider, Grain, Touched
 from pipeload.budget.cuttings import Cuttings
 from pipeload.budget.host_memory import HostMemory
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
 
     from pipeload.budget.plan import Plan
 
-SLOTS = 2
 FLOOR = 300_000_000
 
 
@@ -88,7 +88,7 @@ def test_the_smallest_budget_is_exact(units: list[UnitSpec], slots: int) -> None
 def test_more_memory_hardly_reads_more(units: list[UnitSpec], one: float, other: float) -> None:
     """A tenth at most, where that takes less time. Counted as the plan counts."""
     low, high = (int(everything(units) * share) for share in sorted((one, other)))
-    residency = Residency(units, slots=SLOTS)
+    residency = Residency(units, slots=BUFFER_COUNT)
     less, more = map(residency.choose, (low, high))
     if less is None or more is None:
         assert less is None
@@ -101,7 +101,7 @@ def test_many_weights_in_one_block(weights: list[Weight]) -> None:
     """Only a dozen pieces are weighed; the rest go together, and none is forgotten."""
     assume(weights)
     unit = UnitSpec("block", tuple(weights))
-    residency = Residency([unit] * 4, slots=SLOTS)
+    residency = Residency([unit] * 4, slots=BUFFER_COUNT)
     for share in (0.3, 0.6, 0.9):
         choice = residency.choose(int(4 * everything([unit]) * share))
         for plan in () if choice is None else residency.plans(choice):
@@ -131,17 +131,17 @@ def test_most_of_the_budget_is_used(share: float) -> None:
     """With 22 blocks of seven matrices, at least nine tenths of what buffers leave is held."""
     units = alike(22, *LLAMA)
     budget = int(everything(units) * share * 0.5)
-    residency = Residency(units, slots=SLOTS)
+    residency = Residency(units, slots=BUFFER_COUNT)
     choice = residency.choose(budget)
     assert choice is not None
     held = sum(plan.resident_bytes for plan in residency.plans(choice))
-    assert held >= 0.9 * (budget - SLOTS * choice.slot_bytes)
+    assert held >= 0.9 * (budget - BUFFER_COUNT * choice.slot_bytes)
 
 
 def test_every_block_keeps_a_part() -> None:
     """Buffers shrink with what each block keeps: see [Note: why every block keeps a part]."""
     units = alike(22, *LLAMA)
-    residency = Residency(units, slots=SLOTS)
+    residency = Residency(units, slots=BUFFER_COUNT)
     choice = residency.choose(everything(units) // 4)
     assert choice is not None
     sizes = [plan.streamed_bytes for plan in residency.plans(choice)]
@@ -156,7 +156,7 @@ def test_a_head_streams_no_more_of_itself_than_blocks() -> None:
     """
     blocks, head = alike(22, *LLAMA), alike(16, 400_000)
     units = [*blocks, *(UnitSpec(f"head[{i}]", unit.weights) for i, unit in enumerate(head))]
-    residency = Residency(units, slots=SLOTS)
+    residency = Residency(units, slots=BUFFER_COUNT)
     choice = residency.choose(everything(units) * 43 // 100)  # counts every byte twice
     assert choice is not None
     plans = residency.plans(choice)

@@ -8,30 +8,26 @@ import pty
 import signal
 import subprocess
 import sys
-import warnings
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import transformers
-from typer.testing import CliRunner
 
 import pipeload
 from pipeload.bench import measure
-from pipeload.budget.accounts import ACCOUNTANT
 from pipeload.cli import plan as cli_plan
-from pipeload.cli.commands import app
 from pipeload.demo import model as demo_model
+from tests.support.commands import ROOT, answer, invoke, start
+from tests.support.commands import loud_libraries as loud_libraries  # noqa: PLC0414 - a fixture
 from tests.support.models import load_plain, save_random, skip_or_fail
 from tests.support.streaming import smallest_limit, steady_floor
 from tests.support.talking import add_letters
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from pathlib import Path
 
     from tests.conftest import TinyCheckpoint
 
-ROOT = Path(__file__).resolve().parents[3]
 PROMPT = "Say something."
 
 
@@ -42,47 +38,6 @@ def talker(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_random("llama", folder, "bf16", seed=11)
     add_letters(folder)
     return folder
-
-
-@pytest.fixture(autouse=True)
-def loud_libraries() -> Iterator[None]:
-    """Undo what a command in this process silenced."""
-    verbosity = transformers.logging.get_verbosity()
-    yield
-    transformers.logging.set_verbosity(verbosity)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the hub's own bars are off by environment
-        transformers.logging.enable_progress_bar()
-
-
-def invoke(*arguments: object, stdin: str | None = None) -> Any:
-    ACCOUNTANT.forget_all()  # a command has a process of its own, in which no other model streams
-    return CliRunner().invoke(app, [str(a) for a in arguments], input=stdin)
-
-
-def answer(*arguments: object) -> dict[str, Any]:
-    """What `run --json` prints."""
-    result = invoke("run", *arguments, "--json")
-    assert result.exit_code == 0, result.output
-    assert result.stderr == ""
-    figures: dict[str, Any] = json.loads(result.stdout)
-    return figures
-
-
-def child(*arguments: object) -> subprocess.Popen[str]:
-    # A shell's background job ignores SIGINT, and so would its children.
-    code = (
-        "import signal, pipeload.cli.commands\n"
-        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        "pipeload.cli.commands.main()"
-    )
-    return subprocess.Popen(
-        [sys.executable, "-c", code, *map(str, arguments)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=ROOT,
-    )
 
 
 def plain_answer(folder: Path, prompt: str, new_tokens: int) -> str:
@@ -128,7 +83,9 @@ def test_openmp_is_told_to_wait_passively_before_torch_loads(
         "import os, sys, pipeload.cli.commands\n"
         "class Watch:\n"
         "    def find_spec(self, name, *_):\n"
-        "        if name == 'torch': sys.stderr.write('seen ' + os.environ['OMP_WAIT_POLICY'])\n"
+        "        if name == 'torch':\n"
+        "            print('seen ' + os.environ['OMP_WAIT_POLICY'], flush=True)\n"
+        "            os._exit(0)\n"
         "sys.meta_path.insert(0, Watch())\n"
         "pipeload.cli.commands.main()"
     )
@@ -137,7 +94,7 @@ def test_openmp_is_told_to_wait_passively_before_torch_loads(
         environment["OMP_WAIT_POLICY"] = given
     command = [sys.executable, "-c", code, "plan", str(tiny("llama")), "--disk-rate", "1GB"]
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
-    assert f"seen {expected}" in done.stderr
+    assert f"seen {expected}" in done.stdout
 
 
 # -- run -----------------------------------------------------------------------------------------
@@ -328,7 +285,7 @@ def test_debug_shows_the_traceback(talker: Path) -> None:
 @pytest.mark.slow
 def test_control_c_ends_quietly(talker: Path) -> None:
     """SIGINT in the middle of an answer: exit status 130, no traceback."""
-    process = child("run", talker, PROMPT, "--max-new-tokens", 20_000)
+    process = start("run", talker, PROMPT, "--max-new-tokens", 20_000)
     assert process.stdout is not None
     assert process.stderr is not None
     assert process.stdout.read(1)
@@ -342,7 +299,7 @@ def test_control_c_ends_quietly(talker: Path) -> None:
 @pytest.mark.slow
 def test_a_closed_pipe_ends_quietly(talker: Path) -> None:
     """`pipeload run ... | head -c 1` is no error to talk about."""
-    process = child("run", talker, PROMPT, "--max-new-tokens", 20_000)
+    process = start("run", talker, PROMPT, "--max-new-tokens", 20_000)
     assert process.stdout is not None
     assert process.stderr is not None
     assert process.stdout.read(1)
@@ -424,7 +381,7 @@ def test_the_demos_limit_is_no_less_than_the_peak_before(
 
 
 def check_demo(folder: Path) -> None:
-    process = child("demo", "--folder", folder, "--json")
+    process = start("demo", "--folder", folder, "--json")
     output, errors = process.communicate(timeout=120)
     assert process.returncode == 0, errors
     figures = json.loads(output)

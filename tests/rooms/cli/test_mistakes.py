@@ -16,10 +16,9 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from pipeload.cli.commands import app
-from tests.rooms.cli.test_commands import invoke
-from tests.rooms.cli.test_commands import loud_libraries as loud_libraries  # noqa: PLC0414 - a fixture
-from tests.rooms.evaluate.test_perplexity import save_tokenizer
 from tests.rooms.quantiser.test_quantise import Full
+from tests.support.commands import invoke, save_tokenizer
+from tests.support.commands import loud_libraries as loud_libraries  # noqa: PLC0414 - a fixture
 from tests.support.models import save_random
 
 if TYPE_CHECKING:

@@ -21,13 +21,14 @@ from pipeload.bench.report import table
 from pipeload.cli import commands as cli_commands
 from pipeload.cli import evaluate
 from pipeload.cli import plan as cli_plan
-from pipeload.cli.screen import reported
+from pipeload.cli.exit_status import reported
 from pipeload.evaluate.perplexity import Losses, measure
 from pipeload.evaluate.text_windows import slide
 from tests.promises.exact.test_device import freshly_allocated, plan_for, smallest
-from tests.rooms.evaluate.test_perplexity import WORDS, plain_nats, save_tokenizer
-from tests.rooms.evaluate.test_perplexity import loud_libraries as loud_libraries  # noqa: PLC0414 - a fixture
+from tests.rooms.evaluate.test_perplexity import plain_nats
 from tests.rooms.evaluate.test_perplexity import text as text  # noqa: PLC0414 - a fixture
+from tests.support.commands import WORDS, save_tokenizer
+from tests.support.commands import loud_libraries as loud_libraries  # noqa: PLC0414 - a fixture
 from tests.support.fake_device import FakeDevice, lend
 from tests.support.models import save_random, tiny_config
 

@@ -25,12 +25,12 @@ from pipeload.cli.answer import Answer, StopAt, _Cut
 from pipeload.engine.stats import work_rows
 from pipeload.errors import ReadError
 from tests.promises.ways_in.test_notebook import STATS
-from tests.rooms.cli.test_commands import PROMPT, ROOT, answer, child, invoke, plain_answer
-from tests.rooms.cli.test_commands import loud_libraries as loud_libraries  # noqa: PLC0414 - a fixture
+from tests.rooms.cli.test_commands import PROMPT, plain_answer
 from tests.rooms.cli.test_commands import talker as talker  # noqa: PLC0414 - a fixture
 from tests.rooms.cli.test_mistakes import assert_one_line
 from tests.rooms.cli.test_on_a_device import sample
-from tests.rooms.evaluate.test_perplexity import save_tokenizer
+from tests.support.commands import ROOT, answer, invoke, save_tokenizer, start
+from tests.support.commands import loud_libraries as loud_libraries  # noqa: PLC0414 - a fixture
 from tests.support.models import save_random
 from tests.support.streaming import load_streamed, smallest_limit, steady_floor
 from tests.support.talking import add_letters
@@ -182,7 +182,7 @@ def test_a_stop_inside_the_prompt_is_none(talker: Path) -> None:
 @pytest.mark.slow
 def test_statistics_after_control_c(talker: Path) -> None:
     """What came until then is shown with its figures; the status is still that of SIGINT."""
-    process = child("run", talker, PROMPT, "--max-new-tokens", 20_000)
+    process = start("run", talker, PROMPT, "--max-new-tokens", 20_000)
     assert process.stdout is not None
     assert process.stdout.read(1)
     process.send_signal(signal.SIGINT)

@@ -25,7 +25,7 @@ from pipeload.prefetch.prefetcher import Prefetcher
 from pipeload.prefetch.unit import Unit
 from pipeload.weights.arena import Arena, Region
 from pipeload.weights.device import aligned
-from pipeload.weights.kept import Home
+from pipeload.weights.kept import KeptPieces
 from pipeload.weights.layout import lay_out
 from pipeload.weights.placement import SCRATCH_BYTES, scratch_bytes
 from tests.support.fake_device import FakeDevice, FakeEvent
@@ -95,7 +95,7 @@ class BehindRig:
         arena = Arena(scratch_bytes(2), device=_CPU, huge=False)
         scratch: list[Region | None] = [arena.take(SCRATCH_BYTES) for _ in range(2)]
         self.prefetcher = Prefetcher(
-            [Unit(plan, Home(make, plan.resident)) for plan in plans],
+            [Unit(plan, KeptPieces(make, plan.resident)) for plan in plans],
             slots=self.slots,
             place=Hosting(device).place,
             files=files,
@@ -110,7 +110,7 @@ class BehindRig:
         for index in order:
             self.prefetcher.acquire(index)
             unit = self.prefetcher.units[index]
-            views = dict(unit.home.views)
+            views = dict(unit.kept.views)
             slot = None
             if unit.slot is not None and unit.streams:
                 place = unit.slots[unit.slot]

@@ -114,12 +114,10 @@ TARGETS: dict[str, Callable[[Any], Any]] = {
 # How many passes there were, bytes to spare, and whether matrices are cut in ranges of rows.
 STATES = {
     "fresh": (0, 0, False),
-    "used": (2, 0, False),
     "cut": (2, 0, True),
     "partly resident": (3, 600_000, False),
     "partly resident, cut": (3, 300_000, True),
     "resident": (3, ENOUGH, False),
-    "resident, cut": (3, ENOUGH, True),
 }
 
 
@@ -141,6 +139,7 @@ def refusal(edit: Callable[[Any], object], module: Any) -> str | None:
     return None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("state", STATES)
 @pytest.mark.parametrize("target", TARGETS)
 def test_edited(state: str, target: str, tiny: TinyCheckpoint) -> None:

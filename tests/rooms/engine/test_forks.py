@@ -15,8 +15,8 @@ import pipeload
 from pipeload.budget.accounts import ACCOUNTANT
 from pipeload.system.memory import rss_bytes
 from pipeload_hooks import is_placeholder
-from tests.promises.limit.test_lifetime import in_fork
 from tests.promises.ways_in.test_scripts import environment
+from tests.support.children import in_fork
 from tests.support.models import load_plain
 from tests.support.streaming import IDS, WAIT_SECONDS, load_streamed, logits
 

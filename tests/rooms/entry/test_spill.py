@@ -17,8 +17,8 @@ from pipeload.entry import spill as entry_spill
 from pipeload.entry.spill import Spill
 from pipeload.system import mounts, owned_files
 from pipeload.system.folder_lock import try_lock
-from tests.promises.limit.test_lifetime import in_fork
 from tests.promises.ways_in.test_scripts import ROOT, environment
+from tests.support.children import in_fork
 from tests.support.platforms import hide_proc
 from tests.support.streaming import generated, logits, smallest_limit, steady_floor
 

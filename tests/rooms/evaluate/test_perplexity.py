@@ -7,7 +7,6 @@ import json
 import math
 import shutil
 import signal
-import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -17,47 +16,22 @@ import torch
 import transformers
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import Whitespace
 
 import pipeload
-from pipeload.cli import screen
+from pipeload.cli import progress_bar
 from pipeload.evaluate import perplexity
 from pipeload.evaluate.text_windows import Window, choose_batch, groups, slide
-from tests.rooms.cli.test_commands import child, invoke
+from tests.support.commands import WORDS, invoke, save_tokenizer, start
+from tests.support.commands import loud_libraries as loud_libraries  # noqa: PLC0414 - a fixture
 from tests.support.models import load_plain, save_random, tiny_config
 from tests.support.streaming import smallest_limit, steady_floor
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from tests.conftest import TinyCheckpoint
 
 LICENSE = Path(__file__).resolve().parents[3] / "LICENSE"
-WORDS = [f"w{3 + 37 * number % 500}" for number in range(50)]
-
-
-@pytest.fixture(autouse=True)
-def loud_libraries() -> Iterator[None]:
-    """Undo what a command in this process silenced."""
-    verbosity = transformers.logging.get_verbosity()
-    yield
-    transformers.logging.set_verbosity(verbosity)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the hub's own bars are off by environment
-        transformers.logging.enable_progress_bar()
-
-
-def save_tokenizer(folder: Path, *, words: int = 512, reverse: bool = False) -> None:
-    """One token for each word `w3`, `w4`, ...; nothing is put before a text."""
-    names = [f"w{number}" for number in range(3, words)]
-    ordered = ["<pad>", "<bos>", "<eos>", *(names[::-1] if reverse else names)]
-    inner = Tokenizer(WordLevel({n: i for i, n in enumerate(ordered)}, unk_token="<pad>"))
-    inner.pre_tokenizer = Whitespace()
-    transformers.PreTrainedTokenizerFast(
-        tokenizer_object=inner, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>"
-    ).save_pretrained(folder)
 
 
 @pytest.fixture(scope="module")
@@ -222,7 +196,8 @@ def test_a_small_limit_changes_nothing(smollm2_bf16: Path) -> None:
     # Left to itself, one that streams takes several windows at once, and reads less for it.
     assert chosen["windows_per_pass"] > 1
     assert chosen["bytes_read"] <= small["bytes_read"]
-    assert chosen["perplexity"] == pytest.approx(small["perplexity"], rel=1e-3)
+    # Products of other sizes round otherwise in bf16, on some processors more than on others.
+    assert chosen["perplexity"] == pytest.approx(small["perplexity"], rel=1e-2)
 
 
 @pytest.mark.parametrize(("method", "at_least"), [("int8", 1.0), ("int4", 0.5)])
@@ -332,7 +307,7 @@ def test_a_short_text_is_one_window(reader: Path, text: Path) -> None:
 
 def test_progress(reader: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Lines where there is no terminal: what is done, and how long the rest takes."""
-    monkeypatch.setattr(screen, "_SECONDS_BETWEEN_LINES", 0.0)
+    monkeypatch.setattr(progress_bar, "_SECONDS_BETWEEN_LINES", 0.0)
     result = invoke("eval", reader, "--text", text, "--window", 16, "--batch", 1)
     lines = [line for line in result.stderr.splitlines() if " of 49 tokens, about " in line]
     done = [int(line.split(": ")[1].split()[0]) for line in lines]
@@ -483,7 +458,7 @@ def test_control_c(reader: Path, tmp_path: Path) -> None:
     """In the middle: exit status 130, no traceback."""
     file = tmp_path / "text"
     file.write_text(" ".join(WORDS * 400))
-    process = child("eval", reader, "--text", file, "--window", 200, "--stride", 1)
+    process = start("eval", reader, "--text", file, "--window", 200, "--stride", 1)
     assert process.stdout is not None
     assert process.stderr is not None
     assert "20000 tokens in 19801 windows" in process.stderr.readline()

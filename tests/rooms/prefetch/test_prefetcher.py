@@ -186,7 +186,7 @@ def test_resident_parts_are_read_once(kinds: str) -> None:
     rig.rest()
     having = [index for index, kind in enumerate(kinds) if kind in "RB"]
     assert sorted(rig.files.resident_reads) == having
-    assert all(rig.prefetcher.units[index].home.unread == [] for index in range(len(kinds)))
+    assert all(rig.prefetcher.units[index].kept.unread == [] for index in range(len(kinds)))
     rig.prefetcher.close()
 
 

@@ -124,12 +124,12 @@ class ResplitMachine(RuleBasedStateMachine):
     def _count(self) -> None:
         dispatcher, units = self.rig.dispatcher, self.rig.prefetcher.units
         counters = dispatcher.counters
-        resident = sum(unit.home.nbytes for unit in units)
+        resident = sum(unit.kept.nbytes for unit in units)
         resident += sum(
             place.nbytes
             for unit in units
             if unit.state is UnitState.LOADING
-            for place in unit.home.unread
+            for place in unit.kept.unread
         )
         assert counters.resident_bytes == resident
         assert counters.buffer_bytes == sum(dispatcher._slots.touched)
@@ -137,7 +137,7 @@ class ResplitMachine(RuleBasedStateMachine):
             assert not any(region.buffer(touched, region.nbytes - touched))
         for unit in units:
             if unit.state is UnitState.ON_DISK:
-                for place in unit.home.unread:
+                for place in unit.kept.unread:
                     assert not any(view.any() for view in place.views.values())
         assert resident + counters.buffer_bytes <= self.rig.budget + self.old
 

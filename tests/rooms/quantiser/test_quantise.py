@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -32,6 +33,7 @@ from pipeload.formats.integers.linear import Int4Linear, Int8Linear, PackedLinea
 from pipeload.formats.integers.order import ORDERS, kernel_order
 from pipeload.quantiser.shards import MANIFEST
 from tests.promises.ways_in.test_device_ways import mixture
+from tests.support.children import killed_in_fork
 from tests.support.exact import (
     assert_same,
     assert_streamed,
@@ -287,29 +289,21 @@ def test_what_else_is_in_the_folder(llama: Path, tmp_path: Path) -> None:
 
 # -- kills and full disks --------------------------------------------------------------------------
 
-KILLED = """
-import os, signal, sys
-from pathlib import Path
-import pipeload
-source, target = map(Path, sys.argv[1:])
-partial = target.with_name(f".{target.name}.partial")
-def progress(done, total):
-    if len(list(partial.glob("*.safetensors"))) == 2 and list(partial.glob("*.part")):
-        os.kill(os.getpid(), signal.SIGKILL)
-pipeload.quantize(source, target, max_shard_size="300KB", progress=progress)
-"""
+fork = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 
 
-@pytest.mark.slow
+@fork
 def test_a_killed_run_goes_on(llama: Path, tmp_path: Path) -> None:
     """Nothing has the final name; finished shards stay as they are, and the result is the same."""
     target, partial = tmp_path / "made", tmp_path / ".made.partial"
-    done = subprocess.run(
-        [sys.executable, "-c", KILLED, str(llama), str(target)],
-        env=os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'hooks'}"},
-        check=False,
+
+    def progress(_done: int, _total: int) -> None:
+        if len(list(partial.glob("*.safetensors"))) == 2 and list(partial.glob("*.part")):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    killed_in_fork(
+        lambda: pipeload.quantize(llama, target, max_shard_size="300KB", progress=progress)
     )
-    assert done.returncode == -signal.SIGKILL
     assert not target.exists()
     finished = {file.name: file.stat() for file in partial.glob("*.safetensors")}
     assert len(finished) == 2
@@ -325,41 +319,29 @@ def test_a_killed_run_goes_on(llama: Path, tmp_path: Path) -> None:
         assert (target / file.name).read_bytes() == file.read_bytes()
 
 
+@fork
 @pytest.mark.parametrize("place", ["begun", "another request", "opened", "named"])
 def test_killed_between_two_files(place: str, llama: Path, tmp_path: Path) -> None:
     """At its very beginning, while another request's files go, or at its very end."""
     target, partial = tmp_path / "made", tmp_path / ".made.partial"
-    code = f"""
-import os, signal
-from pathlib import Path
-import pipeload
-from pipeload.quantiser import shards
-def die(*_):
-    os.kill(os.getpid(), signal.SIGKILL)
-def stop(done, total):
-    1 / (done < total / 2)
-options = dict(max_shard_size="300KB")
-if {place!r} == "begun":
-    Path.replace = die
-if {place!r} == "another request":
-    try:
-        pipeload.quantize({str(llama)!r}, {str(target)!r}, progress=stop, **options)
-    except ZeroDivisionError:
-        pass
-    options = dict(max_shard_size="200KB")
-    Path.unlink = die
-if {place!r} == "opened":
-    Path.rmdir = die
-if {place!r} == "named":
-    Path.rename = die
-pipeload.quantize({str(llama)!r}, {str(target)!r}, **options)
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env=os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'hooks'}"},
-        check=False,
-    )
-    assert done.returncode == -signal.SIGKILL
+
+    def die(*_: object) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def stop(done: int, total: int) -> None:
+        assert done < total / 2
+
+    def make() -> None:
+        size = "300KB"
+        if place == "another request":
+            with contextlib.suppress(AssertionError):
+                pipeload.quantize(llama, target, progress=stop, max_shard_size=size)
+            size = "200KB"
+        calls = {"begun": "replace", "another request": "unlink", "opened": "rmdir"}
+        setattr(Path, calls.get(place, "rename"), die)
+        pipeload.quantize(llama, target, max_shard_size=size)
+
+    killed_in_fork(make)
     assert partial.exists()
     assert not target.exists()
     pipeload.quantize(llama, target, max_shard_size="300KB")

@@ -6,7 +6,6 @@ import ctypes
 import itertools
 import json
 import mmap
-import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
@@ -16,6 +15,7 @@ import torch
 
 from pipeload.system import library_pages
 from pipeload.system.library_pages import droppable, lower_floor
+from tests.support.children import printed_by
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -57,14 +57,7 @@ print(json.dumps(result))
 
 
 def child(folder: Path, how: str) -> dict[str, Any]:
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", _CHILD, str(folder), how],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    result: dict[str, Any] = json.loads(printed_by(_CHILD, folder, how).splitlines()[-1])
     return result
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import mmap
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,7 +26,8 @@ from pipeload.errors import (
 )
 from pipeload.system import memory
 from pipeload.system.memory import peak_rss_bytes, rss_bytes
-from tests.rooms.test_imports import MODULES, PURE, ROOT
+from tests.rooms.test_imports import MODULES, PURE
+from tests.support.children import printed_by
 from tests.support.models import load_plain
 from tests.support.platforms import hide_proc, take_away
 from tests.support.streaming import (
@@ -108,20 +108,6 @@ MODES = {
 PAGES = {"mac": 16384, "windows": 4096, "arm linux": 65536}
 
 
-def child(code: str, *arguments: str, **environment: str) -> str:
-    paths = f"{ROOT}:{ROOT / 'hooks'}"
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code, *arguments],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": paths, "OMP_WAIT_POLICY": "passive"} | environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 @pytest.mark.slow
 @linux
 @pytest.mark.parametrize("system", MODES)
@@ -129,7 +115,7 @@ def test_a_whole_process_elsewhere(system: str, tiny: TinyCheckpoint, smollm2_bf
     """Streamed, given back, and loaded whole: equal to the bit, by that system's own means."""
     folders = [tiny("llama"), smollm2_bf16]
     io_mode, whole_mode = MODES[system]
-    seen = json.loads(child(_CHILD, system, io_mode, *map(str, folders)))
+    seen = json.loads(printed_by(_CHILD, system, io_mode, *map(str, folders)))
     assert seen["page"] == PAGES[system]
     assert (seen["unlocked"] > 0) == (system == "windows")
     for result in seen["results"]:
@@ -303,8 +289,8 @@ def test_a_file_that_cannot_be_removed_yet(
 
 def test_letters_that_the_output_cannot_hold() -> None:
     """An answer goes on where the terminal's encoding ends."""
-    code = "from pipeload.cli.screen import replace_unprintable as f; f(); print('caf\\u00e9')"
-    assert child(code, PYTHONIOENCODING="ascii") == "caf?\n"
+    code = "from pipeload.cli.log_lines import replace_unprintable as f; f(); print('caf\\u00e9')"
+    assert printed_by(code, PYTHONIOENCODING="ascii") == "caf?\n"
 
 
 _IMPORT = """
@@ -329,4 +315,4 @@ def test_everything_can_be_imported(*, pure: bool) -> None:
     names_of = "AutoModelForCausalLM, PreTrainedModel, TextStreamer"
     libraries = f"import torch, typer, rich.progress; from transformers import {names_of}"
     before = "" if pure else libraries
-    assert child(_IMPORT.format(before=before, names=names)) == f"{not pure}\n"
+    assert printed_by(_IMPORT.format(before=before, names=names)) == f"{not pure}\n"

@@ -13,9 +13,9 @@ import typer
 
 import pipeload
 from pipeload import __main__ as entry
-from pipeload.cli.screen import load, reported
+from pipeload.cli.exit_status import load, reported
 from pipeload.errors import CheckpointError
-from tests.rooms.cli.test_commands import invoke
+from tests.support.commands import invoke
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

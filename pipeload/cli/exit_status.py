@@ -1,36 +1,27 @@
-"""What the command line says beside its result, on stderr: log lines, progress, errors."""
+"""How a command ends: one line on stderr for what went wrong, and its exit status."""
 
 from __future__ import annotations
 
 import contextlib
-import io
 import logging
 import os
 import signal
 import sys
 import threading
-import time
-import warnings
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
 from typer.core import TyperGroup
 
 import pipeload
-from pipeload.errors import PipeloadError, escape
+from pipeload.cli.log_lines import Printable, log
+from pipeload.errors import PipeloadError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from rich.progress import Progress
-
-    from pipeload.engine.first_pass import FirstPass
-
-log = logging.getLogger("pipeload")
-
 _INTERRUPTED = 128 + 2  # as a shell reports SIGINT
 _BROKEN_PIPE = 128 + 13
-_SECONDS_BETWEEN_LINES = 5.0
 # How refusals of a limit name, to programs, what makes a pass smaller.
 _FEWER_AT_ONCE = " (tokens=, batch=)"
 # What was typed is wrong. The library it comes from has moved between versions of typer.
@@ -79,7 +70,7 @@ def reported(*, debug: bool, quiet: bool, smaller_pass: Sequence[str] = ()) -> I
     `smaller_pass` are those of its own options that make a pass smaller, if it has any.
     """
     handler = logging.StreamHandler()  # takes sys.stderr as it is now
-    handler.setFormatter(_Printable())
+    handler.setFormatter(Printable())
     log.addHandler(handler)
     level, propagate = log.level, log.propagate
     log.setLevel(logging.DEBUG if debug else logging.ERROR if quiet else logging.INFO)
@@ -171,13 +162,6 @@ def load(name: str) -> None:
             sys.stderr.write(f"\r{' ' * len(shown)}\r")
 
 
-class _Printable(logging.Formatter):
-    """A log line may name what a checkpoint has named."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        return escape(super().format(record))
-
-
 def _drop_output() -> None:
     """Python flushes once more at exit; give it a place."""
     with contextlib.suppress(OSError):
@@ -188,105 +172,3 @@ def _cause(error: OSError | MemoryError) -> str:
     """What the system says, in one line."""
     text = " ".join(str(error).split()) or "out of memory"
     return text.rstrip(".")
-
-
-def replace_unprintable() -> None:
-    """Have letters that the terminal's encoding lacks appear as "?" instead of ending the command.
-
-    Outside UTF-8, as in a pipe on Windows, a model's answer could hold such letters.
-    """
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
-            stream.reconfigure(errors="replace")
-
-
-def silence_libraries(*, debug: bool) -> None:
-    """Keep the libraries' notes and bars off the screen, but for the bars of a download."""
-    if debug:
-        return
-    import huggingface_hub
-    import transformers
-    from huggingface_hub.utils.tqdm import enable_progress_bars
-
-    from pipeload.formats import registry
-
-    warnings.simplefilter("ignore")
-    transformers.logging.set_verbosity_error()
-    huggingface_hub.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    for package in registry.packages():  # they may say the same at every product
-        logging.getLogger(package).setLevel(logging.ERROR)
-    transformers.logging.disable_progress_bar()
-    if sys.stderr.isatty() and log.isEnabledFor(logging.INFO):
-        enable_progress_bars()
-
-
-@contextlib.contextmanager
-def first_pass(model: Any) -> Iterator[FirstPass]:
-    """Show how many blocks of the first pass are done; ends with it, or at the first token."""
-    from pipeload.engine.first_pass import FirstPass  # late: it loads torch
-
-    shown = FirstPass(model, Screen("first pass", "layers"))
-    try:
-        yield shown
-    finally:
-        shown.stop()
-
-
-class Screen:
-    """A bar on a terminal, now and then a line elsewhere, nothing when quiet."""
-
-    def __init__(self, name: str, unit: str, *, time_left: bool = False) -> None:
-        self._name, self._unit, self._time_left = name, unit, time_left
-        self._began = time.monotonic()
-        self._line_at = self._began + _SECONDS_BETWEEN_LINES
-        wanted = log.isEnabledFor(logging.INFO) and sys.stderr.isatty()
-        self._bar = _make_bar(unit, time_left=time_left) if wanted else None
-        if self._bar is not None:
-            self._task = self._bar.add_task(name, total=None)
-            self._bar.start()
-
-    def show(self, done: int, total: int) -> None:
-        """So many of all are done."""
-        now = time.monotonic()
-        if self._bar is not None:
-            self._bar.update(self._task, completed=done, total=total)
-        elif now >= self._line_at:
-            self._line_at = now + _SECONDS_BETWEEN_LINES
-            seconds = (now - self._began) / max(1, done) * (total - done)
-            left = f", about {_duration(seconds)} left" if self._time_left else ""
-            log.info("%s: %d of %d %s%s", self._name, done, total, self._unit, left)
-
-    def close(self) -> None:
-        """Wipe the bar away. May be called again."""
-        if self._bar is not None:
-            self._bar.stop()
-            self._bar = None
-
-
-def _duration(seconds: float) -> str:
-    """As "35 s", "12 min" or "2.5 h"."""
-    if seconds < 100:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
-
-
-def _make_bar(unit: str, *, time_left: bool) -> Progress:
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
-
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn(unit),
-        TimeRemainingColumn() if time_left else TimeElapsedColumn(),
-        console=Console(stderr=True),
-        transient=True,  # the text that follows takes its place
-    )
