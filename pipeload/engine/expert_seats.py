@@ -6,7 +6,6 @@ import weakref
 from typing import TYPE_CHECKING, Protocol
 
 from pipeload.engine.on_disk_tensor import on_use_of
-from pipeload.engine.refusals import refuse_recording
 from pipeload_hooks import Binding, attach_experts, bind, unbind
 
 if TYPE_CHECKING:
@@ -28,6 +27,9 @@ class ExpertsSource(Protocol):
 
     def unroute(self, layer: int) -> None:
         """The module has run. Must do nothing for one that was not routed."""
+
+    def refuse_recording_of(self, layer: int) -> None:
+        """Autograd would record experts that are gone by the time of backward: raise."""
 
 
 class ExpertSeat:
@@ -107,4 +109,4 @@ class _Routed:
 
     def refuse_recording(self) -> None:
         """Training is not possible: experts go before backward could use them."""
-        refuse_recording(self._seat.name)
+        self._source.refuse_recording_of(self._seat.layer)

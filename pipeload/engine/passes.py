@@ -10,12 +10,12 @@ from __future__ import annotations
 import enum
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from pipeload.engine.direct_calls import DirectCalls
 from pipeload.engine.pass_log import PassLog
 from pipeload.engine.pass_modes import PassModes
-from pipeload.engine.refusals import arguments_alone, refuse_compiled
+from pipeload.engine.refusals import arguments_alone, refuse_compiled, refuse_recording
 from pipeload_hooks import PassGate, arguments_of, discard_ended, inside_compiled_call
 
 if TYPE_CHECKING:
@@ -114,6 +114,10 @@ class Passes:
             self.enter(self._experts.seats[layer].module())
         self._replan.look_again()
         self._experts.route(layer, ids)
+
+    def refuse_recording_of(self, layer: int) -> NoReturn:
+        """Training is not possible: experts go before backward could use them."""
+        refuse_recording(self._experts.seats[layer].name)
 
     def unroute(self, layer: int) -> None:
         """Let the experts of a layer go. Does nothing for one that was not routed."""
