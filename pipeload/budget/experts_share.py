@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from pipeload._sizes import counted, format_size
-
-if TYPE_CHECKING:
-    from pipeload.budget.parts import Parts
 
 _HITS = ((0.0, 0.0), (0.6, 0.29), (1.1, 0.39), (2.1, 0.57), (5.3, 0.85), (10.7, 0.97), (16.0, 1.0))
 """Share of experts found in a cache that holds those of so many tokens: measured by replaying the
@@ -69,20 +65,3 @@ class ExpertsShare:
             ("expert cache", self.cache_bytes, of),
             ("expert window", self.window_bytes, "experts that do not stay; their reads"),
         ]
-
-
-def experts_share(parts: Parts, cache_bytes: int) -> ExpertsShare | None:
-    """Make the share of a plan for a model that is cut like this; None without experts."""
-    banks = parts.banks
-    if not banks:
-        return None
-    known = all(bank.routed for bank in banks)
-    routed = sum(min(bank.routed or 0, bank.experts) * bank.expert_bytes for bank in banks)
-    return ExpertsShare(
-        layers=len(banks),
-        experts=sum(bank.experts for bank in banks),
-        total_bytes=parts.experts_bytes,
-        window_bytes=parts.expert_window_bytes,
-        routed_bytes=routed if known else None,
-        cache_bytes=cache_bytes,
-    )

@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple, NoReturn, Protocol
 
 from pipeload.budget.buffer_count import BUFFER_COUNT
-from pipeload.budget.experts_share import experts_share
+from pipeload.budget.experts_share import ExpertsShare
 from pipeload.budget.plan import Plan
 from pipeload.budget.residency import Residency
 from pipeload.checkpoint.files import choose_io_mode
@@ -130,7 +130,7 @@ def make_plan(
     spent = memory.floor_bytes + memory.reserve_bytes
     cut, choice, smallest = _choose(cuttings, measured, options, memory, spent)
     units, share = memory.share(cut, cut.residency.plans(choice))
-    experts = experts_share(cut.parts, choice.cache_bytes)
+    experts = _experts_share(cut.parts, choice.cache_bytes)
     streamed = sum(unit.streamed_bytes for unit in units if not unit.hosted)
     if experts is not None:
         streamed += experts.total_bytes - experts.cache_bytes
@@ -211,3 +211,19 @@ def _cheapest(cuts: Sequence[CostedCut], budget: int) -> tuple[CostedCut, Choice
     found = [(cut, cut.residency.choose(budget - cut.fixed)) for cut in cuts]
     fitting = [(cut, choice) for cut, choice in found if choice is not None]
     return min(fitting, key=lambda pair: pair[1].seconds, default=None)
+
+
+def _experts_share(parts: Parts, cache_bytes: int) -> ExpertsShare | None:
+    banks = parts.banks
+    if not banks:
+        return None
+    known = all(bank.routed for bank in banks)
+    routed = sum(min(bank.routed or 0, bank.experts) * bank.expert_bytes for bank in banks)
+    return ExpertsShare(
+        layers=len(banks),
+        experts=sum(bank.experts for bank in banks),
+        total_bytes=parts.experts_bytes,
+        window_bytes=parts.expert_window_bytes,
+        routed_bytes=routed if known else None,
+        cache_bytes=cache_bytes,
+    )
