@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from torch import nn
 
+from pipeload.budget.grouped_products import products_are_grouped
 from pipeload.budget.parts import Bank, Parts, Site, Table
 from pipeload.budget.residency import UnitSpec, is_tiny
 from pipeload.errors import UnsupportedModelError
 from pipeload.weights.arena import DTYPES
-from pipeload.weights.grouped_products import products_are_grouped
 from pipeload.weights.row_cuts import ROW_STEP, Cut, RowRange, best_cut
 from pipeload.weights.whole_shape import KERNEL_ALIGN
 from pipeload_hooks import can_split, find_blocks, takes_ids

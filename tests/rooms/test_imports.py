@@ -43,7 +43,7 @@ KNOWN_IN = {
     "torch": FLOOR.keys() - {"errors", "_sizes", "_text_tables", "system", "checkpoint"},
     "transformers": {"formats", "hf", "entry", *FRONT},
     "bitsandbytes": {"formats", "quantiser"},
-    "pipeload_hooks": {"formats", "budget", "engine", "devices", *FRONT},
+    "pipeload_hooks": {"formats", "budget", "hf", "engine", "devices", *FRONT},
     "psutil": {"system"},
     "rich": {"_text_tables", "cli"},
     "typer": {"cli"},
@@ -52,6 +52,7 @@ KNOWN_IN = {
 WITHOUT_TORCH = {
     *("errors", "_sizes", "_text_tables", "system", "checkpoint"),
     *("weights.layout", "weights.device", "weights.kept", "formats.registry", "hf.arguments"),
+    *("budget.expert_cache", "budget.experts_share"),
     *("budget.plan", "budget.residency", "budget.counters", "budget.accounts", "prefetch.slots"),
     *("engine.stats", "engine.own_weights", "entry.script", "evaluate.text_windows"),
     *("quantiser.shards", "quantiser.model_card"),
