@@ -7,7 +7,7 @@ supplies the weights; `attach` calls it around every block.
 from __future__ import annotations
 
 from pipeload_hooks._answers import MOST_COMPUTED, UnknownValueError
-from pipeload_hooks._aside import AttentionAside
+from pipeload_hooks._aside import AttentionAside, kernels_stay
 from pipeload_hooks._attach import Attachment, attach, inside_compiled_call
 from pipeload_hooks._binding import (
     Binding,
@@ -91,6 +91,7 @@ __all__ = [
     "find_blocks",
     "inside_compiled_call",
     "is_placeholder",
+    "kernels_stay",
     "names_of_others",
     "note_changes",
     "observe_usage",

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pipeload.engine.refusals import FirstCalls, is_single
-from pipeload_hooks import AttentionAside, PassGate
+from pipeload_hooks import AttentionAside, PassGate, kernels_stay
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -33,7 +33,13 @@ class PassModes:
     ) -> None:
         """As for `FirstCalls`."""
         self._first_calls = FirstCalls(seats, tables, experts, adapters, gate)
+        self.done: Callable[[], None] = self._first_calls.done
+        """The pass that is over has given its output."""
         self._aside = AttentionAside()
+        dtypes = {p.dtype for seat in seats for p in seat.parameters.values()}
+        # Else every function of torch would take longer for nothing.
+        self._keeps = any(map(kernels_stay, dtypes))
+        """Whether attention of prompts leaves kernels behind, autocast apart."""
         self.end: Callable[[], None] = _both(self._first_calls.end, self._aside.close)
         """Be done with both, in any thread; holds no more than them."""
 
@@ -46,7 +52,8 @@ class PassModes:
     ) -> None:
         """It was called so."""
         self._first_calls.begin(module, args, kwargs)
-        if _has_prompt(args, kwargs):
+        keeps = self._keeps or torch.is_autocast_enabled("cpu")
+        if keeps and _has_prompt(args, kwargs):
             self._aside.begin()
 
     def stop(self) -> None:
@@ -59,10 +66,6 @@ class PassModes:
         """The pass died: take what is left of it off this thread."""
         self._aside.discard()
         self._first_calls.discard()
-
-    def done(self) -> None:
-        """The pass that is over has given its output."""
-        self._first_calls.done()
 
 
 def _both(first: Callable[[], None], second: Callable[[], None]) -> Callable[[], None]:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import pipeload
+from pipeload.engine import pass_modes
 from pipeload_hooks import _aside
 from tests.support.models import load_plain
 from tests.support.streaming import IDS, load_streamed, session_of
@@ -31,6 +32,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         return True
 
     monkeypatch.setattr(_aside, "kernels_stay", stay)
+    monkeypatch.setattr(pass_modes, "kernels_stay", lambda _dtype: True)
     return asked
 
 

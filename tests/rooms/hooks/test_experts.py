@@ -203,7 +203,8 @@ class Careful(Module):
         if self.up is None:
             return hidden
         expert = ids[0]
-        return nn.functional.linear(hidden.to(self.up.dtype), self.up[expert])
+        out: torch.Tensor = nn.functional.linear(hidden.to(self.up.dtype), self.up[expert])
+        return out
 
 
 def test_judged_by_the_code() -> None:
