@@ -111,6 +111,15 @@ class PackedWeight(Protocol):
         """Have the library, which loads the rest of the model, take it for loaded already."""
 
 
+class Faster(NamedTuple):
+    """Unpacks as the library does, in less time and with next to no memory beside."""
+
+    can: Callable[[torch.dtype], bool]
+    """Whether it makes floats of that dtype here."""
+    fill: Callable[[Mapping[str, torch.Tensor], torch.Tensor], bool]
+    """Fills a tensor out of what is stored, by its pattern; False for values it does not know."""
+
+
 class Unpacking(NamedTuple):
     """How the library makes floats of what is stored, each time it is read."""
 
@@ -124,6 +133,8 @@ class Unpacking(NamedTuple):
     it may also keep them packed for a kernel: that is not streamed."""
     packed_on_cpu: bool = False
     """Whether the library computes with packed ones on the CPU as well, to other last bits."""
+    faster: Faster | None = None
+    """What does the same as the library's operation, to the last bit and in less time."""
 
 
 class Format(Protocol):

@@ -16,7 +16,7 @@ from pipeload.formats.forms import INT8
 from pipeload.formats.fp8 import FP8, MXFP8
 from pipeload.formats.integers.format import INTEGERS
 from pipeload.formats.metal import METAL
-from pipeload.formats.mxfp4 import MXFP4
+from pipeload.formats.mxfp4.format import MXFP4
 from pipeload.formats.refused import REFUSED, UNKNOWN
 
 if TYPE_CHECKING:

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from transformers.core_model_loading import WeightConverter
 
     from pipeload.checkpoint.headers import TensorEntry
-    from pipeload.formats.format import Unpacking
+    from pipeload.formats.format import Faster, Unpacking
 
 _PIECE_BYTES = 4 << 20
 _STACKED = 3  # dimensions of matrices that were stacked
@@ -58,6 +58,8 @@ class Recipe:
     """See [Note: unpacking piece by piece]."""
     by_rows: bool = False
     """Whether unpacking makes rows of a result of the same rows of what is stored."""
+    faster: Faster | None = None
+    """What is tried before the operation: see `Unpacking.faster`."""
     beside_times: int = 2
     """Memory that operations take beside stored tensors and a result, in multiples of it."""
     unpacking_bytes: int = 0
@@ -148,6 +150,8 @@ class Recipe:
             return
         self.dtype, self.beside_times = made.dtype, unpacking.times
         self.by_rows = unpacking.by_rows
+        if unpacking.faster and not self.merges and unpacking.faster.can(made.dtype):
+            self.faster, self.beside_times = unpacking.faster, 1
         entry = self.sources[0][0]
         if len(self.sources) == 1 and tuple(made.shape) == tuple(entry.shape):
             # It came unquantised, beside others that are.
@@ -181,14 +185,24 @@ class Recipe:
             alone: whether these are for one slice of the weight: see `Slices`.
         """
         if self.pieces == 1 or alone:
+            if self._is_filled(stored, into[name]):
+                return
             dtype = None if self.unpacks else into[name].dtype
             for made, tensor in self._run(name, model, stored, dtype).items():
                 into[made].copy_(tensor)
             return
         for index in range(self.pieces):
             piece = {key: _part(tensor, index, self.pieces) for key, tensor in stored.items()}
-            made_piece = self._run(name, model, piece, None)[name]
-            _part(into[name], index, self.pieces).copy_(made_piece)
+            part = _part(into[name], index, self.pieces)
+            if not self._is_filled(piece, part):
+                part.copy_(self._run(name, model, piece, None)[name])
+
+    def _is_filled(self, stored: Mapping[str, torch.Tensor], out: torch.Tensor) -> bool:
+        """Fill it in the faster way, if there is one that can."""
+        if self.faster is None:
+            return False
+        named = {p: stored[entry.name] for entry, p in self.sources if entry.name in stored}
+        return self.faster.fill(named, out)
 
     def _run(
         self,

@@ -195,7 +195,8 @@ class Sliced(Module):
 class Hidden(Module):
     def forward(self, hidden: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         expert = ids[0]
-        return self.up[expert] + getattr(self, "up").sum()  # noqa: B009
+        out: torch.Tensor = self.up[expert] + getattr(self, "up").sum()  # noqa: B009
+        return out
 
 
 class Careful(Module):

@@ -1,0 +1,1 @@
+"""MXFP4: the floats of gpt-oss."""
