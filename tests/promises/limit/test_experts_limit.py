@@ -1,0 +1,67 @@
+"""The limit holds while experts come and go: a child under a kernel cap equal to it lives."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.support.cgroups import drop_caches
+from tests.tools.make_moe import MoeShape, make_moe
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from contextlib import AbstractContextManager
+    from pathlib import Path
+
+    from tests.support.cgroups import MemoryCgroup
+
+SHAPE = MoeShape("qwen3_moe", 512, 512, 64, 4, 6, 8, 4, 64, 4096)
+"""600 MB of experts, of which a token takes 38."""
+_CHILD = """
+import json, sys, torch, transformers, pipeload
+transformers.utils.logging.disable_progress_bar()
+folder, spare, limit = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+options = {"dtype": "auto", "tokens": 700}
+if not limit:
+    print(pipeload.smallest_limit(folder, **options) + spare)
+    raise SystemExit
+model = pipeload.from_pretrained(folder, memory_limit=limit, io_mode="direct", **options)
+texts = []
+for length, new in ((16, 24), (600, 8), (16, 24), (40, 60)):
+    prompt = torch.arange(length)[None] * 7 % 4000 + 5
+    text = model.generate(prompt, max_new_tokens=new, do_sample=False, pad_token_id=0)
+    texts.append(text[0, length:].tolist())
+stats = model.pipeload.stats()
+print(json.dumps({"peak": stats.peak_rss_bytes, "read": stats.expert_bytes_read, "texts": texts,
+    "hits": stats.expert_hits, "misses": stats.expert_misses, "there": stats.expert_bytes}))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.cgroup
+def test_a_child_capped_at_the_limit_lives(
+    tmp_path: Path, cgroup: Callable[[int], AbstractContextManager[MemoryCgroup]]
+) -> None:
+    """With next to no cache and with some, a long prompt between: never killed, the same texts."""
+    folder = make_moe(SHAPE, tmp_path / "moe")
+    texts = []
+    for spare in (2_000_000, 120_000_000):
+        with cgroup(4_000_000_000) as group:
+            asked = group.run([sys.executable, "-c", _CHILD, folder, str(spare), "0"])
+        limit = int(asked.stdout)
+        drop_caches()  # pages that another group has read would be charged to that group
+        with cgroup(limit) as group:
+            child = group.run([sys.executable, "-c", _CHILD, folder, "0", str(limit)])
+        assert child.returncode == 0, child.stderr
+        result = json.loads(child.stdout)
+        assert result["peak"] <= limit
+        expert = 3 * 512 * 512 * 2
+        # Each stored tensor shares its first and last page with a neighbour.
+        assert result["read"] <= result["misses"] * (expert + 6 * 4096)
+        assert result["there"] <= spare + 2_000_000
+        assert (result["hits"] > result["misses"] / 20) == (spare > 50_000_000)
+        texts.append(result["texts"])
+    assert texts[0] == texts[1]
