@@ -15,9 +15,7 @@ from pipeload._sizes import format_size
 from pipeload.cli.model import (
     DTYPES,
     check_model,
-    check_tokens,
     explained,
-    load_tokenizer,
     load_whole,
 )
 from pipeload.cli.report import describe_limits
@@ -25,10 +23,11 @@ from pipeload.cli.screen import Screen, log, silence_libraries
 from pipeload.entry.loading import check_source, needs_of, refuse_quantised
 from pipeload.entry.options import GivenOptions
 from pipeload.entry.request import make_request
+from pipeload.entry.texts import check_tokens, load_tokenizer, read_text
 from pipeload.errors import CheckpointError, MemoryLimitError, OptionError
 from pipeload.evaluate import report
 from pipeload.evaluate.perplexity import measure, tokens_to_hint
-from pipeload.evaluate.text import Encoded, encode, read_text
+from pipeload.evaluate.text import Encoded, encode
 from pipeload.evaluate.text_windows import slide
 from pipeload.evaluate.token_count import all_passes
 from pipeload.hf.takeover import peek

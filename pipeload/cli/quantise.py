@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from pipeload._sizes import format_size
-from pipeload.cli.model import check_model, first_line
+from pipeload.cli.model import check_model
 from pipeload.cli.screen import log, silence_libraries
+from pipeload.entry.texts import first_line
 from pipeload.errors import CheckpointError, PipeloadError
 from pipeload.quantiser.quantise import make
 
@@ -32,9 +33,16 @@ def run(source: str, target: Path, *, json: bool, debug: bool, **options: Any) -
     """
     silence_libraries(debug=debug)
     check_model(source)
-    shown = _Shown()
+    read, shown = _Shown("calibrating", counted_in_bytes=False), _Shown("quantising")
     try:
-        made = make(source, target, progress=shown, trust_remote_code=False, **options)
+        made = make(
+            source,
+            target,
+            progress=shown,
+            calibrating=read,
+            trust_remote_code=False,
+            **options,
+        )
     except PipeloadError:
         raise
     except Exception as error:  # a configuration can make the library raise nearly anything
@@ -43,6 +51,7 @@ def run(source: str, target: Path, *, json: bool, debug: bool, **options: Any) -
             "where it failed."
         ) from error
     finally:
+        read.stop()
         shown.stop()
     folder, floats = made
     nbytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
@@ -56,27 +65,31 @@ def run(source: str, target: Path, *, json: bool, debug: bool, **options: Any) -
 class _Shown:
     """A bar with the time left on a terminal, now and then a line elsewhere, nothing if quiet."""
 
-    def __init__(self) -> None:
+    def __init__(self, doing: str, *, counted_in_bytes: bool = True) -> None:
+        self._doing, self._in_bytes = doing, counted_in_bytes
         self._began = self._line_at = 0.0
         self._found = 0
         self._bar: Progress | None = None
 
     def __call__(self, done: int, total: int) -> None:
-        """So many bytes are written, of so many."""
+        """So much is done, of so much."""
         now = time.monotonic()
         if not self._began:
             self._began, self._found = now, done
             self._line_at = now + _SECONDS_BETWEEN_LINES
             if log.isEnabledFor(logging.INFO) and sys.stderr.isatty():
-                self._bar = _make_bar()
-                self._task = self._bar.add_task("quantising", total=total)
+                self._bar = _make_bar(in_bytes=self._in_bytes)
+                self._task = self._bar.add_task(self._doing, total=total)
                 self._bar.start()
         if self._bar is not None:
             self._bar.update(self._task, completed=done)
+            if done == total:
+                self.stop()  # another bar may follow
         elif now >= self._line_at:
             self._line_at = now + _SECONDS_BETWEEN_LINES
-            text = _describe(done - self._found, done, total, now - self._began)
-            log.info("quantising: %s", text)
+            sizes = f", {format_size(done)} of {format_size(total)}" if self._in_bytes else ""
+            left = _time_left(done - self._found, done, total, now - self._began)
+            log.info("%s: %.0f%%%s%s", self._doing, 100 * done / max(1, total), sizes, left)
 
     def stop(self) -> None:
         """Wipe the bar away. May be called again."""
@@ -85,12 +98,11 @@ class _Shown:
             self._bar = None
 
 
-def _describe(new: int, done: int, total: int, seconds: float) -> str:
-    """What a line says; only what is `new` in this run tells how fast it is."""
-    text = f"{done / max(1, total):.0%}, {format_size(done)} of {format_size(total)}"
+def _time_left(new: int, done: int, total: int, seconds: float) -> str:
+    """The end of a line; only what is `new` in this run tells how fast it is."""
     if new > 0 and seconds > 0:
-        text += f", {_duration(seconds * (total - done) / new)} left"
-    return text
+        return f", {_duration(seconds * (total - done) / new)} left"
+    return ""
 
 
 def _duration(seconds: float) -> str:
@@ -100,7 +112,7 @@ def _duration(seconds: float) -> str:
     return f"{minutes // 60} h {minutes % 60} min"
 
 
-def _make_bar() -> Progress:
+def _make_bar(*, in_bytes: bool) -> Progress:
     from rich.console import Console
     from rich.progress import (
         BarColumn,
@@ -113,7 +125,7 @@ def _make_bar() -> Progress:
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(),
-        DownloadColumn(),
+        *([DownloadColumn()] if in_bytes else []),
         TimeRemainingColumn(),
         TextColumn("left"),
         console=Console(stderr=True),

@@ -17,13 +17,11 @@ from pipeload.cli.answer import Answer, StopAt
 from pipeload.cli.model import (
     DTYPES,
     check_model,
-    check_tokens,
-    first_line,
-    load_tokenizer,
     load_whole,
 )
 from pipeload.cli.report import count, describe_plan
 from pipeload.cli.screen import first_pass, log, silence_libraries
+from pipeload.entry.texts import check_tokens, first_line, load_tokenizer
 from pipeload.errors import OptionError
 
 

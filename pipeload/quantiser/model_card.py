@@ -11,6 +11,7 @@ from pipeload._sizes import format_size
 if TYPE_CHECKING:
     from collections.abc import Container, Mapping, Sequence
 
+    from pipeload.quantiser.calibration_text import CalibrationText
     from pipeload.quantiser.forms import Form
 
 
@@ -48,6 +49,7 @@ def write(
     name: str,
     form: Form,
     kept_paths: Sequence[str],
+    text: CalibrationText | None,
     floats: Floats,
     before: int,
     after: int,
@@ -61,6 +63,7 @@ def write(
         name: of the quantised one.
         form: how it was quantised.
         kept_paths: of Linears that are floats.
+        text: that the model read before; None if none.
         floats: all that is.
         before: bytes of the float tensors.
         after: bytes of the quantised checkpoint.
@@ -69,6 +72,14 @@ def write(
     order = f"\n| Order of int4 rows | {form.order} |" if form.order else ""
     ours = form.loaded_by == "pipeload"
     first = "registers the format" if ours else "pip install 'pipeload[bitsandbytes]'"
+    data = "No data was used."
+    read = ""
+    if text is not None:
+        data = "The float model read the text once; nothing was trained."
+        read = (
+            f"\n| Calibration | at most {text.most_tokens} tokens of {text.name}, "
+            f"SHA-256 of the text `{text.digest}` |"
+        )
     base = f"base_model: {source}\n" if from_hub else ""
     return f"""---
 library_name: transformers
@@ -83,12 +94,12 @@ A quantised copy of `{source}`, made by `pipeload quantize`.
 
 | | |
 |---|---|
-| Method | {form.description} |
+| Method | {form.description} |{read}
 | Weights | {format_size(after)}, before {format_size(before)} ({after / before:.0%}) |
 | Linears kept as floats | {kept} |
 | Kept as floats | {floats.described()} |{order}
 
-Embeddings and the output head are kept as floats. No data was used.
+Embeddings and the output head are kept as floats. {data}
 
 ```python
 import pipeload  # {first}

@@ -1,0 +1,175 @@
+"""Collects how large the inputs of each Linear are, column by column, while the model streams.
+
+[Note: importance] The float model reads a text once, within the memory limit, and a hook before
+each Linear adds up the squares of what comes in: one fp32 number for each column, some 5 MB for 7
+billion weights. That the inputs are the float model's, not those of what was quantised before, was
+measured to do as well; so tensors are made one by one afterwards, in any order, with nothing but
+these numbers beside them. After each pass they are written beside what is made, so that a killed
+run goes on behind it.
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import inspect
+import json
+import logging
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+
+from pipeload.entry.api import from_pretrained
+from pipeload.quantiser.shards import SUMS_FILE
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Callable, Mapping
+    from pathlib import Path
+
+    from torch import nn
+
+    from pipeload.quantiser.calibration_text import CalibrationText
+    from pipeload.quantiser.shards import Output
+
+    Advance = Callable[[int, int], None]
+
+_SQUARED_ITEMS = 1 << 18  # at once, in fp32
+_KEY = "done"
+_log = logging.getLogger("pipeload")
+
+
+class Sums:
+    """Sums of squared inputs, by the path of the Linear; in a file once a pass is over."""
+
+    def __init__(
+        self, output: Output, request: Mapping[str, Any], columns: Mapping[str, int]
+    ) -> None:
+        """Go on with what the same request has left in the folder, or begin with nothing.
+
+        Args:
+            output: the folder that is made.
+            request: what its file has to belong to; JSON.
+            columns: of each Linear, by its path.
+        """
+        self._output = output
+        self._digest = hashlib.sha256(json.dumps(request, sort_keys=True).encode()).hexdigest()
+        self.by_path = {path: torch.zeros(count) for path, count in columns.items()}
+        self.windows_done = 0
+        self._read(output.folder / SUMS_FILE)
+
+    def add(self, path: str, inputs: torch.Tensor) -> None:
+        """Add rows of input, [..., columns], a few at a time: as fp32 they take more memory."""
+        columns = inputs.shape[-1]
+        for rows in inputs.reshape(-1, columns).split(max(1, _SQUARED_ITEMS // columns)):
+            self.by_path[path] += rows.float().square().sum(0)
+
+    def write(self, windows_done: int) -> None:
+        """Keep what was added; so many windows of the text are in it.
+
+        Raises:
+            OptionError: the disk is full, or cannot be written to.
+        """
+        self.windows_done = windows_done
+        done = torch.tensor([windows_done])
+        content = save({f"sums.{path}": sums for path, sums in self.by_path.items()} | {_KEY: done})
+        self._output.write_bytes(SUMS_FILE, self._digest.encode() + content)
+
+    def _read(self, file: Path) -> None:
+        try:
+            content = file.read_bytes()
+        except OSError:
+            return
+        size = len(self._digest)
+        if content[:size] != self._digest.encode():
+            return
+        try:
+            found = load(content[size:])
+        except SafetensorError:
+            return
+        self.windows_done = int(found.pop(_KEY)[0])
+        self.by_path = {name.removeprefix("sums."): sums for name, sums in found.items()}
+
+
+def collect(
+    pretrained: str | os.PathLike[str],
+    text: CalibrationText,
+    sums: Sums,
+    *,
+    memory_limit: int | str,
+    advance: Advance | None,
+    **kwargs: Any,
+) -> dict[str, torch.Tensor]:
+    """Have the model read what is left of the text; the mean squares of inputs by their Linear.
+
+    Args:
+        pretrained: a folder or a hub id.
+        text: to be read.
+        sums: where it was, and what was found before.
+        memory_limit: what the process may hold.
+        advance: called with Linears that have run, and all that will.
+        **kwargs: for the library's `from_pretrained`.
+
+    Raises:
+        PipeloadError: as `pipeload.from_pretrained` and its passes, and as `text.windows`.
+    """
+    model = from_pretrained(pretrained, memory_limit=memory_limit, dtype="auto", **kwargs)
+    windows = text.windows(str(pretrained), model)
+    if sums.windows_done < len(windows):
+        _log.info("calibrating: %d tokens of %s", windows.numel(), text.name)
+        _read(model, windows, sums, advance)
+    tokens = windows.numel()
+    del model
+    gc.collect()  # its memory is needed for what comes now
+    return {path: found / tokens for path, found in sums.by_path.items()}
+
+
+@torch.no_grad()
+def _read(model: Any, windows: torch.Tensor, sums: Sums, advance: Advance | None) -> None:
+    count, done = len(windows), sums.windows_done
+    batch = _batch(model, windows[done:])
+    passes = -(-(count - done) // batch)
+    steps, total = 0, passes * len(sums.by_path)
+
+    def listen(path: str) -> Callable[[nn.Module, Any, Any], None]:
+        def before(_module: nn.Module, args: Any, kwargs: Any) -> None:
+            nonlocal steps
+            sums.add(path, args[0] if args else kwargs["input"])
+            steps += 1
+            if advance is not None:
+                advance(min(steps, total), total)
+
+        return before
+
+    hooks = [
+        model.get_submodule(path).register_forward_pre_hook(listen(path), with_kwargs=True)
+        for path in sums.by_path
+    ]
+    try:
+        for start in range(done, count, batch):
+            some = windows[start : start + batch]
+            model(**_arguments(model, some))
+            sums.write(start + len(some))
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _batch(model: Any, windows: torch.Tensor) -> int:
+    """How many windows one pass takes: a pass reads all weights, so as many as the limit holds."""
+    batch = len(windows)
+    while batch > 1:
+        shaped = torch.empty((batch, windows.shape[1]), dtype=torch.int64, device="meta")
+        if model.pipeload.pass_bytes(**_arguments(model, shaped)) is not None:
+            break
+        batch = -(-batch // 2)
+    return batch
+
+
+def _arguments(model: Any, ids: torch.Tensor) -> dict[str, Any]:
+    """Of a pass without a cache whose logits nobody wants."""
+    arguments = {"input_ids": ids, "use_cache": False, "logits_to_keep": 1}
+    known = inspect.signature(model.forward).parameters
+    return {name: value for name, value in arguments.items() if name in known}
