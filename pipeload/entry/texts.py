@@ -40,14 +40,16 @@ def read_text(path: Path) -> str:
     return text
 
 
-def load_tokenizer(model: str) -> Any:
-    """Load the model's tokenizer.
+def load_tokenizer(model: str, **options: Any) -> Any:
+    """Load the model's tokenizer; `options` are the library's, as `revision`.
 
     Raises:
         CheckpointError: the model has no tokenizer.
     """
     try:
-        return transformers.AutoTokenizer.from_pretrained(model, trust_remote_code=False)
+        return transformers.AutoTokenizer.from_pretrained(
+            model, **{"trust_remote_code": False, **options}
+        )
     except Exception as error:  # the library raises nearly anything here
         raise CheckpointError(
             f"{model!r} has no tokenizer that can be loaded ({first_line(error)}). It is needed to "

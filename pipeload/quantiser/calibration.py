@@ -10,18 +10,22 @@ run goes on behind it.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import hashlib
 import inspect
 import json
 import logging
-from typing import TYPE_CHECKING, Any
+import platform
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 
 from pipeload.entry.api import from_pretrained
+from pipeload.errors import MemoryLimitError
+from pipeload.quantiser.calibration_text import WINDOW
 from pipeload.quantiser.shards import SUMS_FILE
 
 if TYPE_CHECKING:
@@ -38,7 +42,17 @@ if TYPE_CHECKING:
 
 _SQUARED_ITEMS = 1 << 18  # at once, in fp32
 _KEY = "done"
+_OF_THE_TOKENIZER = {"revision", "subfolder", "cache_dir", "token", "local_files_only"}
 _log = logging.getLogger("pipeload")
+
+
+class Importances(NamedTuple):
+    """What is known of the inputs of Linears."""
+
+    mean_squares: dict[str, torch.Tensor]
+    """fp32 of [columns], by the path of the Linear."""
+    read: str
+    """How that was found, for people."""
 
 
 class Sums:
@@ -101,8 +115,8 @@ def collect(
     memory_limit: int | str,
     advance: Advance | None,
     **kwargs: Any,
-) -> dict[str, torch.Tensor]:
-    """Have the model read what is left of the text; the mean squares of inputs by their Linear.
+) -> Importances:
+    """Have the model read what is left of the text.
 
     Args:
         pretrained: a folder or a hub id.
@@ -115,15 +129,32 @@ def collect(
     Raises:
         PipeloadError: as `pipeload.from_pretrained` and its passes, and as `text.windows`.
     """
-    model = from_pretrained(pretrained, memory_limit=memory_limit, dtype="auto", **kwargs)
-    windows = text.windows(str(pretrained), model)
+    model = _load(pretrained, memory_limit=memory_limit, tokens=WINDOW, **kwargs)
+    own = {name: kwargs[name] for name in _OF_THE_TOKENIZER & kwargs.keys()}
+    windows = text.windows(str(pretrained), model, **own)
     if sums.windows_done < len(windows):
         _log.info("calibrating: %d tokens of %s", windows.numel(), text.name)
         _read(model, windows, sums, advance)
     tokens = windows.numel()
     del model
     gc.collect()  # its memory is needed for what comes now
-    return {path: found / tokens for path, found in sums.by_path.items()}
+    mean_squares = {path: found / tokens for path, found in sums.by_path.items()}
+    return Importances(mean_squares, text.describe(tokens))
+
+
+def _load(pretrained: str | os.PathLike[str], **options: Any) -> Any:
+    """The streamed float model, in fp32 where products in bf16 take several times as long."""
+    if not _fast_bf16():
+        with contextlib.suppress(MemoryLimitError):
+            return from_pretrained(pretrained, **{**options, "dtype": torch.float32})
+    return from_pretrained(pretrained, **{"dtype": "auto", **options})
+
+
+def _fast_bf16() -> bool:
+    """Whether the processor multiplies bf16 by itself: x86 without AVX512-BF16 does not."""
+    if platform.machine().lower() not in {"x86_64", "amd64"}:
+        return True
+    return torch.cpu._is_avx512_bf16_supported()  # noqa: SLF001 - has no other name
 
 
 @torch.no_grad()

@@ -40,16 +40,20 @@ class CalibrationText(NamedTuple):
         """What makes it another text, or another run; JSON."""
         return {"text": self.digest, "tokens": self.most_tokens, "window": WINDOW}
 
-    def windows(self, pretrained: str, model: Any) -> torch.Tensor:
+    def describe(self, tokens: int) -> str:
+        """For the model card, when so many tokens of it were read."""
+        return f"{tokens} tokens of {self.name}, SHA-256 `{self.digest}`"
+
+    def windows(self, pretrained: str, model: Any, **options: Any) -> torch.Tensor:
         """The text as the model's tokenizer reads it: int64 of [windows, tokens], all as long.
 
-        A few of the last tokens may be left out for that.
+        A few of the last tokens may be left out for that. `options` go to the library.
 
         Raises:
             CheckpointError: there is no tokenizer, or it is another model's.
             OptionError: the text makes no token.
         """
-        found = load_tokenizer(pretrained)(self.text, verbose=False)["input_ids"]
+        found = load_tokenizer(pretrained, **options)(self.text, verbose=False)["input_ids"]
         ids = torch.tensor(found[: self.most_tokens], dtype=torch.int64)
         if not len(ids):
             raise OptionError(

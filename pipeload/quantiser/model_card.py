@@ -11,7 +11,6 @@ from pipeload._sizes import format_size
 if TYPE_CHECKING:
     from collections.abc import Container, Mapping, Sequence
 
-    from pipeload.quantiser.calibration_text import CalibrationText
     from pipeload.quantiser.forms import Form
 
 
@@ -49,7 +48,7 @@ def write(
     name: str,
     form: Form,
     kept_paths: Sequence[str],
-    text: CalibrationText | None,
+    read: str,
     floats: Floats,
     before: int,
     after: int,
@@ -63,7 +62,7 @@ def write(
         name: of the quantised one.
         form: how it was quantised.
         kept_paths: of Linears that are floats.
-        text: that the model read before; None if none.
+        read: what the float model has read before, in words; empty if nothing.
         floats: all that is.
         before: bytes of the float tensors.
         after: bytes of the quantised checkpoint.
@@ -72,14 +71,10 @@ def write(
     order = f"\n| Order of int4 rows | {form.order} |" if form.order else ""
     ours = form.loaded_by == "pipeload"
     first = "registers the format" if ours else "pip install 'pipeload[bitsandbytes]'"
-    data = "No data was used."
-    read = ""
-    if text is not None:
-        data = "The float model read the text once; nothing was trained."
-        read = (
-            f"\n| Calibration | at most {text.most_tokens} tokens of {text.name}, "
-            f"SHA-256 of the text `{text.digest}` |"
-        )
+    data = (
+        "The float model read the text once; nothing was trained." if read else "No data was used."
+    )
+    calibrated = f"\n| Calibration | {read} |" if read else ""
     base = f"base_model: {source}\n" if from_hub else ""
     return f"""---
 library_name: transformers
@@ -94,7 +89,7 @@ A quantised copy of `{source}`, made by `pipeload quantize`.
 
 | | |
 |---|---|
-| Method | {form.description} |{read}
+| Method | {form.description} |{calibrated}
 | Weights | {format_size(after)}, before {format_size(before)} ({after / before:.0%}) |
 | Linears kept as floats | {kept} |
 | Kept as floats | {floats.described()} |{order}

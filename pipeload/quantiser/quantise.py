@@ -34,7 +34,6 @@ from pipeload.weights.stored import PIECE_BYTES
 if TYPE_CHECKING:
     import os
 
-    import torch
     from torch import nn
 
     from pipeload.hf.pending_load import PendingLoad
@@ -177,10 +176,10 @@ def make(
         "calibration": None if text is None else text.request(),
     }
     with Output(Path(target).absolute(), request) as output:
-        mean_squares: dict[str, torch.Tensor] = {}
+        known = calibration.Importances({}, "")
         if text is not None:
             columns = {choice.paths[name]: linear.in_features for name, linear in chosen.items()}
-            mean_squares = calibration.collect(
+            known = calibration.collect(
                 pretrained,
                 text,
                 calibration.Sums(output, request, columns),
@@ -191,7 +190,7 @@ def make(
         reading = Reading(files, _items(memory_limit, chosen))
         steps = [
             form.step(
-                entry, chosen[entry.name], reading, mean_squares.get(choice.paths[entry.name])
+                entry, chosen[entry.name], reading, known.mean_squares.get(choice.paths[entry.name])
             )
             if entry.name in chosen
             else copied(entry, files)
@@ -205,7 +204,7 @@ def make(
             name=output.target.name,
             form=form,
             kept_paths=choice.kept,
-            text=text,
+            read=known.read,
             floats=floats,
             before=pending.checkpoint.total_bytes,
             after=sum(file.stat().st_size for file in output.folder.glob("*.safetensors")),
