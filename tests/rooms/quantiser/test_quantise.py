@@ -281,7 +281,7 @@ def test_what_else_is_in_the_folder(llama: Path, tmp_path: Path) -> None:
     names = {file.name for file in folder.iterdir()}
     assert names.isdisjoint({"notes.bin", MANIFEST, "model.safetensors.index.json"})
     card = (folder / "README.md").read_text()
-    assert all(words in card for words in ("groups of 32", "`source`", "lm_head", "rounded"))
+    assert all(words in card for words in ("groups of 32", "`source`", "lm_head", "squared error"))
     assert str(tmp_path) not in card
 
 
