@@ -47,7 +47,7 @@ def make_form(
     group_size: int | None,
     zero_points: str | None,
     double_quant: bool,
-    calibrated: bool,
+    calibrate: str | None,
 ) -> Form:
     """What the options ask for.
 
@@ -60,20 +60,20 @@ def make_form(
     if method != "int4":
         _refuse_given(method, "int4", group_size=group_size, zero_points=zero_points)
     if method in KINDS:
-        _refuse_given(method, "int4 and int8", calibrate=calibrated or None)
+        _refuse_given(method, "int4 and int8", calibrate=calibrate)
         return FourBitForm(method, double=double_quant)
     _refuse_given(method, "nf4 and fp4", double_quant=double_quant or None)
     bits = 4 if method == "int4" else 8
-    if calibrated and zero_points not in {None, ZERO_POINTS[0]}:
+    if calibrate is not None and zero_points not in {None, ZERO_POINTS[0]}:
         raise OptionError(
-            f"zero_points={zero_points!r} looks at no data, so calibrate would change nothing. "
-            "Leave one of them out."
+            f"zero_points={zero_points!r} looks at no data, so calibrate={calibrate!r} would "
+            "change nothing. Leave one of them out."
         )
     return IntegerForm(
         bits,
         group=group_size or 64,
         zero_points=zero_points or ZERO_POINTS[0],
-        calibrated=calibrated,
+        calibrated=calibrate is not None,
     )
 
 

@@ -154,7 +154,7 @@ def make(
         group_size=group_size,
         zero_points=zero_points,
         double_quant=double_quant,
-        calibrated=text is not None,
+        calibrate=None if text is None else str(calibrate),
     )
     shard_bytes = parse_size(max_shard_size, name="max_shard_size")
     pending = _open(pretrained, kwargs)

@@ -503,11 +503,13 @@ OF_OTHERS: dict[str, dict[str, Any]] = {
     "group_size": {"group_size": 32},
     "zero_points": {"zero_points": "rtn"},
     "double_quant": {"double_quant": True},
+    "calibrate": {"calibrate": "builtin"},
 }
 METHODS_OF = {
     "group_size": {"int4"},
     "zero_points": {"int4"},
     "double_quant": {"nf4", "fp4"},
+    "calibrate": {"int8", "int4"},
 }
 
 
