@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 
 _SQUARED_ITEMS = 1 << 18  # at once, in fp32
 _KEY = "done"
+_FORMAT = 1  # of the file: one of another is not gone on with
 _OF_THE_TOKENIZER = {"revision", "subfolder", "cache_dir", "token", "local_files_only"}
 _log = logging.getLogger("pipeload")
 
@@ -69,9 +70,12 @@ class Sums:
             columns: of each Linear, by its path.
         """
         self._output = output
-        self._digest = hashlib.sha256(json.dumps(request, sort_keys=True).encode()).hexdigest()
+        self._digest = hashlib.sha256(
+            json.dumps([_FORMAT, request], sort_keys=True).encode()
+        ).hexdigest()
         self.by_path = {path: torch.zeros(count) for path, count in columns.items()}
-        self.windows_done = 0
+        self.windows_done = self.windows = self.tokens = 0
+        """Of the text: those in the sums, and all; 0 as long as that is not known."""
         self._read(output.folder / SUMS_FILE)
 
     def add(self, path: str, inputs: torch.Tensor) -> None:
@@ -80,6 +84,11 @@ class Sums:
         for rows in inputs.reshape(-1, columns).split(max(1, _SQUARED_ITEMS // columns)):
             self.by_path[path] += rows.float().square().sum(0)
 
+    @property
+    def whole(self) -> bool:
+        """Whether all of the text is in it."""
+        return 0 < self.windows == self.windows_done
+
     def write(self, windows_done: int) -> None:
         """Keep what was added; so many windows of the text are in it.
 
@@ -87,7 +96,7 @@ class Sums:
             OptionError: the disk is full, or cannot be written to.
         """
         self.windows_done = windows_done
-        done = torch.tensor([windows_done])
+        done = torch.tensor([windows_done, self.windows, self.tokens])
         content = save({f"sums.{path}": sums for path, sums in self.by_path.items()} | {_KEY: done})
         self._output.write_bytes(SUMS_FILE, self._digest.encode() + content)
 
@@ -103,7 +112,7 @@ class Sums:
             found = load(content[size:])
         except SafetensorError:
             return
-        self.windows_done = int(found.pop(_KEY)[0])
+        self.windows_done, self.windows, self.tokens = found.pop(_KEY).tolist()
         self.by_path = {name.removeprefix("sums."): sums for name, sums in found.items()}
 
 
@@ -129,17 +138,17 @@ def collect(
     Raises:
         PipeloadError: as `pipeload.from_pretrained` and its passes, and as `text.windows`.
     """
-    model = _load(pretrained, memory_limit=memory_limit, tokens=WINDOW, **kwargs)
-    own = {name: kwargs[name] for name in _OF_THE_TOKENIZER & kwargs.keys()}
-    windows = text.windows(str(pretrained), model, **own)
-    if sums.windows_done < len(windows):
-        _log.info("calibrating: %d tokens of %s", windows.numel(), text.name)
+    if not sums.whole:
+        model = _load(pretrained, memory_limit=memory_limit, tokens=WINDOW, **kwargs)
+        own = {name: kwargs[name] for name in _OF_THE_TOKENIZER & kwargs.keys()}
+        windows = text.windows(str(pretrained), model, **own)
+        sums.windows, sums.tokens = len(windows), windows.numel()
+        _log.info("calibrating: %d tokens of %s", sums.tokens, text.name)
         _read(model, windows, sums, advance)
-    tokens = windows.numel()
-    del model
-    gc.collect()  # its memory is needed for what comes now
-    mean_squares = {path: found / tokens for path, found in sums.by_path.items()}
-    return Importances(mean_squares, text.describe(tokens))
+        del model
+        gc.collect()  # its memory is needed for what comes now
+    mean_squares = {path: found / sums.tokens for path, found in sums.by_path.items()}
+    return Importances(mean_squares, text.describe(sums.tokens))
 
 
 def _load(pretrained: str | os.PathLike[str], **options: Any) -> Any:

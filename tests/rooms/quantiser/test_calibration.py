@@ -128,7 +128,7 @@ def test_the_inputs_of_the_plain_model(
     for i, limit in enumerate((least, None)):
         found = kept_sums(source, tmp_path / str(i), text, monkeypatch, memory_limit=limit)
         assert any("up_proj[0:" in name for name in units)
-        assert int(found.pop("done")) == 6
+        assert found.pop("done").tolist() == [6, 6, 162]
         assert found.keys() == wanted.keys() - {"lm_head"}
         for path, sums in found.items():
             assert sums.dtype == torch.float32
@@ -285,6 +285,9 @@ def test_what_was_found_is_used_again(
     """Where quantising was stopped; not for another text, and not where the file is damaged."""
     target = tmp_path / "made"
     kept_sums(source, target, text, monkeypatch)
+    with monkeypatch.context() as closed:
+        closed.setattr(calibration, "_load", lambda *_, **__: pytest.fail("loaded it again"))
+        kept_sums(source, target, text, monkeypatch)
     reads: list[str] = []
     real = calibration._read
 
@@ -293,8 +296,6 @@ def test_what_was_found_is_used_again(
         real(model, windows, *args)
 
     monkeypatch.setattr(calibration, "_read", count)
-    kept_sums(source, target, text, monkeypatch)
-    assert reads == []
     file = tmp_path / ".made.partial" / SUMS_FILE
     content = file.read_bytes()
     for damaged in (content[:70], b"0" * 64 + content[64:]):
@@ -364,23 +365,37 @@ def test_the_command(source: Path, text: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_real_model_shuffled(
+def test_real_weights_shuffled(
     smollm2_bf16: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By 32: at most half of what rounding to nearest costs, on a text that was not read."""
+    """Of the real model's first layers: by 32, on a text that was not read, half as far off.
+
+    The divergence from what the floats predict, against that of rounding to nearest.
+    """
     monkeypatch.setattr(calibration_text, "WINDOW", 512)
-    shuffled = save_shuffled(smollm2_bf16, tmp_path / "shuffled", seed=3)
+    model = load_plain(smollm2_bf16)
+    del model.model.layers[6:]
+    model.config.num_hidden_layers = 6
+    model.save_pretrained(tmp_path / "few")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(smollm2_bf16 / name, tmp_path / "few")
+    source = save_shuffled(tmp_path / "few", tmp_path / "shuffled", seed=3)
     words = (ROOT / "docs" / "limits-and-memory.md").read_text(encoding="utf-8")
-    ids = AutoTokenizer.from_pretrained(smollm2_bf16)(words, return_tensors="pt").input_ids[:, :512]
+    ids = AutoTokenizer.from_pretrained(source)(words, return_tensors="pt").input_ids[:, :256]
 
-    def loss(folder: Path) -> float:
+    def predicted(folder: Path) -> torch.Tensor:
         with torch.no_grad():
-            logits = load_plain(folder)(ids).logits[0, :-1].float()
-        return float(torch.nn.functional.cross_entropy(logits, ids[0, 1:]))
+            made: torch.Tensor = load_plain(folder)(ids).logits[0].float().log_softmax(-1)
+        return made
 
-    floats = loss(smollm2_bf16)
-    assert abs(loss(shuffled) - floats) < 0.01
+    floats = predicted(source)
+
+    def divergence(folder: Path) -> float:
+        made = predicted(folder)
+        return float((floats.exp() * (floats - made)).sum(-1).mean())
+
+    assert divergence(tmp_path / "few") < 0.01  # it is the same function
     options: dict[str, Any] = {"method": "int4", "group_size": 32}
-    rounded = pipeload.quantize(shuffled, tmp_path / "rtn", zero_points="rtn", **options)
-    made = pipeload.quantize(shuffled, tmp_path / "made", calibrate="builtin", **options)
-    assert loss(made) - floats < 0.5 * (loss(rounded) - floats)
+    rounded = pipeload.quantize(source, tmp_path / "rtn", zero_points="rtn", **options)
+    made = pipeload.quantize(source, tmp_path / "made", calibrate="builtin", **options)
+    assert divergence(made) < 0.5 * divergence(rounded)
