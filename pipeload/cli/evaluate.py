@@ -16,9 +16,7 @@ from pipeload.cli.log_lines import log, silence_libraries
 from pipeload.cli.model import (
     DTYPES,
     check_model,
-    check_tokens,
     explained,
-    load_tokenizer,
     load_whole,
 )
 from pipeload.cli.progress_bar import ProgressBar
@@ -26,10 +24,11 @@ from pipeload.cli.report import describe_limits
 from pipeload.entry.loading import check_source, needs_of, refuse_quantised
 from pipeload.entry.options import GivenOptions
 from pipeload.entry.request import make_request
+from pipeload.entry.texts import check_tokens, load_tokenizer, read_text
 from pipeload.errors import CheckpointError, MemoryLimitError, OptionError
 from pipeload.evaluate import report
 from pipeload.evaluate.perplexity import measure, tokens_to_hint
-from pipeload.evaluate.text import Encoded, encode, read_text
+from pipeload.evaluate.text import Encoded, encode
 from pipeload.evaluate.text_windows import default_stride, default_window, slide
 from pipeload.evaluate.token_count import all_passes
 from pipeload.hf.takeover import peek

@@ -1,4 +1,4 @@
-"""A model that was named on the command line: checked, loaded whole, and its tokenizer."""
+"""A model that was named on the command line: checked, and loaded whole."""
 
 from __future__ import annotations
 
@@ -12,27 +12,13 @@ import transformers
 import pipeload
 from pipeload.checkpoint.headers import lacking
 from pipeload.cli.log_lines import log
+from pipeload.entry.texts import first_line
 from pipeload.errors import CheckpointError, OptionError, PipeloadError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 DTYPES = {"auto": "auto", "bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-
-
-def load_tokenizer(model: str) -> Any:
-    """Load the model's tokenizer.
-
-    Raises:
-        CheckpointError: the model has no tokenizer.
-    """
-    try:
-        return transformers.AutoTokenizer.from_pretrained(model, trust_remote_code=False)
-    except Exception as error:  # the library raises nearly anything here
-        raise CheckpointError(
-            f"{model!r} has no tokenizer that can be loaded ({first_line(error)}). It is needed to "
-            "make tokens of text: put tokenizer.json and its like beside the weights."
-        ) from error
 
 
 def check_model(model: str) -> None:
@@ -84,17 +70,6 @@ def explained(model: str) -> Iterator[None]:
         ) from error
 
 
-def first_line(error: BaseException) -> str:
-    """What a message says in its first line, or in two where the first only announces."""
-    kind = type(error).__name__
-    lines = str(error).strip().splitlines()
-    if not lines:
-        return kind
-    text = " ".join(line.strip() for line in lines[: 2 if lines[0].endswith(":") else 1])
-    said = isinstance(error, (OSError, ValueError, ImportError))  # others say little by themselves
-    return (text if said else f"{kind}: {text}").rstrip(" .:!")
-
-
 def load_whole(model: str, **options: Any) -> Any:
     """A streamed model all of whose weights are in its checkpoint.
 
@@ -109,17 +84,3 @@ def load_whole(model: str, **options: Any) -> Any:
         loaded.pipeload.remove()
         raise lacking(model, missing)
     return loaded
-
-
-def check_tokens(name: str, model: Any, largest: int) -> None:
-    """Refuse a tokenizer that makes tokens which the model does not know.
-
-    Raises:
-        CheckpointError: `largest` is such a token.
-    """
-    known = getattr(model.get_input_embeddings(), "num_embeddings", None)
-    if known is not None and largest >= known:
-        raise CheckpointError(
-            f"the tokenizer of {name!r} is another model's: it makes token {largest}, and the "
-            f"model knows {known}. Put its own tokenizer beside the weights."
-        )

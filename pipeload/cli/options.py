@@ -47,8 +47,9 @@ class Method(str, enum.Enum):
 
 
 class ZeroPoints(str, enum.Enum):
-    """How the zeros of int4 groups are found."""
+    """How scales and zeros of int4 groups are found."""
 
+    SEARCH = "search"
     RTN = "rtn"
     HQQ = "hqq"
 
@@ -279,7 +280,21 @@ GroupSize = Annotated[
 ]
 ZeroPointsOption = Annotated[
     ZeroPoints | None,
-    typer.Option(help='Of int4: "hqq" takes longer and is closer than "rtn", the default.'),
+    typer.Option(
+        help='Of int4, without a text: "search" (by default) for the least error; "rtn" rounds to '
+        'nearest, "hqq" moves the zeros of that.'
+    ),
+]
+Calibrate = Annotated[
+    str,
+    typer.Option(
+        metavar="FILE|builtin|off",
+        help="Of int4 and int8: a text that the model reads once, so that errors count by how "
+        'large their inputs are. "builtin" is one that comes with pipeload.',
+    ),
+]
+CalibrationTokens = Annotated[
+    int | None, typer.Option(min=1, help="The most tokens of that text; 4096 by default.")
 ]
 DoubleQuant = Annotated[
     bool, typer.Option("--double-quant", help="Of nf4 and fp4: scales are quantised, too.")

@@ -18,10 +18,11 @@ from pipeload._sizes import format_size
 from pipeload.checkpoint.files import FileSet, resolve_io_mode
 from pipeload.checkpoint.readers import run_jobs
 from pipeload.cli.log_lines import log, silence_libraries
-from pipeload.cli.model import DTYPES, check_model, explained, load_tokenizer
+from pipeload.cli.model import DTYPES, check_model, explained
 from pipeload.cli.plan_text import shown
 from pipeload.demo.model import STAMP, default_model_folder, make_smollm2
 from pipeload.devices.open_device import open_device
+from pipeload.entry.texts import load_tokenizer
 from pipeload.errors import CheckpointError, MemoryLimitError
 from pipeload.system.memory import peak_rss_bytes
 from pipeload.system.pages import PAGE

@@ -12,7 +12,7 @@ from pipeload._sizes import format_size
 from pipeload.cli.log_lines import log
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from rich.progress import Progress, ProgressColumn
 
@@ -107,6 +107,27 @@ class BytesBar(ProgressBar):
         from rich.progress import DownloadColumn, TextColumn, TimeRemainingColumn
 
         return [DownloadColumn(), TimeRemainingColumn(), TextColumn("left")]
+
+
+class LateBar:
+    """A bar that is there from its first figure to its last: a terminal has room for one."""
+
+    def __init__(self, make: Callable[[], ProgressBar]) -> None:
+        self._make = make
+        self._bar: ProgressBar | None = None
+
+    def show(self, done: int, total: int) -> None:
+        """So many of all are done."""
+        if self._bar is None:
+            self._bar = self._make()
+        self._bar.show(done, total)
+        if done == total:
+            self._bar.close()
+
+    def close(self) -> None:
+        """Wipe it away, if it is there. May be called again."""
+        if self._bar is not None:
+            self._bar.close()
 
 
 def _duration(seconds: float) -> str:

@@ -9,8 +9,9 @@ import typer
 
 from pipeload._sizes import format_size
 from pipeload.cli.log_lines import silence_libraries
-from pipeload.cli.model import check_model, first_line
-from pipeload.cli.progress_bar import BytesBar
+from pipeload.cli.model import check_model
+from pipeload.cli.progress_bar import BytesBar, LateBar, ProgressBar
+from pipeload.entry.texts import first_line
 from pipeload.errors import CheckpointError, PipeloadError
 from pipeload.quantiser.quantise import make
 
@@ -26,9 +27,17 @@ def run(source: str, target: Path, *, json: bool, debug: bool, **options: Any) -
     """
     silence_libraries(debug=debug)
     check_model(source)
-    bar = BytesBar("quantising")
+    read = LateBar(lambda: ProgressBar("calibrating", "Linears", time_left=True))
+    shown = LateBar(lambda: BytesBar("quantising"))
     try:
-        made = make(source, target, progress=bar.show, trust_remote_code=False, **options)
+        made = make(
+            source,
+            target,
+            progress=shown.show,
+            calibrating=read.show,
+            trust_remote_code=False,
+            **options,
+        )
     except PipeloadError:
         raise
     except Exception as error:  # a configuration can make the library raise nearly anything
@@ -37,7 +46,8 @@ def run(source: str, target: Path, *, json: bool, debug: bool, **options: Any) -
             "where it failed."
         ) from error
     finally:
-        bar.close()
+        read.close()
+        shown.close()
     folder, floats = made
     nbytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     if json:

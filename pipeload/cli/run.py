@@ -18,13 +18,11 @@ from pipeload.cli.log_lines import log, silence_libraries
 from pipeload.cli.model import (
     DTYPES,
     check_model,
-    check_tokens,
-    first_line,
-    load_tokenizer,
     load_whole,
 )
 from pipeload.cli.progress_bar import first_pass
 from pipeload.cli.report import count, describe_plan
+from pipeload.entry.texts import check_tokens, first_line, load_tokenizer
 from pipeload.errors import OptionError
 
 

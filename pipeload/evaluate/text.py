@@ -1,16 +1,11 @@
-"""A text file as a model's tokenizer reads it."""
+"""A text as a model's tokenizer reads it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-
-from pipeload.errors import OptionError
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,34 +25,6 @@ class Encoded:
     def bytes_of(self, chosen: torch.Tensor) -> int | None:
         """Bytes of text that the chosen tokens stand for; `chosen` is bool, `[tokens]`."""
         return None if self.bytes_added is None else int(self.bytes_added[chosen].sum())
-
-
-def read_text(path: Path) -> str:
-    """Read the text of a file.
-
-    Raises:
-        OptionError: it cannot be read, is empty, or is no text.
-    """
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise OptionError(
-            f"cannot read the text {str(path)!r}: {error.strerror}. Check the path."
-        ) from error
-    if b"\0" in data:
-        raise OptionError(
-            f"{str(path)!r} is no text: there is a zero byte at {data.index(0)}. Give a UTF-8 file."
-        )
-    try:
-        text = data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise OptionError(
-            f"{str(path)!r} is no text in UTF-8: byte {error.start} is {data[error.start]:#04x}. "
-            "Give a UTF-8 file."
-        ) from error
-    if not text.strip():
-        raise OptionError(f"the text {str(path)!r} is empty. Give a UTF-8 file with some.")
-    return text
 
 
 def encode(tokenizer: Any, text: str, *, most: int | None) -> Encoded:

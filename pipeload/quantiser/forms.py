@@ -1,9 +1,4 @@
-"""The forms that `pipeload.quantize` makes: who loads them, what fits them, how a tensor is made.
-
-[Note: calibration] None looks at data. One that does would have its statistics of activations,
-which belong to one module, in `IntegerForm.step`: there the `Rounding` of each weight is chosen,
-and a function that has seen the module's inputs may stand in its place.
-"""
+"""The forms that `pipeload.quantize` makes: who loads them, what fits them, how they are made."""
 
 from __future__ import annotations
 
@@ -18,7 +13,13 @@ from pipeload.formats.bitsandbytes.tiles import TILE_ROWS
 from pipeload.formats.integers.format import INTEGERS
 from pipeload.formats.integers.order import kernel_order
 from pipeload.formats.integers.quantizer import PipeloadConfig
-from pipeload.formats.integers.rounding import Rounding, to_int4, to_int8
+from pipeload.formats.integers.rounding import (
+    IMPORTANCE,
+    Rounding,
+    to_int4,
+    to_int8,
+    weigh_columns,
+)
 from pipeload.hf.library import left_by_the_library
 from pipeload.quantiser import four_bits
 from pipeload.quantiser.tensor import Integers, quantised
@@ -26,6 +27,7 @@ from pipeload.quantiser.tensor import Integers, quantised
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    import torch
     from torch import nn
 
     from pipeload.checkpoint.headers import TensorEntry
@@ -36,6 +38,14 @@ if TYPE_CHECKING:
 PART_BYTES = 16 << 20
 """The most that an integer weight takes in one piece: two pieces have to fit beside each other when
 it is streamed. More than what one thread at a time is busy with, less than a laptop would miss."""
+
+
+_HOW = {
+    "rtn": "rounded to nearest",
+    "hqq": "zero points optimised without data (half-quadratic)",
+    "search": "the least squared error of weights",
+    IMPORTANCE: "the least squared error, weighed by the mean squares of inputs",
+}
 
 
 class Form(Protocol):
@@ -55,8 +65,17 @@ class Form(Protocol):
     def fits(self, module: nn.Linear) -> bool:
         """Whether a weight of its shape can be quantised."""
 
-    def step(self, entry: TensorEntry, module: nn.Linear, reading: Reading) -> Step:
-        """A weight's tensors, as they come from the source."""
+    def step(
+        self,
+        entry: TensorEntry,
+        module: nn.Linear,
+        reading: Reading,
+        mean_squares: torch.Tensor | None,
+    ) -> Step:
+        """A weight's tensors, as they come from the source.
+
+        `mean_squares`, [columns], are those of the inputs that it has had; None if none are known.
+        """
 
     def parts(self, module: nn.Linear) -> int:
         """In how many its weight is stored."""
@@ -70,37 +89,49 @@ class IntegerForm:
 
     loaded_by = INTEGERS.method
 
-    def __init__(self, bits: int, *, group: int, zero_points: str) -> None:
-        """`group` and `zero_points` are int4's."""
+    def __init__(self, bits: int, *, group: int, zero_points: str, calibrated: bool) -> None:
+        """`group` and `zero_points` are int4's; `calibrated` says that inputs will be known."""
         int4 = bits == 4
         self.name = f"int{bits}"
         self.order = kernel_order() if int4 else None
+        self._zero_points = zero_points
+        how = IMPORTANCE if calibrated else zero_points if int4 else "rtn"
         self._config = PipeloadConfig(
             bits=bits,
             group_size=group if int4 else None,
-            method=zero_points if int4 else "rtn",
+            method=how,
             order=self.order,
             part_bytes=PART_BYTES,
         )
         if int4:
             self.wants = f"rows that are a multiple of 16, and columns of {group}"
-            zeros = "zero points optimised without data (half-quadratic)"
-            rounded = "rounded to nearest" if zero_points == "rtn" else zeros
-            self.description = f"int4, asymmetric, groups of {group}, {rounded}"
+            self.description = f"int4, asymmetric, groups of {group}, {_HOW[how]}"
         else:
             self.wants = "columns that are a multiple of 16"
-            self.description = "int8, symmetric, one scale for each row, rounded to nearest"
+            self.description = f"int8, symmetric, one scale for each row, {_HOW[how]}"
 
     def fits(self, module: nn.Linear) -> bool:
         """Whether the kernel takes a weight of its shape."""
         return self._config.fits(module)
 
-    def step(self, entry: TensorEntry, module: nn.Linear, reading: Reading) -> Step:
+    def step(
+        self,
+        entry: TensorEntry,
+        module: nn.Linear,
+        reading: Reading,
+        mean_squares: torch.Tensor | None,
+    ) -> Step:
         """Quantise the weight from the dtype that it is stored in."""
         c = self._config
-        rounding: Rounding = to_int8
+        weights = None if mean_squares is None else weigh_columns(mean_squares)
+        rounding: Rounding = partial(to_int8, column_weights=weights)
         if c.bits == 4:
-            rounding = partial(to_int4, group=c.group_size or 0, zero_points=c.method)
+            rounding = partial(
+                to_int4,
+                group=c.group_size or 0,
+                zero_points=self._zero_points,
+                column_weights=weights,
+            )
         how = Integers(rounding, c.bits, c.group_size or 0, c.order or "")
         return quantised(entry, how, c.parts(*entry.shape), reading)
 
@@ -136,7 +167,13 @@ class FourBitForm:
         rows, columns = module.weight.shape
         return min(rows, columns) > 0 and rows % TILE_ROWS == 0 and columns % four_bits.BLOCK == 0
 
-    def step(self, entry: TensorEntry, module: nn.Linear, reading: Reading) -> Step:
+    def step(
+        self,
+        entry: TensorEntry,
+        module: nn.Linear,
+        reading: Reading,
+        mean_squares: torch.Tensor | None,
+    ) -> Step:
         """Quantise the weight from the dtype that the library would load it in."""
         how = four_bits.FourBits(self.name, self._double, module.weight.dtype)
         return four_bits.quantised(entry, how, reading)

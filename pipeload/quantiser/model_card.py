@@ -48,6 +48,7 @@ def write(
     name: str,
     form: Form,
     kept_paths: Sequence[str],
+    read: str,
     floats: Floats,
     before: int,
     after: int,
@@ -61,6 +62,7 @@ def write(
         name: of the quantised one.
         form: how it was quantised.
         kept_paths: of Linears that are floats.
+        read: what the float model has read before, in words; empty if nothing.
         floats: all that is.
         before: bytes of the float tensors.
         after: bytes of the quantised checkpoint.
@@ -69,6 +71,10 @@ def write(
     order = f"\n| Order of int4 rows | {form.order} |" if form.order else ""
     ours = form.loaded_by == "pipeload"
     first = "registers the format" if ours else "pip install 'pipeload[bitsandbytes]'"
+    data = (
+        "The float model read the text once; nothing was trained." if read else "No data was used."
+    )
+    calibrated = f"\n| Calibration | {read} |" if read else ""
     base = f"base_model: {source}\n" if from_hub else ""
     return f"""---
 library_name: transformers
@@ -83,12 +89,12 @@ A quantised copy of `{source}`, made by `pipeload quantize`.
 
 | | |
 |---|---|
-| Method | {form.description} |
+| Method | {form.description} |{calibrated}
 | Weights | {format_size(after)}, before {format_size(before)} ({after / before:.0%}) |
 | Linears kept as floats | {kept} |
 | Kept as floats | {floats.described()} |{order}
 
-Embeddings and the output head are kept as floats. No data was used.
+Embeddings and the output head are kept as floats. {data}
 
 ```python
 import pipeload  # {first}

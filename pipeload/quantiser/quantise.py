@@ -9,7 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
 import transformers
 
 from pipeload._sizes import format_size, parse_size
@@ -20,16 +19,13 @@ from pipeload.entry.loading import check_source
 from pipeload.errors import (
     CheckpointError,
     MemoryLimitError,
-    OptionError,
     UnsupportedModelError,
 )
-from pipeload.formats.forms import FORMS
 from pipeload.formats.integers.order import BLOCK_ROWS
-from pipeload.formats.integers.rounding import GROUPS, ZERO_POINTS
 from pipeload.hf.takeover import peek
-from pipeload.quantiser import model_card
-from pipeload.quantiser.forms import Form, FourBitForm, IntegerForm
-from pipeload.quantiser.four_bits import KINDS
+from pipeload.quantiser import calibration, model_card
+from pipeload.quantiser.calibration_text import find_text
+from pipeload.quantiser.choice import choose, make_form
 from pipeload.quantiser.shards import Output, Step, divide, shard_name
 from pipeload.quantiser.tensor import Reading, copied
 from pipeload.system.memory import parse_limit, rss_bytes
@@ -37,18 +33,17 @@ from pipeload.weights.stored import PIECE_BYTES
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Sequence
 
     from torch import nn
 
     from pipeload.hf.pending_load import PendingLoad
+    from pipeload.quantiser.forms import Form
     from pipeload.quantiser.model_card import Floats
 
 
 Progress = Callable[[int, int], None]
 """Called with the bytes that are done and those of all, again and again."""
 
-_FLOATS = {"F32", "F16", "BF16"}
 _MOST_ITEMS = 4 << 20  # quantised at once
 _BYTES_PER_ITEM = 40  # what quantising holds, fp32 temporaries and all
 _SPARE_BYTES = 32 << 20
@@ -69,6 +64,8 @@ def quantize(
     group_size: int | None = None,
     zero_points: str | None = None,
     double_quant: bool = False,
+    calibrate: str | os.PathLike[str] | None = None,
+    calibration_tokens: int | None = None,
     memory_limit: int | str | None = None,
     max_shard_size: int | str = "2GB",
     progress: Progress | None = None,
@@ -85,9 +82,14 @@ def quantize(
         method: "int8", one scale a row; "int4", a scale and a zero point a group; "nf4" or "fp4",
             what bitsandbytes makes with `load_in_4bit`, which is needed for it.
         group_size: of int4: 32, 64 (if None) or 128 neighbours in a row.
-        zero_points: of int4: "rtn" (round to nearest, if None), or "hqq", which takes longer and is
-            closer.
+        zero_points: of int4, how scales and zeros are found: "search" for the least squared error
+            (if None), "rtn" (round to nearest), or "hqq", which moves the zeros of that.
         double_quant: of nf4 and fp4: the scales are quantised, too.
+        calibrate: of int4 and int8: a file with a text, or "builtin", the one that comes with
+            pipeload. The float model reads it once, streamed within the limit, and errors count by
+            how large their inputs were: much closer, above all for int4. None or "off" look at
+            the weights alone.
+        calibration_tokens: of that text, 4096 if None.
         memory_limit: what the process may hold, as for `from_pretrained`; None takes what is quick.
         max_shard_size: of a file, "2GB" or bytes.
         progress: called with bytes done and bytes in all.
@@ -110,6 +112,8 @@ def quantize(
         group_size=group_size,
         zero_points=zero_points,
         double_quant=double_quant,
+        calibrate=calibrate,
+        calibration_tokens=calibration_tokens,
         memory_limit=memory_limit,
         max_shard_size=max_shard_size,
         progress=progress,
@@ -132,26 +136,34 @@ def make(
     group_size: int | None,
     zero_points: str | None,
     double_quant: bool,
+    calibrate: str | os.PathLike[str] | None,
+    calibration_tokens: int | None,
     memory_limit: int | str | None,
     max_shard_size: int | str,
     progress: Progress | None,
+    calibrating: Progress | None = None,
     **kwargs: Any,
 ) -> Made:
-    """As `quantize`, and raises what that does; says what stayed floats, too."""
-    form = _form(method, group_size, zero_points, double_quant=double_quant)
+    """As `quantize`, and raises what that does; says what stayed floats, too.
+
+    `calibrating` is called with Linears that have run, and all that will.
+    """
+    text = find_text(calibrate, calibration_tokens)
+    form = make_form(
+        method,
+        group_size=group_size,
+        zero_points=zero_points,
+        double_quant=double_quant,
+        calibrate=None if text is None else str(calibrate),
+    )
     shard_bytes = parse_size(max_shard_size, name="max_shard_size")
     pending = _open(pretrained, kwargs)
-    chosen, kept = _choose(pending, form)
-    config = form.config(pending.model, kept)
+    choice = choose(pending, form)
+    chosen = choice.linears
+    config = form.config(pending.model, choice.kept)
     entries = sorted(pending.checkpoint.entries.values(), key=lambda e: (str(e.file), e.start))
     files = FileSet(pending.files, "buffered", resolve_timeout("auto"), stamps_of(entries))
-    reading = Reading(files, _items(memory_limit, chosen))
-    steps = [
-        form.step(entry, chosen[entry.name], reading)
-        if entry.name in chosen
-        else copied(entry, files)
-        for entry in entries
-    ]
+    _items(memory_limit, chosen)  # refuses before anything is made
     floats = model_card.Floats(
         {entry.name: math.prod(entry.shape) for entry in entries}, without=chosen
     )
@@ -161,8 +173,29 @@ def make(
         "files": [[f.name, f.stat().st_size, f.stat().st_mtime_ns] for f in pending.files],
         "quantization_config": config,
         "shard_bytes": shard_bytes,
+        "calibration": None if text is None else text.request(),
     }
     with Output(Path(target).absolute(), request) as output:
+        known = calibration.Importances({}, "")
+        if text is not None:
+            columns = {choice.paths[name]: linear.in_features for name, linear in chosen.items()}
+            known = calibration.collect(
+                pretrained,
+                text,
+                calibration.Sums(output, request, columns),
+                memory_limit="auto" if memory_limit is None else memory_limit,
+                advance=calibrating,
+                **kwargs,
+            )
+        reading = Reading(files, _items(memory_limit, chosen))
+        steps = [
+            form.step(
+                entry, chosen[entry.name], reading, known.mean_squares.get(choice.paths[entry.name])
+            )
+            if entry.name in chosen
+            else copied(entry, files)
+            for entry in entries
+        ]
         _write(output, divide(steps, shard_bytes), progress)
         _write_rest(output, pending, config)
         card = model_card.write(
@@ -170,7 +203,8 @@ def make(
             from_hub=not source.is_dir(),
             name=output.target.name,
             form=form,
-            kept_paths=kept,
+            kept_paths=choice.kept,
+            read=known.read,
             floats=floats,
             before=pending.checkpoint.total_bytes,
             after=sum(file.stat().st_size for file in output.folder.glob("*.safetensors")),
@@ -181,39 +215,6 @@ def make(
     if floats.share > _MOST_FLOATS:
         _log.warning("%s of %s stayed floats", floats.described(), pretrained)
     return Made(Path(target), floats)
-
-
-def _check(name: str, value: object, allowed: Sequence[object]) -> None:
-    if value not in allowed:
-        raise OptionError(
-            f"{name}={value!r} is unknown. Choose one of "
-            f"{', '.join(repr(one) for one in allowed if one is not None)}."
-        )
-
-
-def _form(
-    method: str, group_size: int | None, zero_points: str | None, *, double_quant: bool
-) -> Form:
-    """What the options ask for; one that would change nothing is refused."""
-    _check("method", method, FORMS)
-    _check("group_size", group_size, (None, *GROUPS))
-    _check("zero_points", zero_points, (None, *ZERO_POINTS))
-    if method != "int4":
-        _refuse_given(method, "int4", group_size=group_size, zero_points=zero_points)
-    if method in KINDS:
-        return FourBitForm(method, double=double_quant)
-    _refuse_given(method, "nf4 and fp4", double_quant=double_quant or None)
-    bits = 4 if method == "int4" else 8
-    return IntegerForm(bits, group=group_size or 64, zero_points=zero_points or "rtn")
-
-
-def _refuse_given(method: str, others: str, **options: object) -> None:
-    for name, value in options.items():
-        if value is not None:
-            raise OptionError(
-                f"{name}={value!r} is of {others}, and would change nothing with "
-                f"method={method!r}. Leave it out."
-            )
 
 
 def _open(pretrained: str | os.PathLike[str], kwargs: dict[str, Any]) -> PendingLoad:
@@ -230,31 +231,6 @@ def _open(pretrained: str | os.PathLike[str], kwargs: dict[str, Any]) -> Pending
     if missing := pending.missing():
         raise lacking(str(pretrained), sorted(missing))
     return pending
-
-
-def _choose(pending: PendingLoad, form: Form) -> tuple[dict[str, nn.Linear], list[str]]:
-    """Linears to be quantised, by the names of their stored weights, and paths of those not."""
-    model = pending.model
-    head = model.get_output_embeddings()
-    tied = {*(model.all_tied_weights_keys or {})} | {*(model.all_tied_weights_keys or {}).values()}
-    stored = pending.plain_linears()
-    chosen: dict[str, nn.Linear] = {}
-    for name, (path, module) in stored.items():
-        float_weight = pending.checkpoint.entries[name].dtype in _FLOATS
-        mine = module is not head and f"{path}.weight" not in tied and name.endswith("weight")
-        if mine and float_weight and form.fits(module):
-            chosen[name] = module
-    taken = {id(module) for module in chosen.values()}
-    linears = [(p, m) for p, m in model.named_modules() if type(m) is torch.nn.Linear]
-    kept = [path for path, module in linears if id(module) not in taken]
-    if not chosen:
-        shapes = sorted({tuple(m.weight.shape) for _, m in linears if m is not head})
-        why = f"its Linears are {shapes[:4]}" if shapes else "it has no Linears"
-        raise UnsupportedModelError(
-            f"{type(model).__name__} has nothing that {form.name} could be made of: {why}, "
-            f"and it takes Linears with {form.wants}. Try another method, or stream it as it is."
-        )
-    return chosen, kept
 
 
 def _items(memory_limit: int | str | None, chosen: dict[str, nn.Linear]) -> int:

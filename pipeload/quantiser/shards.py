@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from pipeload.checkpoint.writer import Tensor
 
 MANIFEST = "pipeload-quantise.json"
+SUMS_FILE = "pipeload-importance.bin"
+"""What calibration has found so far; it goes with the manifest."""
 _SPARE_BYTES = 16 << 20  # for everything beside the shards
 
 
@@ -104,8 +106,9 @@ class Output:
     def __exit__(self, *_: object) -> None:
         """Let the next one go on with it, or begin another."""
         if self.folder == self.target:
-            with contextlib.suppress(OSError):
-                (self.folder / MANIFEST).unlink()
+            for name in (SUMS_FILE, MANIFEST):
+                with contextlib.suppress(OSError):
+                    (self.folder / name).unlink()
         self._lock.release(self.folder)
 
     def _others(self) -> list[Path]:
@@ -158,6 +161,20 @@ class Output:
         part = self.folder / f"{name}.part"
         with _writing(self.folder):
             part.write_text(text, encoding="utf-8")
+            part.replace(self.folder / name)
+
+    def write_bytes(self, name: str, content: bytes) -> None:
+        """Write a small file that has to outlive a power cut, in one step.
+
+        Raises:
+            OptionError: the disk is full, or cannot be written to.
+        """
+        part = self.folder / f"{name}.part"
+        with _writing(self.folder):
+            with part.open("wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
             part.replace(self.folder / name)
 
     def copy(self, file: Path) -> None:

@@ -22,6 +22,7 @@ from pipeload.cli.commands import app
 from pipeload.demo.model import make_smollm2
 from pipeload.entry.spill import Spill
 from pipeload.errors import CheckpointError, PipeloadError
+from pipeload.formats import compiler
 from pipeload.formats.bitsandbytes import kernel
 from tests.rooms.test_imports import FILES
 
@@ -370,7 +371,7 @@ def test_a_kernel_is_compiled_where_nobody_else_can_write(monkeypatch: pytest.Mo
         seen.append(rights(Path(command[-1]).parent))
         raise OSError("no compiler after all")
 
-    monkeypatch.setattr(kernel, "_run", look)
+    monkeypatch.setattr(compiler, "_run", look)
     monkeypatch.setenv("CC", "sh")
     assert kernel.compiled.__wrapped__() is None
     assert seen == [0o700]

@@ -1,16 +1,20 @@
 #!/usr/bin/env python3
 """Print what each form of `pipeload quantize` costs: sizes and perplexities of a real model.
 
-    python -m tests.tools.perplexity_table [--tokens 4096] [--errors FOLDER]
+    python -m tests.tools.perplexity_table [--tokens 4096] [--shuffled] [--only TEXT]
+        [--errors FOLDER]
 
 The model is SmolLM2-135M-Instruct as the tests have it. The text is the language reference that
 comes with every Python, `pydoc_data.topics`: its wording differs a little between versions. Each
 token is scored once, in windows of 1024.
 
 The weights of that SmolLM2 come from a 4-bit file (groups of 32), so 4 bits may lose less of them
-than of others. Hence `--errors`: an encoder that never was in 4 bits, a folder that `AutoModel`
-loads. Its last hidden states are compared with those of its floats. Its Linears are rounded from
-bf16 as a checkpoint of it would be, and multiplied as fp32: the errors are those of rounding.
+than of others. Hence `--shuffled`: the same function, its channels in another order, so that no
+group is one of the file's. What is calibrated reads the text that comes with pipeload, which is no
+part of the one that is measured. And hence `--errors`: an encoder that never was in 4 bits, a
+folder that `AutoModel` loads. Its last hidden states are compared with those of its floats. Its
+Linears are rounded from bf16 as a checkpoint of it would be, and multiplied as fp32: the errors are
+those of rounding.
 
 Status 1 if int8 is more than 0.5 % from bf16.
 """
@@ -35,8 +39,10 @@ from safetensors import safe_open
 from transformers import AutoModel, AutoTokenizer
 
 import pipeload
-from pipeload.formats.integers.rounding import from_int4, to_int4, to_int8
+from pipeload.formats.integers.rounding import from_int4, to_int4, to_int8, weigh_columns
+from pipeload.quantiser.calibration_text import find_text
 from tests.support.models import smollm2
+from tests.support.shuffled import save_shuffled
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -50,7 +56,15 @@ FORMS: dict[str, dict[str, Any]] = {
             "zero_points": zero_points,
         }
         for group in (32, 64, 128)
-        for zero_points in ("rtn", "hqq")
+        for zero_points in ("rtn", "hqq", "search")
+    },
+    **{
+        f"int4, groups of {group}, calibrated": {
+            "method": "int4",
+            "group_size": group,
+            "calibrate": "builtin",
+        }
+        for group in (32, 64, 128)
     },
     "nf4": {"method": "nf4"},
     "nf4, double": {"method": "nf4", "double_quant": True},
@@ -64,10 +78,14 @@ def main() -> int:
     """Run as a script."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--tokens", type=int, default=4 * WINDOW)
+    parser.add_argument("--shuffled", action="store_true", help="the model with its channels so")
+    parser.add_argument("--only", default="", help="forms whose names hold this")
     parser.add_argument("--errors", type=Path, help="folder of an encoder that was never in 4 bits")
     options = parser.parse_args()
     source = smollm2("bf16")
     with tempfile.TemporaryDirectory() as folder:
+        if options.shuffled:
+            source = save_shuffled(source, Path(folder) / "shuffled", seed=3)
         text = Path(folder) / "reference.txt"
         text.write_text(reference(), encoding="utf-8")
         bf16 = evaluated(source, text, options.tokens)
@@ -75,6 +93,8 @@ def main() -> int:
         print("|---|--:|--:|--:|--:|--:|")
         print(line("bf16", bf16, bf16, 2.0, None), flush=True)
         for name, form in FORMS.items():
+            if options.only not in name or form.get("group_size") == 128:  # 576 columns
+                continue
             began = time.perf_counter()
             made = pipeload.quantize(source, Path(folder) / name, **form)
             seconds = time.perf_counter() - began
@@ -157,25 +177,44 @@ def print_errors(folder: Path) -> None:
     wanted = model(ids).last_hidden_state
     linears = [m for m in model.modules() if type(m) is torch.nn.Linear]
     weights = [linear.weight.data.clone() for linear in linears]
+    columns = [weigh_columns(found) for found in input_squares(model, linears, tokenizer)]
     print(f"\n| {type(model).__name__}, {folder.name} | error of the last hidden states |")
     print("|---|--:|")
-    for name, rounded in {"bf16": torch.Tensor.float, **roundings()}.items():
-        for linear, weight in zip(linears, weights, strict=True):
-            linear.weight.data = rounded(weight.bfloat16()).view(weight.shape)
+    for name, rounded in {"bf16": lambda weight, _: weight.float(), **roundings()}.items():
+        for linear, weight, weighed in zip(linears, weights, columns, strict=True):
+            linear.weight.data = rounded(weight.bfloat16(), weighed).view(weight.shape)
         error = (model(ids).last_hidden_state - wanted).norm() / wanted.norm()
         print(f"| {name} | {error:.4f} |", flush=True)
 
 
-def roundings() -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
-    """What each form makes of a weight, as fp32."""
-    made: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {}
+def input_squares(model: Any, linears: list[Any], tokenizer: Any) -> list[torch.Tensor]:
+    """Mean squares of the inputs of each Linear, while the float model reads the built-in text."""
+    text = find_text("builtin", None)
+    assert text is not None
+    ids = tokenizer(text.text, return_tensors="pt", verbose=False).input_ids[0]
+    ids = ids[: len(ids) // 256 * 256].view(-1, 256)
+    found: dict[Any, torch.Tensor] = {}
+
+    def look(module: Any, args: Any) -> None:
+        found[module] = (
+            args[0].square().mean((0, 1)) if args[0].dim() == 3 else args[0].square().mean(0)
+        )
+
+    hooks = [linear.register_forward_pre_hook(look) for linear in linears]
+    model(ids)
+    for hook in hooks:
+        hook.remove()
+    return [found.get(linear, torch.ones(linear.in_features)) for linear in linears]
+
+
+def roundings() -> dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]]:
+    """What each form makes of a weight and of what its columns weigh, as fp32."""
+    made: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {}
     for name, form in FORMS.items():
         if form["method"] == "int8":
             made[name] = through_int8
         elif form["method"] == "int4":
-            made[name] = partial(
-                through_int4, group=form["group_size"], zero_points=form["zero_points"]
-            )
+            made[name] = partial(through_int4, form=form)
         else:
             made[name] = partial(
                 through_4bit, kind=form["method"], double=form.get("double_quant", False)
@@ -183,16 +222,20 @@ def roundings() -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
     return made
 
 
-def through_int8(weight: torch.Tensor) -> torch.Tensor:
+def through_int8(weight: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
     values, scale = to_int8(weight)
     return values.float() * scale.float()[:, None]
 
 
-def through_int4(weight: torch.Tensor, *, group: int, zero_points: str) -> torch.Tensor:
-    return from_int4(*to_int4(weight, group, zero_points))
+def through_int4(
+    weight: torch.Tensor, weighed: torch.Tensor, *, form: dict[str, Any]
+) -> torch.Tensor:
+    zero_points = form.get("zero_points", "search")
+    weights = weighed if "calibrate" in form else None
+    return from_int4(*to_int4(weight, form["group_size"], zero_points, weights))
 
 
-def through_4bit(weight: torch.Tensor, *, kind: str, double: bool) -> torch.Tensor:
+def through_4bit(weight: torch.Tensor, _: torch.Tensor, *, kind: str, double: bool) -> torch.Tensor:
     from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 
     packed, state = quantize_4bit(weight, compress_statistics=double, quant_type=kind)

@@ -1,22 +1,20 @@
 """Fills tensors with dequantised 4-bit values: compiled where there is a compiler, else with torch.
 
 The compiled one (`kernel.c`) needs AVX2 and a `cc` that knows OpenMP. It takes half a second to
-make, once for a process, in a folder that is gone when it is loaded. Its threads are torch's own.
+make, once for a process.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
-import os
-import shutil
-import subprocess
-import tempfile
 import threading
 from pathlib import Path
 from typing import Protocol
 
 import torch
+
+from pipeload.formats.compiler import compile_library
 
 _SOURCE = Path(__file__).with_name("kernel.c")
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -24,8 +22,6 @@ FILLED_DTYPES = frozenset(_KINDS)
 """What can be filled."""
 BLOCK_STEP = 16
 """Values of a block come in multiples of this many."""
-_OPTIONS = ("-O3", "-fPIC", "-fopenmp")
-_COMPILE_SECONDS = 60
 _CHUNK = 1 << 18  # values whose indices and products stay in a processor's cache
 _FEW_THREADS = 4  # with more of them the library's own is as fast as one thread with tables
 
@@ -118,25 +114,8 @@ def torch_fill(codes: torch.Tensor, blocksize: int) -> Fill:
 @functools.cache
 def compiled() -> ctypes.CDLL | None:
     """Compile the kernel; None without a compiler, on other processors, or if that goes wrong."""
-    compiler = shutil.which(os.environ.get("CC") or "cc")
-    if compiler is None:
-        return None
-    try:
-        with tempfile.TemporaryDirectory(prefix="pipeload-") as folder:
-            part, whole = Path(folder, "nf4.o"), Path(folder, "nf4.so")
-            # In two steps: linked without OpenMP, it takes the one that torch has loaded.
-            _run(compiler, *_OPTIONS, "-c", str(_SOURCE), "-o", str(part))
-            _run(compiler, "-shared", str(part), "-o", str(whole))
-            library = ctypes.CDLL(str(whole))
-        library.supported.argtypes, library.supported.restype = [], ctypes.c_int
+    library = compile_library(_SOURCE)
+    if library is not None:
         library.fill.argtypes = [*[ctypes.c_void_p] * 4, *[ctypes.c_int64] * 2, ctypes.c_int]
         library.fill.restype = None
-        return library if library.supported() else None
-    except (OSError, subprocess.SubprocessError, AttributeError):
-        return None
-
-
-def _run(*command: str) -> None:
-    subprocess.run(  # noqa: S603 - the compiler that the user has
-        command, check=True, capture_output=True, timeout=_COMPILE_SECONDS
-    )
+    return library

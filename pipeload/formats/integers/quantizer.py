@@ -20,7 +20,7 @@ from pipeload.errors import OptionError
 from pipeload.formats.integers.format import METHOD
 from pipeload.formats.integers.linear import Int4Linear, Int8Linear, PackedLinear, PartedLinear
 from pipeload.formats.integers.order import BLOCK_ROWS, ORDERS, kernel_order
-from pipeload.formats.integers.rounding import GROUPS, ZERO_POINTS
+from pipeload.formats.integers.rounding import GROUPS, IMPORTANCE, ZERO_POINTS
 from pipeload.weights.row_cuts import RowRange, row_ranges
 
 if TYPE_CHECKING:
@@ -61,7 +61,10 @@ class PipeloadConfig(QuantizationConfigMixin):
         self.bits, self.group_size, self.method, self.order = bits, group_size, method, order
         self.part_bytes = part_bytes
         self.modules_to_not_convert = list(modules_to_not_convert)
-        allowed: dict[str, tuple[object, ...]] = {"bits": (8, 4), "method": ZERO_POINTS}
+        allowed: dict[str, tuple[object, ...]] = {
+            "bits": (8, 4),
+            "method": (*ZERO_POINTS, IMPORTANCE),
+        }
         if bits == 4:
             allowed |= {"group_size": GROUPS, "order": tuple(ORDERS)}
         for name, values in allowed.items():

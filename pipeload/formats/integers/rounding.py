@@ -1,4 +1,7 @@
-"""Makes integers of one weight. Pure functions; no data but the weight is looked at."""
+"""Makes integers of one weight. Pure functions.
+
+What its columns weigh may be given: their inputs' mean squares. No other data is looked at.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +10,20 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 
+from pipeload.formats.integers.search import search
+
 GROUPS = (32, 64, 128)
 """Sizes of groups of int4 weights that share a scale and a zero point."""
-ZERO_POINTS = ("rtn", "hqq")
+ZERO_POINTS = ("search", "rtn", "hqq")
+"""How scales and zero points of int4 are found; the first by default."""
+IMPORTANCE = "importance"
+"""As "search", with what columns weigh."""
 _ROUNDS = 20
 _CHUNK_ITEMS = 1 << 18  # temporaries that stay in the cache: several times as fast
 _NORM = 0.7
 _FIRST_WEIGHT = 10.0
 _GROWTH = 1.01
+_LEAST_WEIGHT = 0.01  # of a column, against the mean of all: a text is not every text
 
 
 class Int8(NamedTuple):
@@ -39,28 +48,45 @@ Rounding: TypeAlias = Callable[[torch.Tensor], Int8 | Int4]
 """Makes whole rows of a weight, [rows, columns], into codes, scales and zero points."""
 
 
-def to_int8(weight: torch.Tensor) -> Int8:
+def to_int8(weight: torch.Tensor, column_weights: torch.Tensor | None = None) -> Int8:
     """Round to the nearest of 255 values, symmetric about zero, one scale a row.
 
     Args:
         weight: of [rows, columns]; the scale gets its dtype.
+        column_weights: of [columns], as `weigh_columns` makes them: scales are searched that make
+            the weighed error small. Without, the largest value of a row is the largest code.
     """
+    if column_weights is not None:
+        found = search(weight, column_weights, weight.shape[1], 8)
+        return Int8(found.codes, found.scale[:, 0].to(weight.dtype))
     exact = weight.float()
     scale = _storable(exact.abs().amax(1) / 127, weight.dtype)
     values = (exact / scale.float()[:, None]).round_().clamp_(-127, 127)
     return Int8(values.to(torch.int8), scale)
 
 
-def to_int4(weight: torch.Tensor, group: int, zero_points: str = "rtn") -> Int4:
-    """Round to the nearest of 16 values between the least and the largest one of each group.
+def to_int4(
+    weight: torch.Tensor,
+    group: int,
+    zero_points: str = "search",
+    column_weights: torch.Tensor | None = None,
+) -> Int4:
+    """Round to the nearest of 16 evenly spread values of each group.
 
     Args:
         weight: of [rows, columns]; scales and zeros get its dtype.
         group: neighbours in a row that share a scale; divides the columns.
-        zero_points: "rtn" leaves the zero where the least and the largest value put it, "hqq" moves
-            it: see `_move_zeros`.
+        zero_points: "search" looks for what makes the squared error small. With "rtn" the least and
+            the largest value of a group are the outer ones of the 16, with "hqq" the zero moves
+            from there: see `_move_zeros`.
+        column_weights: of "search", [columns], as `weigh_columns` makes them; None is all alike.
     """
     rows, columns = weight.shape
+    if zero_points == "search":
+        alike = torch.ones(columns) if column_weights is None else column_weights
+        found = search(weight, alike, group, 4)
+        both = torch.stack((found.scale, found.zero), -1).transpose(0, 1).to(weight.dtype)
+        return Int4(found.codes.add_(8).view(torch.uint8), both.contiguous())
     exact = weight.float().view(rows, columns // group, group)
     least, most = exact.amin(-1, keepdim=True), exact.amax(-1, keepdim=True)
     scale = _storable((most - least) / 15, weight.dtype).float()
@@ -73,6 +99,17 @@ def to_int4(weight: torch.Tensor, group: int, zero_points: str = "rtn") -> Int4:
     values = _nearest(exact, scale, zero).add_(8).to(torch.uint8).view(rows, columns)
     both = torch.cat((scale, zero), -1).transpose(0, 1)
     return Int4(values, both.to(weight.dtype).contiguous())
+
+
+def weigh_columns(mean_squares: torch.Tensor) -> torch.Tensor:
+    """What columns weigh whose inputs have these mean squares: about 1, and nothing near 0.
+
+    All weigh the same where no input ever came, or none was a number.
+    """
+    mean = mean_squares.double().mean()
+    if not (bool(mean.isfinite()) and mean > 0):
+        return torch.ones_like(mean_squares, dtype=torch.float32)
+    return (mean_squares / mean).clamp_(min=_LEAST_WEIGHT).float()
 
 
 def from_int4(values: torch.Tensor, scales_and_zeros: torch.Tensor) -> torch.Tensor:

@@ -309,7 +309,7 @@ def test_a_result_that_the_library_reads_otherwise(
     floats: Path, packed: Path, tmp_path: Path
 ) -> None:
     """Not at all as quantised, with other weights, or with weights of other shapes."""
-    form = IntegerForm(8, group=64, zero_points="rtn")
+    form = IntegerForm(8, group=64, zero_points="rtn", calibrated=False)
     with pytest.raises(UnsupportedModelError, match="does not take"):
         quantise._check_result(floats, form, 1)
     with pytest.raises(UnsupportedModelError, match="of 1 weights of LlamaForCausalLM"):

@@ -283,7 +283,7 @@ def test_what_else_is_in_the_folder(llama: Path, tmp_path: Path) -> None:
     names = {file.name for file in folder.iterdir()}
     assert names.isdisjoint({"notes.bin", MANIFEST, "model.safetensors.index.json"})
     card = (folder / "README.md").read_text()
-    assert all(words in card for words in ("groups of 32", "`source`", "lm_head", "rounded"))
+    assert all(words in card for words in ("groups of 32", "`source`", "lm_head", "squared error"))
     assert str(tmp_path) not in card
 
 
@@ -485,11 +485,13 @@ OF_OTHERS: dict[str, dict[str, Any]] = {
     "group_size": {"group_size": 32},
     "zero_points": {"zero_points": "rtn"},
     "double_quant": {"double_quant": True},
+    "calibrate": {"calibrate": "builtin"},
 }
 METHODS_OF = {
     "group_size": {"int4"},
     "zero_points": {"int4"},
     "double_quant": {"nf4", "fp4"},
+    "calibrate": {"int8", "int4"},
 }
 
 

@@ -96,7 +96,7 @@ def test_moved_zeros_are_closer() -> None:
     weight = random(ROWS, COLUMNS)
     weight[:, ::64] *= 8
     sums = []
-    for zero_points in ZERO_POINTS:
+    for zero_points in ("rtn", "hqq"):
         error = (from_int4(*to_int4(weight, 64, zero_points)) - weight).abs()
         sums.append((error**0.7).view(ROWS, -1, 64).sum(-1))
     plain, moved = sums

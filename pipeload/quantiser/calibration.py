@@ -1,0 +1,215 @@
+"""Collects how large the inputs of each Linear are, column by column, while the model streams.
+
+[Note: importance] The float model reads a text once, within the memory limit, and a hook before
+each Linear adds up the squares of what comes in: one fp32 number for each column, some 5 MB for 7
+billion weights. That the inputs are the float model's, not those of what was quantised before, was
+measured to do as well; so tensors are made one by one afterwards, in any order, with nothing but
+these numbers beside them. After each pass they are written beside what is made, so that a killed
+run goes on behind it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import hashlib
+import inspect
+import json
+import logging
+import platform
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+
+from pipeload.entry.api import from_pretrained
+from pipeload.errors import MemoryLimitError
+from pipeload.quantiser.calibration_text import WINDOW
+from pipeload.quantiser.shards import SUMS_FILE
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Callable, Mapping
+    from pathlib import Path
+
+    from torch import nn
+
+    from pipeload.quantiser.calibration_text import CalibrationText
+    from pipeload.quantiser.shards import Output
+
+    Advance = Callable[[int, int], None]
+
+_SQUARED_ITEMS = 1 << 18  # at once, in fp32
+_KEY = "done"
+_FORMAT = 1  # of the file: one of another is not gone on with
+_OF_THE_TOKENIZER = {"revision", "subfolder", "cache_dir", "token", "local_files_only"}
+_log = logging.getLogger("pipeload")
+
+
+class Importances(NamedTuple):
+    """What is known of the inputs of Linears."""
+
+    mean_squares: dict[str, torch.Tensor]
+    """fp32 of [columns], by the path of the Linear."""
+    read: str
+    """How that was found, for people."""
+
+
+class Sums:
+    """Sums of squared inputs, by the path of the Linear; in a file once a pass is over."""
+
+    def __init__(
+        self, output: Output, request: Mapping[str, Any], columns: Mapping[str, int]
+    ) -> None:
+        """Go on with what the same request has left in the folder, or begin with nothing.
+
+        Args:
+            output: the folder that is made.
+            request: what its file has to belong to; JSON.
+            columns: of each Linear, by its path.
+        """
+        self._output = output
+        self._digest = hashlib.sha256(
+            json.dumps([_FORMAT, request], sort_keys=True).encode()
+        ).hexdigest()
+        self.by_path = {path: torch.zeros(count) for path, count in columns.items()}
+        self.windows_done = self.windows = self.tokens = 0
+        """Of the text: those in the sums, and all; 0 as long as that is not known."""
+        self._read(output.folder / SUMS_FILE)
+
+    def add(self, path: str, inputs: torch.Tensor) -> None:
+        """Add rows of input, [..., columns], a few at a time: as fp32 they take more memory."""
+        columns = inputs.shape[-1]
+        for rows in inputs.reshape(-1, columns).split(max(1, _SQUARED_ITEMS // columns)):
+            self.by_path[path] += rows.float().square().sum(0)
+
+    @property
+    def whole(self) -> bool:
+        """Whether all of the text is in it."""
+        return 0 < self.windows == self.windows_done
+
+    def write(self, windows_done: int) -> None:
+        """Keep what was added; so many windows of the text are in it.
+
+        Raises:
+            OptionError: the disk is full, or cannot be written to.
+        """
+        self.windows_done = windows_done
+        done = torch.tensor([windows_done, self.windows, self.tokens])
+        content = save({f"sums.{path}": sums for path, sums in self.by_path.items()} | {_KEY: done})
+        self._output.write_bytes(SUMS_FILE, self._digest.encode() + content)
+
+    def _read(self, file: Path) -> None:
+        try:
+            content = file.read_bytes()
+        except OSError:
+            return
+        size = len(self._digest)
+        if content[:size] != self._digest.encode():
+            return
+        try:
+            found = load(content[size:])
+        except SafetensorError:
+            return
+        self.windows_done, self.windows, self.tokens = found.pop(_KEY).tolist()
+        self.by_path = {name.removeprefix("sums."): sums for name, sums in found.items()}
+
+
+def collect(
+    pretrained: str | os.PathLike[str],
+    text: CalibrationText,
+    sums: Sums,
+    *,
+    memory_limit: int | str,
+    advance: Advance | None,
+    **kwargs: Any,
+) -> Importances:
+    """Have the model read what is left of the text.
+
+    Args:
+        pretrained: a folder or a hub id.
+        text: to be read.
+        sums: where it was, and what was found before.
+        memory_limit: what the process may hold.
+        advance: called with Linears that have run, and all that will.
+        **kwargs: for the library's `from_pretrained`.
+
+    Raises:
+        PipeloadError: as `pipeload.from_pretrained` and its passes, and as `text.windows`.
+    """
+    if not sums.whole:
+        model = _load(pretrained, memory_limit=memory_limit, tokens=WINDOW, **kwargs)
+        own = {name: kwargs[name] for name in _OF_THE_TOKENIZER & kwargs.keys()}
+        windows = text.windows(str(pretrained), model, **own)
+        sums.windows, sums.tokens = len(windows), windows.numel()
+        _log.info("calibrating: %d tokens of %s", sums.tokens, text.name)
+        _read(model, windows, sums, advance)
+        del model
+        gc.collect()  # its memory is needed for what comes now
+    mean_squares = {path: found / sums.tokens for path, found in sums.by_path.items()}
+    return Importances(mean_squares, text.describe(sums.tokens))
+
+
+def _load(pretrained: str | os.PathLike[str], **options: Any) -> Any:
+    """The streamed float model, in fp32 where products in bf16 take several times as long."""
+    if not _fast_bf16():
+        with contextlib.suppress(MemoryLimitError):
+            return from_pretrained(pretrained, **{**options, "dtype": torch.float32})
+    return from_pretrained(pretrained, **{"dtype": "auto", **options})
+
+
+def _fast_bf16() -> bool:
+    """Whether the processor multiplies bf16 by itself: x86 without AVX512-BF16 does not."""
+    if platform.machine().lower() not in {"x86_64", "amd64"}:
+        return True
+    return torch.cpu._is_avx512_bf16_supported()  # noqa: SLF001 - has no other name
+
+
+@torch.no_grad()
+def _read(model: Any, windows: torch.Tensor, sums: Sums, advance: Advance | None) -> None:
+    count, done = len(windows), sums.windows_done
+    batch = _batch(model, windows[done:])
+    passes = -(-(count - done) // batch)
+    steps, total = 0, passes * len(sums.by_path)
+
+    def listen(path: str) -> Callable[[nn.Module, Any, Any], None]:
+        def before(_module: nn.Module, args: Any, kwargs: Any) -> None:
+            nonlocal steps
+            sums.add(path, args[0] if args else kwargs["input"])
+            steps += 1
+            if advance is not None:
+                advance(min(steps, total), total)
+
+        return before
+
+    hooks = [
+        model.get_submodule(path).register_forward_pre_hook(listen(path), with_kwargs=True)
+        for path in sums.by_path
+    ]
+    try:
+        for start in range(done, count, batch):
+            some = windows[start : start + batch]
+            model(**_arguments(model, some))
+            sums.write(start + len(some))
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _batch(model: Any, windows: torch.Tensor) -> int:
+    """How many windows one pass takes: a pass reads all weights, so as many as the limit holds."""
+    batch = len(windows)
+    while batch > 1:
+        shaped = torch.empty((batch, windows.shape[1]), dtype=torch.int64, device="meta")
+        if model.pipeload.pass_bytes(**_arguments(model, shaped)) is not None:
+            break
+        batch = -(-batch // 2)
+    return batch
+
+
+def _arguments(model: Any, ids: torch.Tensor) -> dict[str, Any]:
+    """Of a pass without a cache whose logits nobody wants."""
+    arguments = {"input_ids": ids, "use_cache": False, "logits_to_keep": 1}
+    known = inspect.signature(model.forward).parameters
+    return {name: value for name, value in arguments.items() if name in known}
