@@ -161,6 +161,7 @@ def test_other_families(family: str, tmp_path: Path, text: Path) -> None:
     assert figures["perplexity"] == pytest.approx(math.exp(nats / count), rel=1e-6)
 
 
+@pytest.mark.slow
 def test_the_real_model(smollm2_bf16: Path) -> None:
     """SmolLM2 on English, cast to fp32: the plain loss's perplexity, and bits per byte."""
     content = LICENSE.read_text(encoding="utf-8")
@@ -180,6 +181,7 @@ def test_the_real_model(smollm2_bf16: Path) -> None:
     assert 2 < figures["perplexity"] < 40  # it has learned English
 
 
+@pytest.mark.slow
 def test_a_small_limit_changes_nothing(smollm2_bf16: Path) -> None:
     """Streamed at about the smallest limit, the value is that of all in memory, bit for bit."""
     options = ("--text", LICENSE, "--window", 64, "--stride", 32, "--max-tokens", 224)
