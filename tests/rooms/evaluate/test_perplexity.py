@@ -20,7 +20,14 @@ from hypothesis import strategies as st
 import pipeload
 from pipeload.cli import progress_bar
 from pipeload.evaluate import perplexity
-from pipeload.evaluate.text_windows import Window, choose_batch, groups, slide
+from pipeload.evaluate.text_windows import (
+    Window,
+    choose_batch,
+    default_stride,
+    default_window,
+    groups,
+    slide,
+)
 from tests.support.commands import WORDS, invoke, save_tokenizer, start
 from tests.support.commands import loud_libraries as loud_libraries  # noqa: PLC0414 - a fixture
 from tests.support.models import load_plain, save_random, tiny_config
@@ -98,6 +105,12 @@ def plain_nats(model: Any, ids: torch.Tensor, window: int, stride: int) -> tuple
 
 
 # -- windows -------------------------------------------------------------------------------------
+
+
+def test_what_is_taken_where_nobody_says() -> None:
+    """Half of a window is context; a model's positions are all that it can see."""
+    assert [default_window(positions) for positions in (100, 1024, 32768)] == [100, 1024, 1024]
+    assert [default_stride(window) for window in (1024, 3, 1)] == [512, 1, 1]
 
 
 @given(tokens=st.integers(0, 300), window=st.integers(2, 80), data=st.data())
