@@ -53,17 +53,22 @@ class Undo:
             step = self._steps[-1]
             try:
                 step()
-                del self._steps[-1]
+                self._forget(step)
             except Exception as error:
                 failed = failed or error
-                del self._steps[-1]
+                self._forget(step)
             except BaseException as error:  # an interrupt: it may have left the step half done
                 failed = error
                 if struck is step:
-                    del self._steps[-1]
+                    self._forget(step)
                 struck = step
         if failed is not None:
             try:
                 raise failed
             finally:
                 del failed  # in a cycle with its traceback it would keep what these frames hold
+
+    def _forget(self, step: Step) -> None:
+        """Take it off, unless that has been done: what it let go may have had all steps taken."""
+        if self._steps and self._steps[-1] is step:
+            del self._steps[-1]

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 ONES = torch.ones(1, 1, dtype=torch.long)
 
 
+@pytest.mark.slow
 def test_a_search_ends_at_a_batch_that_fits(tiny: TinyCheckpoint) -> None:
     """Accelerate's, which others use, too: it halves what does not fit."""
     model = load_streamed(tiny("llama"), spare=0)

@@ -186,6 +186,7 @@ def test_eval_plans_for_the_device_it_computes_on(
     assert asked == [device, device]
 
 
+@pytest.mark.slow
 def test_models_are_measured_at_the_same_limits(
     speaker: Path, text: Path, device: FakeDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -219,6 +220,7 @@ def test_what_no_device_takes_is_refused_first(
 # -- demo ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_demo_on_a_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It picks a limit that holds a part, answers as the CPU does, and says where it ran."""
     sizes = {"hidden_size": 256, "intermediate_size": 1024, "num_attention_heads": 4}

@@ -270,7 +270,7 @@ def test_another_models_tokenizer(tmp_path: Path) -> None:
         (["run", PROMPT], "(--max-new-tokens, --tokens)"),
         (["plan"], "(--tokens, --batch)"),
         (["eval", "--text", "TEXT"], "(--window, --batch)"),
-        (["bench"], ""),
+        pytest.param(["bench"], "", marks=pytest.mark.slow),
     ],
 )
 def test_a_refusal_names_options_that_are_there(

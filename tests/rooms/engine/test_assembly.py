@@ -146,12 +146,27 @@ def test_it_streams_when_it_is_finished(make: Callable[[], Made], folder: Path) 
 
 def test_giving_up_twice(make: Callable[[], Made]) -> None:
     """Whatever failed after it was made; what was entered for the way down is done once."""
+    clients = len(ACCOUNTANT.clients)
     made, taken = make(), list[int]()
+    assert len(ACCOUNTANT.clients) == clients + 1
     made.assembly.at_removal(lambda: taken.append(1))
     made.assembly.give_up()
+    assert len(ACCOUNTANT.clients) == clients
     made.assembly.give_up()
     assert taken == [1]
     assert not made.assembly._files._files
+
+
+def test_given_up_after_it_was_finished(make: Callable[[], Made]) -> None:
+    """As where whoever loads raises at the very end: no hook, no guard, parameters like any."""
+    made = make()
+    load_rest(made)
+    made.assembly.finish(made.model)
+    assert {type(p) for p in made.model.parameters()} != {torch.nn.Parameter}
+    made.assembly.give_up()
+    assert {type(p) for p in made.model.parameters()} == {torch.nn.Parameter}
+    assert not any(module._forward_pre_hooks for module in made.model.modules())
+    assert not hasattr(made.model, "pipeload")
 
 
 def test_dropped_before_it_is_finished(make: Callable[[], Made]) -> None:

@@ -181,6 +181,7 @@ def test_torch_compile_is_refused(folder: Path, plain: Any, whole: bool) -> None
     assert_nothing_held(model)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace:UserWarning")
 def test_torch_compile_after_everything_is_resident(folder: Path, plain: Any) -> None:
     """No hook is left on any block by then, so it works as ever."""

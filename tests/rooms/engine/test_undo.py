@@ -37,6 +37,22 @@ def test_the_last_one_goes_first() -> None:
         assert things.taken == ["hooks", "threads", "files"]
 
 
+def test_a_step_that_lets_go_of_what_takes_them_all() -> None:
+    """As a handle does, with which the passes go whose end takes the model down."""
+    things = Things("files", "threads")
+    asked: list[int] = []
+
+    def let_go() -> None:
+        asked.append(len(asked))
+        if len(asked) == 1:
+            things.undo()
+
+    things.undo.push(let_go)
+    things.undo()
+    assert things.undo.is_done
+    assert things.taken == ["threads", "files"]
+
+
 def test_steps_are_there_before_the_next_thing_is_put_on() -> None:
     """What is interrupted on the way takes off all that is on."""
     things = Things()

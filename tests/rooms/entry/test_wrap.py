@@ -257,6 +257,7 @@ def test_on_meta(folder: Path) -> None:
     assert generated(model) == generated(expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "where", ["engine.assembly.Streamer", "engine.guards.Hide", "engine.assembly.Handle"]
 )
@@ -518,6 +519,7 @@ def test_a_disk_that_fails(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert torch.equal(logits(model), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "where",
     [

@@ -20,7 +20,14 @@ from hypothesis import strategies as st
 import pipeload
 from pipeload.cli import progress_bar
 from pipeload.evaluate import perplexity
-from pipeload.evaluate.text_windows import Window, choose_batch, groups, slide
+from pipeload.evaluate.text_windows import (
+    Window,
+    choose_batch,
+    default_stride,
+    default_window,
+    groups,
+    slide,
+)
 from tests.support.commands import WORDS, invoke, save_tokenizer, start
 from tests.support.commands import loud_libraries as loud_libraries  # noqa: PLC0414 - a fixture
 from tests.support.models import load_plain, save_random, tiny_config
@@ -100,6 +107,12 @@ def plain_nats(model: Any, ids: torch.Tensor, window: int, stride: int) -> tuple
 # -- windows -------------------------------------------------------------------------------------
 
 
+def test_what_is_taken_where_nobody_says() -> None:
+    """Half of a window is context; a model's positions are all that it can see."""
+    assert [default_window(positions) for positions in (100, 1024, 32768)] == [100, 1024, 1024]
+    assert [default_stride(window) for window in (1024, 3, 1)] == [512, 1, 1]
+
+
 @given(tokens=st.integers(0, 300), window=st.integers(2, 80), data=st.data())
 def test_every_token_is_scored_once_with_context(
     tokens: int, window: int, data: st.DataObject
@@ -161,6 +174,7 @@ def test_other_families(family: str, tmp_path: Path, text: Path) -> None:
     assert figures["perplexity"] == pytest.approx(math.exp(nats / count), rel=1e-6)
 
 
+@pytest.mark.slow
 def test_the_real_model(smollm2_bf16: Path) -> None:
     """SmolLM2 on English, cast to fp32: the plain loss's perplexity, and bits per byte."""
     content = LICENSE.read_text(encoding="utf-8")
@@ -180,6 +194,7 @@ def test_the_real_model(smollm2_bf16: Path) -> None:
     assert 2 < figures["perplexity"] < 40  # it has learned English
 
 
+@pytest.mark.slow
 def test_a_small_limit_changes_nothing(smollm2_bf16: Path) -> None:
     """Streamed at about the smallest limit, the value is that of all in memory, bit for bit."""
     options = ("--text", LICENSE, "--window", 64, "--stride", 32, "--max-tokens", 224)

@@ -105,6 +105,8 @@ def test_states() -> None:
     for index in [*ready] or [0]:
         ready[index] = True
     assert read_layer(layer, 2).has_state
+    several = SimpleNamespace(is_conv_states_initialized={0: True, 1: False})
+    assert read_layer(several, 2).has_state, "all of them come with the first"
 
 
 def test_room() -> None:
