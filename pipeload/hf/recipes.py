@@ -95,11 +95,17 @@ class Recipe:
                 if groups is None or (not unpacked and not self._side_by_side(groups, shape)):
                     return None
                 return Slices(groups, made=unpacked, beside_bytes=beside if unpacked else 0)
+            case [Transpose(check_dims=True)] if self._is_as_stored(shape):
+                return Slices(made=False)
         stacks = all(entry.shape[:1] == shape[:1] for entry, _ in self.sources)
         stacks = stacks and (self.by_rows or not unpacked)
         if stacks and all(self._keeps_matrices(op, shape) for op in own):
             return Slices(beside_bytes=beside)
         return None
+
+    def _is_as_stored(self, shape: tuple[int, ...]) -> bool:
+        """Whether an operation that looks at the shapes has nothing to do."""
+        return len(self.sources) == 1 and self.sources[0][0].shape == shape
 
     def _by_number(self, count: int) -> tuple[tuple[int, ...], ...] | None:
         """Sources of each expert, in the order of their patterns; None if one has more."""
