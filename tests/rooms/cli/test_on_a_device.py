@@ -274,6 +274,8 @@ def sample(**others: Any) -> dict[str, Any]:
         "blocks": 1000,
         "smallest_unit": 100,
         "needed_per_pass": 1050,
+        "expert_cache": 0,
+        "expert_bytes": 0,
         "bytes_per_pass": 400,
         "device": "cuda:0",
         "host_memory_limit": 2000,
