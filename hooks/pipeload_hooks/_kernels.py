@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 _COLOURS = 3  # so few channels are read as they lie
 _ATTENTION_OPTIONS = ("attn_mask", "dropout_p", "is_causal")
+_INDEX = 8  # bytes of one number of a place
 _SUM = 4  # bytes of the sum of a row of scores
 _HALF = (torch.bfloat16, torch.float16)
 
@@ -107,6 +108,17 @@ def _whole(_args: Sequence[Any], made: Sequence[Tensor]) -> int:
     return nbytes_of(made[0])
 
 
+def _masked(args: Sequence[Any], made: Sequence[Tensor]) -> int:
+    """Places of what a mask picks."""
+    given = args[0]
+    masks = [index for index in args[1] if index is not None and index.dtype is torch.bool]
+    if len(masks) != 1 or len(args[1]) != 1:
+        return 0
+    rest = math.prod(given.shape[masks[0].dim() :])
+    picked = made[0].numel() // max(1, rest)
+    return int(picked) * _INDEX * int(masks[0].dim())
+
+
 _RULES: Mapping[str, Callable[[Sequence[Any], Sequence[Tensor]], int]] = {
     "aten::convolution": _convolution,
     "aten::native_layer_norm": _copied,
@@ -114,6 +126,7 @@ _RULES: Mapping[str, Callable[[Sequence[Any], Sequence[Tensor]], int]] = {
     "aten::_softmax": _copied,
     "aten::_safe_softmax": lambda _, made: made[0].numel(),
     "aten::bmm": _products,
+    "aten::index": _masked,
     "aten::baddbmm": _products,
     "aten::roll": lambda args, made: _whole(args, made) if len(args[1]) > 1 else 0,
     "aten::_upsample_bicubic2d_aa": _antialiased,
