@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch._prims_common import suggest_memory_format
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -79,7 +80,22 @@ def _convolution(args: Sequence[Any], made: Sequence[Tensor]) -> int:
         return 0 if given.is_contiguous() and given.shape[1] > 1 else orders * weights
     moved = whole if given.shape[1] > _COLOURS else 0
     gathered = 0 if given.is_contiguous() else whole
+    if args[8] == given.shape[1] < _block():  # each channel by itself, and too few for a register
+        padded = _block() / given.shape[1]
+        return weights + gathered + int(padded * (whole + nbytes_of(made[0])))
     return weights + gathered + max(moved, nbytes_of(made[0])) * (2 if transposed else 1)
+
+
+def _block() -> int:
+    """Channels that a kernel takes at once: as many as a register has numbers of fp32."""
+    return 16 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 8
+
+
+def _pooled(args: Sequence[Any], made: Sequence[Tensor]) -> int:
+    """Its input one element after the other, in the order in which it lies."""
+    given = args[0]
+    order = suggest_memory_format(given)
+    return 0 if given.is_contiguous(memory_format=order) else nbytes_of(given)
 
 
 def _copied(args: Sequence[Any], made: Sequence[Tensor]) -> int:
@@ -125,6 +141,7 @@ _RULES: Mapping[str, Callable[[Sequence[Any], Sequence[Tensor]], int]] = {
     "aten::native_group_norm": _copied,
     "aten::_softmax": _copied,
     "aten::_safe_softmax": lambda _, made: made[0].numel(),
+    "aten::max_pool2d_with_indices": _pooled,
     "aten::bmm": _products,
     "aten::index": _masked,
     "aten::baddbmm": _products,

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from pipeload_hooks import Repeated, TooLongError, _trial, try_out
+from pipeload_hooks import Repeated, TooLongError, _kernels, _trial, try_out
 
 KB = 1 << 10
 
@@ -204,6 +204,24 @@ def test_a_mask_that_is_shown_many_times_is_known() -> None:
     assert trial.error is None
     assert trial.output.shape == (80 * 4 * 64,)
     assert trial.peak < 2 * words.nbytes + 4 * trial.output.nbytes + 3 * 8 * len(trial.output)
+
+
+def test_pooling_gathers_what_does_not_lie_together() -> None:
+    """Channels that come last, of a part of wider rows."""
+    wide, pool = meta(2, 8, 8, 96), nn.MaxPool2d(2)
+    whole, part = wide.permute(0, 3, 1, 2), wide[..., :32].permute(0, 3, 1, 2)
+    made = 2 * 4 * 4 * (4 + 8)  # of a channel: values, and where they were
+    assert try_out(lambda: pool(whole)).peak == 96 * made
+    assert try_out(lambda: pool(part)).peak == 32 * made + part.nbytes
+
+
+def test_few_channels_each_by_itself_are_padded() -> None:
+    """To a register's width, both what goes in and what comes out."""
+    given, layer = meta(2, 4, 96, 16), nn.Conv2d(4, 4, 3, padding=1, groups=4, device="meta")
+    padded = _kernels._block() // 4
+    assert layer.bias is not None
+    expected = given.nbytes + layer.weight.nbytes + 2 * padded * given.nbytes
+    assert try_out(lambda: layer(given)).peak == expected
 
 
 def test_experts_in_one_product() -> None:
