@@ -125,12 +125,20 @@ def _numbers(indices: Sequence[Tensor | None]) -> list[Tensor | None]:
     for index in indices:
         if index is None or index.dtype not in (torch.bool, torch.uint8):
             found.append(index)
-        elif index.is_meta:
-            picked = index.new_empty(index.numel(), dtype=torch.long)
-            found += [picked] * index.dim()
         else:
-            found += index.nonzero(as_tuple=True)
+            many = index.numel() if index.is_meta else _picked(index)
+            found += [torch.empty(many, dtype=torch.long, device="meta")] * index.dim()
     return found
+
+
+def _picked(mask: Tensor) -> int:
+    """How many a mask picks. It may be a small one, shown many times."""
+    times = 1
+    for place in range(mask.dim()):
+        if mask.stride(place) == 0 and mask.shape[place] > 1:
+            times *= mask.shape[place]
+            mask = mask.narrow(place, 0, 1)
+    return times * int(torch.count_nonzero(mask))
 
 
 def without_values(value: Any) -> Any:
@@ -181,6 +189,8 @@ def _one_of(value: Any) -> Any:
 
 
 def for_values(func: Any, args: Any, kwargs: dict[str, Any], given: Sequence[Tensor]) -> Any:
+    if func._schema.name == "aten::_to_copy" and _only_moves(args[0], **kwargs):
+        return args[0]  # it is there already
     here = kwargs | {"device": torch.device("cpu")} if "device" in kwargs else kwargs
     if func.is_view:
         return func(*args, **here)
@@ -198,6 +208,12 @@ def for_values(func: Any, args: Any, kwargs: dict[str, Any], given: Sequence[Ten
         return func(*args, **here)
     except NotImplementedError:  # on a CPU the model would have given it another type
         return mixed(func, args, kwargs)
+
+
+def _only_moves(given: Tensor, *, device: Any = None, dtype: Any = None, **others: Any) -> bool:
+    """Whether all that is wanted is for a tensor to go where those without values are."""
+    there = device is not None and torch.device(device).type == "meta"
+    return there and dtype in {None, given.dtype} and others.get("memory_format") is None
 
 
 def _grows(func: Any, given: Sequence[Tensor]) -> bool:

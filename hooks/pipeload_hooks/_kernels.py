@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch._prims_common import suggest_memory_format
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
 _COLOURS = 3  # so few channels are read as they lie
 _ATTENTION_OPTIONS = ("attn_mask", "dropout_p", "is_causal")
+_INDEX = 8  # bytes of one number of a place
 _SUM = 4  # bytes of the sum of a row of scores
 _HALF = (torch.bfloat16, torch.float16)
 
@@ -78,7 +80,22 @@ def _convolution(args: Sequence[Any], made: Sequence[Tensor]) -> int:
         return 0 if given.is_contiguous() and given.shape[1] > 1 else orders * weights
     moved = whole if given.shape[1] > _COLOURS else 0
     gathered = 0 if given.is_contiguous() else whole
+    if args[8] == given.shape[1] < _block():  # each channel by itself, and too few for a register
+        padded = _block() / given.shape[1]
+        return weights + gathered + int(padded * (whole + nbytes_of(made[0])))
     return weights + gathered + max(moved, nbytes_of(made[0])) * (2 if transposed else 1)
+
+
+def _block() -> int:
+    """Channels that a kernel takes at once: as many as a register has numbers of fp32."""
+    return 16 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 8
+
+
+def _pooled(args: Sequence[Any], made: Sequence[Tensor]) -> int:
+    """Its input one element after the other, in the order in which it lies."""
+    given = args[0]
+    order = suggest_memory_format(given)
+    return 0 if given.is_contiguous(memory_format=order) else nbytes_of(given)
 
 
 def _copied(args: Sequence[Any], made: Sequence[Tensor]) -> int:
@@ -107,13 +124,26 @@ def _whole(_args: Sequence[Any], made: Sequence[Tensor]) -> int:
     return nbytes_of(made[0])
 
 
+def _masked(args: Sequence[Any], made: Sequence[Tensor]) -> int:
+    """Places of what a mask picks."""
+    given = args[0]
+    masks = [index for index in args[1] if index is not None and index.dtype is torch.bool]
+    if len(masks) != 1 or len(args[1]) != 1:
+        return 0
+    rest = math.prod(given.shape[masks[0].dim() :])
+    picked = made[0].numel() // max(1, rest)
+    return int(picked) * _INDEX * int(masks[0].dim())
+
+
 _RULES: Mapping[str, Callable[[Sequence[Any], Sequence[Tensor]], int]] = {
     "aten::convolution": _convolution,
     "aten::native_layer_norm": _copied,
     "aten::native_group_norm": _copied,
     "aten::_softmax": _copied,
     "aten::_safe_softmax": lambda _, made: made[0].numel(),
+    "aten::max_pool2d_with_indices": _pooled,
     "aten::bmm": _products,
+    "aten::index": _masked,
     "aten::baddbmm": _products,
     "aten::roll": lambda args, made: _whole(args, made) if len(args[1]) > 1 else 0,
     "aten::_upsample_bicubic2d_aa": _antialiased,

@@ -24,8 +24,11 @@ class Ledger:
         self._known: set[int] = set()
         self._unknown: set[int] = set()
         self._shared: set[int] = set()
+        self.began = 0
+        """Bytes that were there at the last `begin`."""
+        self.since = 0
+        """The most at once since then."""
         self._ahead = 0
-        self._since = 0
 
     def enter(self, made: Iterable[Tensor], known: Iterable[Tensor], beside: int = 0) -> None:
         """An operation made tensors; what shares memory with one of `known` is none of its making.
@@ -44,7 +47,7 @@ class Ledger:
                 self._known.add(key)
                 self.live += nbytes
                 weakref.finalize(storage, self._leave, key, nbytes).atexit = False
-        self._since = max(self._since, self.live + beside)
+        self.since = max(self.since, self.live + beside)
         self.peak = max(self.peak, self.live + self._ahead + beside)
 
     def forget(self, tensor: Tensor) -> None:
@@ -64,12 +67,17 @@ class Ledger:
 
     def begin(self) -> None:
         """From here on `since` is measured anew."""
-        self._since = self.live
+        self.began = self.since = self.live
 
-    def repeat(self, times: int, nbytes: int) -> None:
-        """What ran since `begin` runs so often again, and leaves `nbytes` behind each time."""
-        self._ahead += times * nbytes
-        self.peak = max(self.peak, self._since + self._ahead)
+    def repeat(self, more: Iterable[tuple[int, int, int]]) -> None:
+        """Several things run so often again: (times, bytes left behind, the most bytes at once).
+
+        Both are counted from where each began.
+        """
+        more = [one for one in more if one[0]]
+        self._ahead += sum(times * left for times, left, _ in more)
+        for _, left, most in more:
+            self.peak = max(self.peak, self.live + self._ahead - left + most)
 
     @property
     def kept(self) -> int:

@@ -54,11 +54,12 @@ class Trial(NamedTuple):
 
 
 class Repeated(NamedTuple):
-    """Blocks of a list that are not there; the last that is stands for them."""
+    """Blocks of a list that are not there; those that are stand for them."""
 
     blocks: Sequence[nn.Module]
     """Those that are there."""
-    missing: int
+    missing: Sequence[int]
+    """For each of these, how many that are not there it stands for."""
 
 
 def try_out(run: Callable[[], Any], repeated: Iterable[Repeated] = ()) -> Trial:
@@ -93,20 +94,23 @@ def try_out(run: Callable[[], Any], repeated: Iterable[Repeated] = ()) -> Trial:
 
 def _repeat(ledger: Ledger, repeated: Repeated) -> Iterable[RemovableHandle]:
     """Have what is left behind from one block to the next counted for all that are not there."""
+    seen: dict[int, tuple[int, int]] = {}
     ends: list[int] = []
+    last = len(repeated.blocks) - 1
 
-    def ended(last: bool, *_: object) -> None:
-        if last:
-            more = ledger.live - ends[-1] if ends else 0
-            ledger.repeat(repeated.missing, max(0, more))
+    def ended(index: int, *_: object) -> None:
+        start = ends[-1] if ends else ledger.began
+        ends.append(ledger.live)
+        seen[index] = max(0, ledger.live - start), ledger.since - start
+        if index == last:
+            missing = enumerate(repeated.missing)
+            ledger.repeat([(often, *seen[one]) for one, often in missing if one in seen])
+            seen.clear()
             ends.clear()
-        else:
-            ends.append(ledger.live)
 
-    last = repeated.blocks[-1]
-    yield last.register_forward_pre_hook(lambda *_: ledger.begin())
-    for block in repeated.blocks:
-        yield block.register_forward_hook(partial(ended, block is last))
+    for index, block in enumerate(repeated.blocks):
+        yield block.register_forward_pre_hook(lambda *_: ledger.begin())
+        yield block.register_forward_hook(partial(ended, index))
 
 
 _FROM_NUMBERS = (torch.tensor, torch.as_tensor)

@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from pipeload.budget.model_sizes import Widths
+
 __all__ = ["PassNeeds", "PassShape"]
 
 # Thread buffers of the matrix products, position tables, and what lies between the counted tensors.
@@ -52,7 +54,7 @@ _MOST_KERNELS = 32
 # Trials say whether what is known of decoders holds for one: shares of what they took. Scores are
 # the most of long sequences, and what is in a layer beside them of short ones.
 _SAMPLES = (PassShape(24, 32), PassShape(384, 2))
-_LEAST_SHARE, _MOST_SHARE = 0.97, 1.2
+_LEAST_SHARE, _MOST_SHARE = 0.97, 1.12
 _MOST = 1 << 40  # no prompt and no batch is larger
 
 
@@ -97,7 +99,7 @@ class PassNeeds:
             layers = self._reader.fresh(shape.batch)
             growth = sum(layer.growth(shape.tokens) for layer in layers)
             extras = read_extras(call, shape, self._widths, self._configs)
-            known = growth + self._peak(layers, shape, extras)
+            known = growth + self._peak(layers, shape, extras, sampled=False)
             if not _LEAST_SHARE * trial.peak <= known <= _MOST_SHARE * trial.peak:
                 self._short_by = max(1.0, trial.peak / known)
                 return
@@ -120,7 +122,8 @@ class PassNeeds:
         """
         shape = self.shape(args, kwargs)
         trial = None
-        if self._trace is not None and not shape.cached:
+        # Beside a cache a decoder is known; one that is given all its words again cuts them itself.
+        if self._trace is not None and (not shape.cached or shape.tokens > shape.cached):
             path = self._trace.path(module)
             trial = self._trace.of(path, args, kwargs, module)
             if trial is not None and trial.error is None:
@@ -238,8 +241,18 @@ class PassNeeds:
         seen = encoder_positions(kwargs, self._widths.seen_by_encoder)
         return sum(layer.growth(seen) for layer in layers if not layer.storage)
 
-    def _peak(self, layers: Sequence[CachedLayers], shape: PassShape, extras: Extras) -> int:
-        """The largest phase. What is alive: the embeddings, a layer's input, and its residual."""
+    def _peak(
+        self,
+        layers: Sequence[CachedLayers],
+        shape: PassShape,
+        extras: Extras,
+        *,
+        sampled: bool = True,
+    ) -> int:
+        """The largest phase. What is alive: the embeddings, a layer's input, and its residual.
+
+        `sampled`: `generate` makes something of the logits.
+        """
         w = self._widths
         positions = shape.tokens * shape.batch
         layers = [layer for layer in layers if layer.kind != NO_ROWS]
@@ -260,11 +273,10 @@ class PassNeeds:
         )
         # A mask of two values as it lives throughout: bool, or the scores' own type.
         held = mask * (item if w.attention == "eager" else 1)
-        held += self._recorded(layers, shape, extras)
+        held += _recorded(w, layers, shape, extras)
         held += self._beside(positions)
-        return max(
-            max(block, scores) + held, self._head(shape, extras) + held, self._towers(extras)
-        )
+        head = self._head(shape, extras, sampled=sampled)
+        return max(max(block, scores) + held, head + held, self._towers(extras))
 
     def _beside(self, positions: int) -> int:
         """What kernels take for so many positions, beside tensors."""
@@ -275,7 +287,7 @@ class PassNeeds:
             nbytes += min(2 * w.experts, 2 * positions, _MOST_KERNELS) * _KERNEL
         return nbytes
 
-    def _head(self, shape: PassShape, extras: Extras) -> int:
+    def _head(self, shape: PassShape, extras: Extras, *, sampled: bool) -> int:
         """Logits, and what they come from or what `generate` makes of the last ones."""
         w = self._widths
         kept = extras.kept * shape.batch
@@ -284,23 +296,25 @@ class PassNeeds:
         hidden = (shape.tokens * shape.batch + kept) * w.hidden * w.item
         # The loss takes them in fp32, and their logarithms.
         loss = logits * 2 * _FP32 * extras.labels
-        return nbytes + max(hidden + loss, shape.batch * w.vocabulary * _SAMPLED_BYTES)
-
-    def _recorded(self, layers: Sequence[CachedLayers], shape: PassShape, extras: Extras) -> int:
-        """What a call has the library keep of every layer."""
-        w, nbytes = self._widths, 0
-        if extras.hidden_states:
-            nbytes += extras.hidden_states * shape.tokens * shape.batch * w.hidden * w.item
-        if extras.attentions:
-            nbytes += sum(
-                layer.alike * layer.attended(shape.tokens) * shape.tokens for layer in layers
-            ) * (shape.batch * w.heads * w.item)
-        return nbytes
+        sampling = shape.batch * w.vocabulary * _SAMPLED_BYTES if sampled else 0
+        return nbytes + max(hidden + loss, sampling)
 
     def _towers(self, extras: Extras) -> int:
         """A vision tower or an encoder: it runs before the first layer."""
         w = self._widths
         return (extras.patches * w.vision + extras.encoded * (4 * w.hidden + w.inner)) * w.item
+
+
+def _recorded(w: Widths, layers: Sequence[CachedLayers], shape: PassShape, extras: Extras) -> int:
+    """What a call has the library keep of every layer."""
+    nbytes = 0
+    if extras.hidden_states:
+        nbytes += extras.hidden_states * shape.tokens * shape.batch * w.hidden * w.item
+    if extras.attentions:
+        nbytes += sum(
+            layer.alike * layer.attended(shape.tokens) * shape.tokens for layer in layers
+        ) * (shape.batch * w.heads * w.item)
+    return nbytes
 
 
 def _with_margin(growth: int, transient: int) -> int:

@@ -202,15 +202,22 @@ def _bare(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 def _longer(twins: TwinList) -> TwinList | None:
     """With a block more: only from the second to the third is what each leaves behind to be seen.
 
-    None where no block is left out then.
+    And with one like the first that is not the first, if there is one. None where no block is left
+    out then.
     """
-    kept = twins.kept + 1
+    like_first = [place for place in twins.twins(0) if place > 0]
+    kept = max(twins.kept + 1, *(place + 1 for place in like_first[:1]), 0)
     return replace(twins, kept=kept) if kept < len(twins.groups) else None
 
 
 def _repeated(model: nn.Module, twins: TwinList) -> Repeated:
+    """The last of each kind stands for those of its kind that are not there."""
     blocks = list(model.get_submodule(twins.path).children())
-    return Repeated(blocks, len(twins.groups) - twins.kept)
+    last = {group: place for place, group in enumerate(twins.groups[: twins.kept])}
+    missing = [0] * len(blocks)
+    for group in twins.groups[twins.kept :]:
+        missing[last[group]] += 1
+    return Repeated(blocks, missing)
 
 
 def _without_values(value: Any) -> Any:
@@ -271,5 +278,13 @@ def _key(value: Any, *, words: bool = False) -> Hashable:
     if value is None or isinstance(value, (bool, int, float, str, torch.dtype)):
         return value
     caches = [getattr(part, "layers", ()) for part in self_and_cross(value)]
-    layers = [library.room_of(layer) for part in caches for layer in part]
+    layers = [
+        (library.room_of(layer), _size(getattr(layer, "keys", None)))
+        for part in caches
+        for layer in part
+    ]
     return str(type(value)), tuple(layers)
+
+
+def _size(keys: object) -> Hashable:
+    return keys.shape if isinstance(keys, Tensor) else None

@@ -141,13 +141,48 @@ def test_what_a_setting_takes_is_seen() -> None:
 
 def test_decoders_that_are_known_are_not_tried() -> None:
     """What is known of all of them holds for this one: no copy is kept, nothing runs."""
-    for family in ("llama", "gemma3", "gpt2"):
+    for family in ("llama", "qwen3", "gpt2"):
         config = tiny_config(family, hidden_size=96)
         model = random_model(config, torch.bfloat16, seed=1)
         needs = PassNeeds(model, config)
         with mock.patch.object(pass_trace, "try_out") as run:
             needs.for_pass((), {"input_ids": ids(40)})
         assert not run.called, family
+
+
+def test_what_sampling_takes_is_no_difference() -> None:
+    """A large vocabulary hides nothing of a decoder that is known, nor of one that is not."""
+    from transformers import OPTConfig, OPTForCausalLM
+
+    sizes: dict[str, Any] = {"vocab_size": 32000, "hidden_size": 512, "num_attention_heads": 8}
+    opt = OPTConfig(**sizes, ffn_dim=2048, num_hidden_layers=4, word_embed_proj_dim=512)
+    known = tiny_config("llama", vocab_size=32000, hidden_size=96)
+    for model, tried in (
+        (random_model(known, torch.bfloat16, seed=1), False),
+        (on_meta(OPTForCausalLM, opt).to(torch.bfloat16), True),
+    ):
+        needs = PassNeeds(model, model.config)
+        with mock.patch.object(pass_trace, "try_out", wraps=try_out) as run:
+            needs.for_pass((), {"input_ids": ids(40)})
+        assert run.called == tried, type(model)
+
+
+def test_words_that_come_again_beside_their_cache_are_tried() -> None:
+    """A model that is given all of them, and cuts off by itself what it has seen."""
+    from transformers import LlamaModel
+
+    config: Any = tiny_config("llama")
+    model: Any = LlamaModel(config).eval()
+    with torch.inference_mode():
+        caches = [model(input_ids=ids(seen)).past_key_values for seen in (8, 9)]
+    needs = PassNeeds(bert(), bert().config)
+    with mock.patch.object(pass_trace, "try_out", wraps=try_out) as run:
+        for cache in (*caches, *caches):
+            needs.for_pass((), {"input_ids": ids(12), "past_key_values": cache})
+        assert run.call_count >= 2
+        before = run.call_count
+        needs.for_pass((), {"input_ids": ids(8), "past_key_values": caches[0]})
+    assert run.call_count == before
 
 
 def test_the_next_token_is_not_tried() -> None:

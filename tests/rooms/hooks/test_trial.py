@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from pipeload_hooks import Repeated, TooLongError, _trial, try_out
+from pipeload_hooks import Repeated, TooLongError, _kernels, _trial, try_out
 
 KB = 1 << 10
 
@@ -146,9 +146,82 @@ def test_few_blocks_stand_for_all(*, kept: bool) -> None:
     """What each leaves behind is counted for those that are not there."""
     every, few = Stack(12, kept=kept), Stack(3, kept=kept)
     whole = try_out(lambda: every(meta(100, 64)))
-    short = try_out(lambda: few(meta(100, 64)), [Repeated(list(few.layers), 9)])
+    short = try_out(lambda: few(meta(100, 64)), [Repeated(list(few.layers), [0, 0, 9])])
     assert (short.peak, short.kept) == (whole.peak, whole.kept)
     assert not any(layer._forward_hooks or layer._forward_pre_hooks for layer in few.layers)
+
+
+class Mixed(nn.Module):
+    """Blocks of two kinds, of which one leaves a state behind, and the other takes much."""
+
+    def __init__(self, kinds: str) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Linear(64, 64 if kind == "a" else 4096, device="meta") for kind in kinds
+        )
+        self.kept: list[torch.Tensor] = []
+        for layer in self.layers:
+            layer.register_forward_hook(self.shorten)
+
+    def shorten(self, layer: nn.Module, _: Any, output: torch.Tensor) -> torch.Tensor:
+        """The block's result is as large as what it gets, whatever it is."""
+        if output.shape[1] == 64:
+            self.kept.append(output)
+        return output[:, :64] + 1
+
+    def forward(self, states: torch.Tensor) -> Any:
+        for layer in self.layers:
+            states = layer(states)
+        return states, self.kept
+
+
+@pytest.mark.parametrize("kinds", ["abababababab", "aabaaaaaabba", "aababbbbbbbb"])
+def test_few_blocks_of_several_kinds_stand_for_all(kinds: str) -> None:
+    """Each for those like it."""
+    every, few = Mixed(kinds), Mixed(kinds[:4])
+    whole = try_out(lambda: every(meta(100, 64)))
+    last = {kind: kinds[:4].rindex(kind) for kind in "ab"}
+    missing = [0] * 4
+    for kind in kinds[4:]:
+        missing[last[kind]] += 1
+    short = try_out(lambda: few(meta(100, 64)), [Repeated(list(few.layers), missing)])
+    assert short.kept == whole.kept
+    states = 100 * 64 * 4  # of a block less: which of them is the last, is not known
+    assert whole.peak <= short.peak <= whole.peak + states
+
+
+def test_a_mask_that_is_shown_many_times_is_known() -> None:
+    """Where it goes to what has no values, too; it picks as many as it does on a CPU."""
+    words = torch.zeros(80, 96, dtype=torch.long)
+    words[:, :4] = 1
+    states = meta(80, 96, 64)
+
+    def picked() -> torch.Tensor:
+        mask = (words == 1).unsqueeze(-1).expand_as(states).to(states.device)
+        return states[mask]
+
+    trial = try_out(picked)
+    assert trial.error is None
+    assert trial.output.shape == (80 * 4 * 64,)
+    assert trial.peak < 2 * words.nbytes + 4 * trial.output.nbytes + 3 * 8 * len(trial.output)
+
+
+def test_pooling_gathers_what_does_not_lie_together() -> None:
+    """Channels that come last, of a part of wider rows."""
+    wide, pool = meta(2, 8, 8, 96), nn.MaxPool2d(2)
+    whole, part = wide.permute(0, 3, 1, 2), wide[..., :32].permute(0, 3, 1, 2)
+    made = 2 * 4 * 4 * (4 + 8)  # of a channel: values, and where they were
+    assert try_out(lambda: pool(whole)).peak == 96 * made
+    assert try_out(lambda: pool(part)).peak == 32 * made + part.nbytes
+
+
+def test_few_channels_each_by_itself_are_padded() -> None:
+    """To a register's width, both what goes in and what comes out."""
+    given, layer = meta(2, 4, 96, 16), nn.Conv2d(4, 4, 3, padding=1, groups=4, device="meta")
+    padded = _kernels._block() // 4
+    assert layer.bias is not None
+    expected = given.nbytes + layer.weight.nbytes + 2 * padded * given.nbytes
+    assert try_out(lambda: layer(given)).peak == expected
 
 
 def test_experts_in_one_product() -> None:
