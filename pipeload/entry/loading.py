@@ -30,7 +30,7 @@ from pipeload.entry.notebook_bar import show_first_pass
 from pipeload.entry.prepare_process import prepare_process
 from pipeload.errors import MemoryLimitError, UnsupportedModelError
 from pipeload.hf import arguments, takeover
-from pipeload.hf.experts import find_experts, named_past
+from pipeload.hf.experts import experts_apart
 from pipeload.system.library_pages import lower_floor
 from pipeload.system.memory import rss_bytes
 from pipeload.system.openmp import advise_openmp
@@ -43,7 +43,6 @@ if TYPE_CHECKING:
     from torch import nn
 
     from pipeload.budget.make_plan import Build
-    from pipeload.budget.parts import ExpertsModule
     from pipeload.entry.request import Request
     from pipeload.hf.pending_load import PendingLoad
     from pipeload.weights.device import Device
@@ -314,7 +313,7 @@ def plan_model(
         model,
         weights,
         tied,
-        experts=_experts(model, touched),
+        experts=experts_apart(model, None if touched is None else touched.outside),
         blocks_alone=device is not None,
         beside_bytes=statistics_bytes,
     )
@@ -331,15 +330,6 @@ def plan_model(
     buffers = sum(b.numel() * b.element_size() for b in model.buffers())
     there = DeviceMemory(found, measured, options, needed, buffers)
     return make_plan(cuttings, measured, options, there, files)
-
-
-def _experts(model: nn.Module, touched: Touched | None) -> list[ExpertsModule]:
-    """Modules whose experts can be read one by one, and are used by nobody else."""
-    found = find_experts(model)
-    if touched is None:  # a loop over experts cannot be tried without values
-        return [experts for experts in found if not named_past(model, experts)]
-    outside = touched.outside
-    return [e for e in found if outside.isdisjoint(f"{e.name}.{name}" for name in e.parameters)]
 
 
 def _touched(model: nn.Module, probed: nn.Module | None) -> Touched | None:

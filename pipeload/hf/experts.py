@@ -16,7 +16,7 @@ from pipeload.budget.parts import ExpertsModule
 from pipeload_hooks import names_of_others, takes_slices_alone
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Collection, Iterator
 
 _SERVED = frozenset({"grouped_mm", "batched_mm", "eager"})
 """Ways to multiply whose use of the weights is known: see the lower layer's _experts.py."""
@@ -24,6 +24,19 @@ _STACKED = 3
 _ROUTED = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "top_k_experts", "moe_topk")
 _IDS = 2  # arguments of forward that stand before ids: self and the rows
 _IDS_NAMES = frozenset({"top_k_index", "router_indices"})
+
+
+def experts_apart(model: nn.Module, outside: Collection[str] | None) -> list[ExpertsModule]:
+    """Find those that nobody else uses.
+
+    `outside`: names of parameters that are used while their module does not run; None where that
+    could not be tried, as with a loop over experts, which needs values.
+    """
+    found = find_experts(model)
+    if outside is None:
+        return [experts for experts in found if not named_past(model, experts)]
+    used = frozenset(outside)
+    return [e for e in found if used.isdisjoint(f"{e.name}.{name}" for name in e.parameters)]
 
 
 def find_experts(model: nn.Module) -> Iterator[ExpertsModule]:

@@ -82,12 +82,11 @@ class Recipe:
         So it is where operations stack matrices of experts, lay stacks side by side, or change the
         matrices of a stack without looking beyond each.
         """
-        if self.converter is None or len(shape) < _STACKED:
+        converter = self.converter
+        if converter is None or len(shape) < _STACKED or len(converter.target_patterns) != 1:
             return None
-        if len(self.converter.target_patterns) != 1:
-            return None
-        own = [op for op in self.converter.operations if not hasattr(op, "hf_quantizer")]
-        unpacked = len(own) < len(self.converter.operations)
+        own = [op for op in converter.operations if not hasattr(op, "hf_quantizer")]
+        unpacked = len(own) < len(converter.operations)
         beside = self.beside_times * math.prod(shape[1:]) * _WIDEST
         match own:
             case [MergeModulelist(dim=0)] | [MergeModulelist(dim=0), Concatenate(dim=1)]:
