@@ -80,7 +80,7 @@ def _convolution(args: Sequence[Any], made: Sequence[Tensor]) -> int:
         return 0 if given.is_contiguous() and given.shape[1] > 1 else orders * weights
     moved = whole if given.shape[1] > _COLOURS else 0
     gathered = 0 if given.is_contiguous() else whole
-    if args[8] == given.shape[1] < _block():  # each channel by itself, and too few for a register
+    if 1 < args[8] == given.shape[1] < _block():  # each by itself, and too few for a register
         padded = _block() / given.shape[1]
         return weights + gathered + int(padded * (whole + nbytes_of(made[0])))
     return weights + gathered + max(moved, nbytes_of(made[0])) * (2 if transposed else 1)
