@@ -20,6 +20,7 @@ import functools
 import inspect
 import sys
 import textwrap
+import threading
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
@@ -92,25 +93,28 @@ def attach_experts(module: nn.Module, source: ExpertSource) -> tuple[RemovableHa
     torch skips its hooks then, so the source must recover by itself at the next `experts_wanted`.
     """
     name = list(inspect.signature(type(module).forward).parameters)[2]
-    wanted: list[tuple[torch.Tensor, int] | None] = [None]
+    wanted = _Wanted()
 
     def ids_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
         ids = args[1] if len(args) > 1 else kwargs.get(name)
         return ids if isinstance(ids, torch.Tensor) else None
 
     def enter(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        wanted[0] = None
+        wanted.ids, wanted.asked = None, False
         if torch.is_grad_enabled() and recording((*args, *kwargs.values())):
             source.refuse_recording()
         ids = ids_of(args, kwargs)
         if ids is not None:
+            wanted.asked = True
             source.experts_wanted(ids)
-            wanted[0] = (ids, version_of(ids))
+            wanted.ids = (ids, version_of(ids))
 
     def leave(
         module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: object
     ) -> object:
-        before, wanted[0] = wanted[0], None
+        before, wanted.ids = wanted.ids, None
+        if not wanted.asked:  # it was refused before, perhaps beside a call in another thread
+            return None
         ids = ids_of(args, kwargs)
         try:
             if output is None or ids is None:
@@ -127,6 +131,14 @@ def attach_experts(module: nn.Module, source: ExpertSource) -> tuple[RemovableHa
         module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True),
         module.register_forward_hook(leave, prepend=True, with_kwargs=True, always_call=True),
     )
+
+
+class _Wanted(threading.local):
+    """What the running call of a module was sent to, in each thread."""
+
+    def __init__(self) -> None:
+        self.ids: tuple[torch.Tensor, int] | None = None
+        self.asked = False
 
 
 class ServeExperts(PassMode):
@@ -186,8 +198,9 @@ class ServeExperts(PassMode):
             return parameter[index]
         if not isinstance(index, torch.Tensor) or index.dtype not in _INTEGERS or index.dim() != 1:
             self._service.refuse("__getitem__", name)
-        out = torch.empty((len(index), *parameter.shape[1:]), dtype=parameter.dtype)
+        out = parameter.new_empty((len(index), *parameter.shape[1:]))
         values = parameter.detach()
+        index = torch.where(index < 0, index + parameter.shape[0], index)
         chosen: list[int] = sorted(set(index.tolist()))
         for expert in self._service.order(name, chosen):
             self._service.need(name, expert)
@@ -204,7 +217,8 @@ def empty_grouped(given: torch.Tensor, columns: int) -> torch.Tensor:
     """An output of a grouped product as torch makes it: rows begin at multiples of 16 bytes."""
     step = 16 // given.element_size()
     strides = (columns + -columns % step, 1)
-    return torch.empty_strided((given.size(0), columns), strides, dtype=given.dtype)
+    size = (given.size(0), columns)
+    return torch.empty_strided(size, strides, dtype=given.dtype, device=given.device)
 
 
 # -- told by the code ----------------------------------------------------------------------------

@@ -6,7 +6,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from pipeload.system.pages import ceil_page
-from pipeload.weights.expert_bank import READERS, held_bytes, making_bytes, scratch_bytes
+from pipeload.weights.expert_bank import (
+    READERS,
+    block_bytes,
+    held_bytes,
+    making_bytes,
+    scratch_bytes,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -111,6 +117,7 @@ class Parts:
             return 0
         weights = [weight for bank in self.banks for weight in bank.weights]
         working = READERS * ceil_page(scratch_bytes(weights)) + making_bytes(weights)
+        working += block_bytes(sum(weight.nbytes for weight in weights))
         return window_matrices(self.banks) * _largest_matrix(self.banks) + working
 
     @property
@@ -152,7 +159,8 @@ class Parts:
 
 def window_matrices(banks: Sequence[Bank]) -> int:
     """How many matrices of experts may be on their way at once: one in use, others being read."""
-    return 1 + max(1, min(_MOST_AHEAD, _AHEAD_BYTES // _largest_matrix(banks)))
+    together = max(len(bank.weights) for bank in banks)  # a loop may hold all of one expert
+    return max(together, 1 + min(_MOST_AHEAD, max(1, _AHEAD_BYTES // _largest_matrix(banks))))
 
 
 def _largest_matrix(banks: Sequence[Bank]) -> int:

@@ -54,7 +54,8 @@ class ExpertLayer:
         """What was asked for and stays."""
         self._passing: dict[Slice, None] = {}
         """What is in the window."""
-        self._latest: Slice | None = None
+        self._used: list[Slice] = []
+        """What may be computed with: all slices that were needed of the latest expert."""
 
     def begin(self) -> None:
         """Have the first reads begin, and be asked while the module runs."""
@@ -66,29 +67,32 @@ class ExpertLayer:
         return sorted(experts, key=lambda e: (e not in self._hits, e not in self._kept, e))
 
     def need(self, name: str, expert: int) -> None:
-        """Return once a slice is there; in the window, the one that was needed before goes.
+        """Return once a slice is there; in the window, those of the expert before it go.
 
         Raises:
             ReadError: the disk failed.
         """
+        expert += self.seat.experts if expert < 0 else 0
         if expert in self._hits or not 0 <= expert < self.seat.experts:
             return
-        wanted, latest = Slice(self.seat.layer, name, expert), self._latest
-        if wanted == latest:
+        wanted = Slice(self.seat.layer, name, expert)
+        if wanted in self._used:
             return
-        if latest is not None:
-            self._give_back(latest)
+        if self._used and self._used[0].expert != expert:
+            for part in self._used:
+                self._give_back(part)
+            self._used.clear()
         if wanted not in self._coming and wanted not in self._passing:
             if self._order and self._order[0] != wanted:  # the module does not go by the order
                 self._order = deque(part for part in self._order if part != wanted)
             while expert not in self._kept and len(self._passing) >= self._window:
-                self._give_back(next(iter(self._passing)))
+                self._give_back(next(p for p in self._passing if p not in self._used))
             self._ask(wanted)
             if self._order and self._order[0] == wanted:
                 self._order.popleft()
         self._fill()
         self._reads.wait(wanted, self.seat.name)
-        self._latest = wanted
+        self._used.append(wanted)
 
     def finish(self) -> list[int]:
         """The module has run: give back what does not stay; experts that are there from now on."""
@@ -107,7 +111,7 @@ class ExpertLayer:
 
     def _end(self, lost: Iterable[int]) -> None:
         self._serving.discard()
-        self._reads.cancel()
+        self._reads.cancel()  # nothing comes any more: what is given back stays so
         for part in [*self._passing]:
             self._give_back(part)
         for expert in lost:

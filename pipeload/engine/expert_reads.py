@@ -53,6 +53,8 @@ class ExpertReads:
         self._pool: ReaderPool[Region | None] | None = None
         self._left: dict[Slice, int] = {}
         """Reads that are still to come, of each slice."""
+        self._pending = 0
+        """Reads that are still to come, wanted or not."""
         self._errors: dict[Slice, BaseException] = {}
         self._turn = [0]
         """Another number once what was asked for is not wanted any more."""
@@ -71,6 +73,7 @@ class ExpertReads:
             self._busy_since = time.perf_counter()
         self._left[part] = len(jobs)
         turn = self._turn[0]
+        self._pending += len(jobs)
         for job in jobs:
             self._pool.submit((turn, part), _unless_over(self._turn, turn, job))
 
@@ -103,11 +106,16 @@ class ExpertReads:
         return part not in self._errors
 
     def cancel(self) -> None:
-        """Nothing is wanted any more: what has not begun is not read."""
+        """Nothing is wanted any more: what has not begun is not read, and what has, is done."""
         self._turn[0] += 1
-        self._hangs = False
-        self._left.clear()
-        self._errors.clear()
+        try:
+            self._collect(None)
+        except ReadError:  # one that hangs may yet fill its slice
+            pass
+        finally:
+            self._hangs = False
+            self._left.clear()
+            self._errors.clear()
 
     def close(self) -> None:
         """End the threads; they start again with the next read. May be called again."""
@@ -117,9 +125,10 @@ class ExpertReads:
             pool.close()
             pool.join(_JOIN_SECONDS)
 
-    def _collect(self, part: Slice) -> None:
+    def _collect(self, part: Slice | None) -> None:
+        """Wait for a slice, or for all that was ever asked for."""
         since = time.monotonic()
-        while part in self._left:
+        while part in self._left if part is not None else self._pending and not self._hangs:
             with contextlib.suppress(queue.Empty):
                 self._take(self._outcomes.get(timeout=self._stalls.tick))
                 continue
@@ -128,14 +137,18 @@ class ExpertReads:
             except ReadError:
                 self._hangs = True
                 raise
+            if self._stalls.idle and self._outcomes.empty():  # an interrupt has lost an outcome
+                self._pending = 0
+                self._left.clear()
 
     def _take(self, outcome: Outcome) -> None:
+        self._pending -= 1
         if outcome.tag is READER_DIED:
             raise reader_died(outcome.error)
         self._counters.expert_bytes_read += outcome.nbytes
         assert isinstance(outcome.tag, tuple)  # noqa: S101 - as it was submitted
         turn, part = outcome.tag
-        if turn != self._turn[0]:
+        if turn != self._turn[0] or part not in self._left:
             return
         if outcome.error is not None:
             self._errors.setdefault(part, outcome.error)

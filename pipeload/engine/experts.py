@@ -18,7 +18,9 @@ from pipeload.budget.parts import window_matrices
 from pipeload.engine.expert_layer import ExpertLayer
 from pipeload.engine.expert_reads import ExpertReads, Slice
 from pipeload.engine.expert_seats import ExpertSeat
+from pipeload.hf.experts import check_implementation
 from pipeload.weights.expert_bank import ExpertBank, block_bytes, scratch_bytes, slice_bytes
+from pipeload.weights.nan_arena import NanBlock
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -30,8 +32,6 @@ if TYPE_CHECKING:
     from pipeload.checkpoint.files import FileSet
     from pipeload.weights.layout import Weight
     from pipeload.weights.placement import Convert
-
-_INTEGERS = frozenset({torch.int32, torch.int64})
 
 
 class Experts:
@@ -59,16 +59,17 @@ class Experts:
         """
         banks, share = build.parts.banks, build.plan.experts
         weights = [weight for bank in banks for weight in bank.weights]
-        block = block_bytes(sum(weight.nbytes for weight in weights))
+        block = NanBlock(block_bytes(sum(weight.nbytes for weight in weights)))
         self.seats = [
             ExpertSeat(
                 layer,
                 bank,
                 {weight.name: filled[weight.name][0] for weight in bank.weights},
-                ExpertBank(bank.weights, files, convert, block=block),
+                ExpertBank(bank.weights, files, convert, block),
             )
             for layer, bank in enumerate(banks)
         ]
+        block.close()
         self._cache = ExpertCache([bank.expert_bytes for bank in banks])
         self._sizes = [sum(map(slice_bytes, bank.weights)) for bank in banks]
         self._window = window_matrices(banks) if banks else 0
@@ -89,9 +90,17 @@ class Experts:
 
         Ids that name no expert are left to the module.
         """
-        self.unroute(layer)
+        if self._running is not None:  # somebody has caught what ended it
+            self._running.give_up()
+            self._running = None
+            self._reconcile()
         seat, there = self.seats[layer], self._there[layer]
-        chosen = self._cache.choose(layer, _shares(ids, seat.experts))
+        shares = _shares(ids, seat.experts)
+        if len(there) == seat.experts:
+            self._counters.expert_hits += len(shares)
+            seat.bind()
+            return
+        chosen = self._cache.choose(layer, shares)
         # An interrupt may have left some that were to be read.
         hits = [expert for expert in chosen.hits if expert in there]
         kept = sorted({*chosen.kept, *chosen.hits}.difference(hits))
@@ -100,6 +109,7 @@ class Experts:
         self._drop(chosen.evicted)
         seat.bind()
         if kept or chosen.passing:
+            self._count()
             self._running = ExpertLayer(
                 seat, hits, kept, chosen.passing, window=self._window, reads=self.reads
             )
@@ -110,9 +120,21 @@ class Experts:
         seat, running = self.seats[layer], self._running
         seat.unbind()
         if running is not None and running.seat is seat:
-            self._there[layer].update(running.finish())
-            self._running = None
-            self._reconcile(layer)
+            try:
+                self._there[layer].update(running.finish())
+            finally:
+                self._running = None
+                self._reconcile()
+
+    def check(self) -> None:
+        """Before a pass: whether its experts can be served.
+
+        Raises:
+            UnsupportedOperationError: they multiply in a way that is not known.
+        """
+        module = self.seats[0].module()
+        if module is not None:
+            check_implementation(module)
 
     def hold(self, budget: int) -> None:
         """Keep no more than `budget` bytes of experts from now on; the others go at once."""
@@ -122,9 +144,9 @@ class Experts:
         """Give back what a pass that died was using, wherever it died."""
         for seat in self.seats:
             seat.unbind()
-        running, self._running = self._running, None
-        if running is not None:
-            running.give_up()
+        if self._running is not None:
+            self._running.give_up()
+            self._running = None
         self._cache.be(self._there)
         self._count()
 
@@ -135,8 +157,13 @@ class Experts:
             ReadError: the disk failed.
         """
         seat, there = self.seats[layer], self._there[layer]
-        missing = [expert for expert in range(seat.experts) if expert not in there]
-        parts = [Slice(layer, name, expert) for name in seat.names for expert in missing]
+        counts = {name: view.shape[0] for name, view in seat.memory.views.items()}
+        parts = [
+            Slice(layer, name, expert)
+            for name in seat.names
+            for expert in range(counts[name])
+            if expert not in there
+        ]
         for part in parts:
             self.reads.submit(part, seat.memory.read_jobs(part.name, part.expert))
         for part in parts:
@@ -152,13 +179,16 @@ class Experts:
             seat.unbind()
             seat.memory.drop_all()
 
-    def _reconcile(self, layer: int) -> None:
-        """What was to be read of a layer and is not there is not held."""
-        if len(self._cache.held(layer)) != len(self._there[layer]):
+    def _reconcile(self) -> None:
+        """What was to be read and is not there is not held."""
+        held = map(len, map(self._cache.held, range(len(self._there))))
+        if any(map(operator.ne, held, map(len, self._there))):
             self._cache.be(self._there)
         self._count()
 
     def _drop(self, evicted: Sequence[tuple[int, int]]) -> None:
+        if not evicted:
+            return
         for layer, expert in evicted:
             self._there[layer].discard(expert)
             self.seats[layer].drop(expert)
@@ -171,8 +201,9 @@ class Experts:
 
 def _shares(ids: torch.Tensor, experts: int) -> dict[int, float]:
     """Which experts are routed to, and by which share of the rows."""
-    if ids.dtype not in _INTEGERS or not ids.numel():
+    if ids.is_floating_point() or ids.dtype is torch.bool or not ids.numel():
         return {}
     rows = ids.shape[0] if ids.dim() > 1 else ids.numel()
-    counts = Counter(ids.reshape(-1).tolist())
+    # As an index takes them: from the end, if they are below 0.
+    counts = Counter(e + experts if e < 0 else e for e in ids.reshape(-1).tolist())
     return {e: count / rows for e, count in counts.items() if 0 <= e < experts}

@@ -112,7 +112,8 @@ class Passes:
         """Have a pass run, and the experts `ids` of a layer there, or on their way."""
         if self._running is not _MODEL or not self._gate.owned() or inside_compiled_call():
             self.enter(self._experts.seats[layer].module())
-        self._replan.look_again()
+        if not self._prefetcher.held:  # else the block around it has just looked
+            self._replan.look_again()
         self._experts.route(layer, ids)
 
     def refuse_recording_of(self, layer: int) -> NoReturn:
@@ -193,6 +194,8 @@ class Passes:
         discard_ended()  # another thread may have ended a pass that died in this one
         self._running = _MODEL
         self._files.check_unchanged()
+        if self._experts.seats:
+            self._experts.check()
         self.modes.renew()
         if module is not self._hooks.outermost():
             module, args, kwargs, mark = self._direct_calls.call_at(module, args, kwargs)

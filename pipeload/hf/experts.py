@@ -13,6 +13,7 @@ from torch import nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from pipeload.budget.parts import ExpertsModule
+from pipeload.errors import UnsupportedOperationError
 from pipeload_hooks import names_of_others, takes_slices_alone
 
 if TYPE_CHECKING:
@@ -61,6 +62,21 @@ def named_past(model: nn.Module, experts: ExpertsModule) -> bool:
     code = {type(module).__module__ for module in model.modules()}
     own = [name for name in code if name.startswith("transformers.models.")]
     return any(names_of_others(name, experts.parameters) for name in own)
+
+
+def check_implementation(module: nn.Module) -> None:
+    """Whether an experts module still multiplies in one of the ways that are served.
+
+    Raises:
+        UnsupportedOperationError: it was given another one since it was loaded.
+    """
+    if _implementation(module) not in _SERVED:
+        name = getattr(getattr(module, "config", None), "_experts_implementation", None)
+        raise UnsupportedOperationError(
+            f"experts of this {type(module).__name__} are read as they are routed to, which is not "
+            f"known of the experts implementation {name!r}. Choose one of the library's own: "
+            'model.set_experts_implementation("grouped_mm"), "batched_mm" or "eager".'
+        )
 
 
 def _stacked(module: nn.Module) -> tuple[str, ...]:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from pipeload.system.pages import PAGE, ceil_page, floor_page
 from pipeload.weights.arena import DTYPES, HUGE_PAGE
 from pipeload.weights.layout import Conversion
-from pipeload.weights.nan_arena import NanArena
+from pipeload.weights.nan_arena import NanArena, NanBlock
 from pipeload.weights.placement import one_conversion, read_into, scratch_of
 
 if TYPE_CHECKING:
@@ -80,11 +80,11 @@ class ExpertBank:
     """The parameters of one experts module, and the reads that fill a slice of each."""
 
     def __init__(
-        self, weights: Sequence[Weight], files: FileSet, convert: Convert, *, block: int
+        self, weights: Sequence[Weight], files: FileSet, convert: Convert, block: NanBlock
     ) -> None:
         """Reserve address space; nothing is read. `files` must have the weights' files open.
 
-        `convert` runs the library's operations, `block` is of the NaN block.
+        `convert` runs the library's operations, `block` is for what was not read.
 
         Raises:
             MemoryError: the system refuses the address space, or that many mappings.
@@ -113,11 +113,11 @@ class ExpertBank:
 class _Slab:
     """One parameter of a bank."""
 
-    def __init__(self, weight: Weight, files: FileSet, convert: Convert, block: int) -> None:
+    def __init__(self, weight: Weight, files: FileSet, convert: Convert, block: NanBlock) -> None:
         self._weight, self._files, self._convert = weight, files, convert
         self._lead = weight.sources[0].start % PAGE if weight.raw else 0
         self._size = slice_bytes(weight)
-        self._arena = NanArena(self._lead + weight.nbytes, block_bytes=block)
+        self._arena = NanArena(self._lead + weight.nbytes, block=block)
         self.view = self._arena.tensor(self._lead, weight.dtype, weight.shape, weight.nbytes)
         self._flat = self.view.view(weight.shape[0], -1)
         self._held: set[int] = set()

@@ -15,6 +15,7 @@ from pipeload.system.pages import PAGE
 from pipeload.weights.arena import Arena
 from pipeload.weights.expert_bank import ExpertBank, block_bytes, held_bytes, scratch_bytes
 from pipeload.weights.layout import Slices, Weight
+from pipeload.weights.nan_arena import NanBlock
 from pipeload.weights.same_weights import no_conversion
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ def _stacked(folder: Path, rows: int) -> tuple[Weight, FileSet, torch.Tensor]:
 def test_slices_come_and_go(tmp_path: Path, make: Any, rows: int) -> None:
     """Of less than a page, of whole pages, and of others."""
     weight, files, values = make(tmp_path, rows)
-    bank = ExpertBank([weight], files, no_conversion, block=block_bytes(1))
+    bank = ExpertBank([weight], files, no_conversion, NanBlock(block_bytes(1)))
     view = bank.views["w"]
     assert view.shape == values.shape
     assert view.isnan().all()
@@ -90,7 +91,7 @@ def test_cast_as_it_is_read(tmp_path: Path) -> None:
         "w", "F16", weight.shape, weight.nbytes // 2, weight.sources, "w",
         slices=weight.slices,
     )  # fmt: skip
-    bank = ExpertBank([half], files, no_conversion, block=block_bytes(1))
+    bank = ExpertBank([half], files, no_conversion, NanBlock(block_bytes(1)))
     _read(bank, "w", 3)
     assert torch.equal(bank.views["w"][3], values[3].half())
 
