@@ -228,3 +228,118 @@ def test_where_stacks_are_not_what_is_stored(tmp_path: Path) -> None:
     model = load_streamed(tmp_path, spare=CACHES[1])
     assert model.pipeload.plan.experts is None
     assert torch.equal(logits(model), logits(load_plain(tmp_path)))
+
+
+def _routing(model: Any, dtype: torch.dtype = torch.int64) -> tuple[Any, torch.Tensor, Any, Any]:
+    """An experts module, and what it might be called with."""
+    generator = torch.Generator().manual_seed(5)
+    hidden = torch.randn(6, 96, generator=generator)
+    ids = torch.randint(0, EXPERTS, (6, ROUTED), generator=generator).to(dtype)
+    weights = torch.rand(6, ROUTED, generator=generator)
+    return model.model.layers[1].mlp.experts, hidden, ids, weights
+
+
+@pytest.mark.parametrize("dtype", [torch.int16, torch.uint8, torch.int32])
+@torch.no_grad()
+def test_ids_of_any_integers(folder: Path, dtype: torch.dtype) -> None:
+    plain, model = load_plain(folder), load_streamed(folder, spare=CACHES[1])
+    found = []
+    for one in (plain, model):
+        experts, *given = _routing(one, dtype)
+        found.append(experts(*given))
+    assert torch.equal(*found)
+
+
+@torch.no_grad()
+def test_ids_from_the_end(folder: Path) -> None:
+    """As an index takes them."""
+    options: dict[str, Any] = {"experts_implementation": "batched_mm"}
+    found = []
+    for one in (load_plain(folder, **options), load_streamed(folder, spare=1_000, **options)):
+        experts, hidden, ids, weights = _routing(one)
+        found.append(experts(hidden, ids - EXPERTS, weights))
+    assert torch.equal(*found)
+    assert not found[0].isnan().any()
+
+
+@pytest.mark.parametrize("implementation", ["grouped_mm", "batched_mm"])
+@torch.no_grad()
+def test_whatever_device_is_the_default(folder: Path, implementation: str) -> None:
+    options: dict[str, Any] = {"experts_implementation": implementation}
+    found = []
+    for one in (load_plain(folder, **options), load_streamed(folder, spare=1_000, **options)):
+        experts, *given = _routing(one)
+        with torch.device("meta"):
+            found.append(experts(*given))
+    assert torch.equal(*found)
+
+
+def test_a_loop_that_takes_both_slices_first(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither goes before both were used."""
+    kind = type(load_plain(folder).model.layers[0].mlp.experts)
+    monkeypatch.setattr(kind, "forward", _both_first)
+    options: dict[str, Any] = {"experts_implementation": "eager"}
+    expected = logits(load_plain(folder, **options))
+    model = load_streamed(folder, spare=1_000, **options)
+    assert model.pipeload.plan.experts is not None
+    assert torch.equal(logits(model), expected)
+
+
+def _both_first(
+    self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    out = torch.zeros_like(hidden_states)
+    for expert in top_k_index.unique():
+        up, down = self.gate_up_proj[expert], self.down_proj[expert]
+        rows, places = torch.where(top_k_index == expert)
+        gate, wide = torch.nn.functional.linear(hidden_states[rows], up).chunk(2, dim=-1)
+        made = torch.nn.functional.linear(self.act_fn(gate) * wide, down)
+        out.index_add_(0, rows, made * top_k_weights[rows, places, None])
+    return out
+
+
+def test_a_call_that_is_refused_beside_a_pass(folder: Path) -> None:
+    """In another thread: the layer that runs goes on."""
+    model = load_streamed(folder, spare=CACHES[1])
+    expected = logits(load_plain(folder))
+    refused: list[BaseException | None] = []
+
+    def intrude(*_: Any) -> None:
+        experts, hidden, ids, weights = _routing(model)
+
+        def call() -> None:
+            experts(hidden.requires_grad_(), ids, weights)
+
+        refused.append(in_thread(call).exception(WAIT_SECONDS))
+
+    handle = model.model.layers[1].mlp.experts.act_fn.register_forward_pre_hook(intrude)
+    assert torch.equal(logits(model), expected)
+    handle.remove()
+    assert all(isinstance(error, pipeload.UnsupportedOperationError) for error in refused)
+    assert refused
+    assert_nothing_held(model)
+
+
+@torch.no_grad()
+def test_nothing_stays_of_a_layer_that_failed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was on its way when it did is gone, and counted as gone."""
+    model = load_streamed(folder, spare=1_000)
+    expected = logits(model)
+    multiply, left = torch.mm, [5]
+
+    def fail(*args: Any, **kwargs: Any) -> torch.Tensor:
+        left[0] -= 1
+        if not left[0]:
+            raise ArithmeticError("made up")
+        return multiply(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "mm", fail)
+        with pytest.raises(ArithmeticError):
+            logits(model)
+    views = [v for seat in experts_of(model).seats for v in seat.memory.views.values()]
+    assert all(view.isnan().all() for view in views)
+    assert model.pipeload.stats().expert_bytes == 0
+    assert torch.equal(logits(model), expected)
