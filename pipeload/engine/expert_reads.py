@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import queue
+import threading
 import time
+import weakref
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -21,7 +23,7 @@ from pipeload.weights.arena import Arena
 from pipeload.weights.expert_bank import READERS
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from pipeload.budget.counters import Counters
     from pipeload.checkpoint.readers import Outcome
@@ -51,6 +53,7 @@ class ExpertReads:
         self._scratch_bytes = scratch_bytes
         self._outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
         self._pool: ReaderPool[Region | None] | None = None
+        self._closer: Callable[[], object] | None = None
         self._left: dict[Slice, int] = {}
         """Reads that are still to come, of each slice."""
         self._pending = 0
@@ -69,6 +72,8 @@ class ExpertReads:
             arena = Arena(READERS * each, device=torch.device("cpu"), huge=True)
             regions: list[Region | None] = [arena.take(each) for _ in range(READERS)]
             self._pool = ReaderPool(self._outcomes.put, regions)
+            # Also at exit: a reader must not be torn out of torch, which aborts the process.
+            self._closer = weakref.finalize(self, _end, self._pool)
         if not self._left:
             self._busy_since = time.perf_counter()
         self._left[part] = len(jobs)
@@ -120,10 +125,9 @@ class ExpertReads:
     def close(self) -> None:
         """End the threads; they start again with the next read. May be called again."""
         self.cancel()
-        pool, self._pool = self._pool, None
-        if pool is not None:
-            pool.close()
-            pool.join(_JOIN_SECONDS)
+        self._pool = None
+        if self._closer is not None:
+            self._closer()
 
     def _collect(self, part: Slice | None) -> None:
         """Wait for a slice, or for all that was ever asked for."""
@@ -157,6 +161,12 @@ class ExpertReads:
             del self._left[part]
         if not self._left:
             self._counters.expert_read_seconds += outcome.finished - self._busy_since
+
+
+def _end(pool: ReaderPool[Region | None]) -> None:
+    pool.close()
+    if not threading.current_thread().name.startswith("pipeload-"):  # it cannot wait for itself
+        pool.join(_JOIN_SECONDS)
 
 
 def _unless_over(turn: list[int], mine: int, job: Work) -> Work:
