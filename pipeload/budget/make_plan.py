@@ -17,7 +17,7 @@ from pipeload.budget.experts_share import ExpertsShare
 from pipeload.budget.plan import Plan
 from pipeload.budget.residency import Residency
 from pipeload.checkpoint.files import choose_io_mode
-from pipeload.checkpoint.readers import reader_count
+from pipeload.checkpoint.reader_threads import reader_count
 from pipeload.weights.layout import lay_out
 from pipeload.weights.mapped import can_map
 

@@ -14,7 +14,7 @@ import weakref
 from typing import TYPE_CHECKING
 
 from pipeload.checkpoint.open_file import OpenFile, open_file
-from pipeload.checkpoint.readers import run_jobs
+from pipeload.checkpoint.reader_threads import run_jobs
 from pipeload.checkpoint.stalls import DEFAULT_SECONDS, Stalls
 from pipeload.errors import CheckpointChangedError, OptionError, ReadError
 from pipeload.system.mounts import warn_of_network

@@ -16,7 +16,7 @@ import torch
 import pipeload
 from pipeload._sizes import format_size
 from pipeload.checkpoint.files import FileSet, resolve_io_mode
-from pipeload.checkpoint.readers import run_jobs
+from pipeload.checkpoint.reader_threads import run_jobs
 from pipeload.cli.log_lines import log, silence_libraries
 from pipeload.cli.model import DTYPES, check_model, explained
 from pipeload.cli.plan_text import shown

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pipeload._sizes import format_size
-from pipeload.checkpoint.readers import run_jobs
+from pipeload.checkpoint.reader_threads import run_jobs
 from pipeload.devices.views import flat
 from pipeload.errors import MemoryLimitError, UnsupportedOperationError
 from pipeload.weights.layout import lay_out

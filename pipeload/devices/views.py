@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
-from pipeload.checkpoint.readers import forget_frames
+from pipeload.checkpoint.reader_threads import forget_frames
 from pipeload.errors import ReadError
 from pipeload.weights.arena import DTYPES
 from pipeload.weights.device import aligned

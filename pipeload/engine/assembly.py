@@ -11,9 +11,9 @@ from pipeload.budget.host_memory import TABLE_KEEP_BYTES
 from pipeload.budget.make_plan import MAPPED, Build
 from pipeload.checkpoint.files import FileSet
 from pipeload.checkpoint.headers import stamps_of
-from pipeload.checkpoint.readers import run_jobs
+from pipeload.checkpoint.reader_threads import run_jobs
 from pipeload.engine import forks, guards
-from pipeload.engine.adapters import Adapters
+from pipeload.engine.adapter_watch import Adapters
 from pipeload.engine.edits import Edits
 from pipeload.engine.experts import Experts
 from pipeload.engine.handle import Handle

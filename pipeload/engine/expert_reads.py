@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from pipeload.checkpoint.readers import READER_DIED, ReaderPool, reader_died
+from pipeload.checkpoint.reader_threads import READER_DIED, ReaderPool, reader_died
 from pipeload.errors import ReadError
 from pipeload.prefetch.fault_messages import name_block
 from pipeload.system.pages import ceil_page
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from pipeload.budget.counters import Counters
-    from pipeload.checkpoint.readers import Outcome
+    from pipeload.checkpoint.reader_threads import Outcome
     from pipeload.checkpoint.stalls import Stalls
     from pipeload.weights.arena import Region, Work
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from pipeload.engine.adapters import Adapters
+    from pipeload.engine.adapter_watch import Adapters
     from pipeload.engine.expert_seats import ExpertSeat
     from pipeload.engine.seats import Seat
     from pipeload.engine.table_seats import TableSeat

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from pipeload.budget.plan import Plan
     from pipeload.checkpoint.files import FileSet
-    from pipeload.engine.adapters import Adapters
+    from pipeload.engine.adapter_watch import Adapters
     from pipeload.engine.replan import Replan
     from pipeload.engine.streamer import Streamer
 

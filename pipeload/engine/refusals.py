@@ -14,7 +14,7 @@ from pipeload_hooks import EvictedWeightWatch, PassGate, inside_compiled_call
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from pipeload.engine.adapters import Adapters
+    from pipeload.engine.adapter_watch import Adapters
     from pipeload.engine.expert_seats import ExpertSeat
     from pipeload.engine.seats import Seat
     from pipeload.engine.table_seats import TableSeat

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from pipeload.budget.governor import Governor
     from pipeload.checkpoint.files import FileSet
-    from pipeload.checkpoint.readers import PinnedRead
+    from pipeload.checkpoint.reader_threads import PinnedRead
     from pipeload.engine.experts import Experts
     from pipeload.engine.passes import Passes
     from pipeload.engine.streamer import Streamer

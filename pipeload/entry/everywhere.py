@@ -17,7 +17,7 @@ from typing import Any
 
 from pipeload.entry.options import OPTIONS
 from pipeload.errors import OptionError
-from pipeload.hf.patch import Patch
+from pipeload.hf.patched_name import Patch
 from pipeload.system.on_import import when_imported
 
 _VARIABLES = [name for name in OPTIONS if name not in {"memory_limit", "read_timeout", "disk_rate"}]

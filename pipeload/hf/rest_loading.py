@@ -14,7 +14,7 @@ from transformers import core_model_loading
 from transformers.core_model_loading import convert_and_load_state_dict_in_model
 
 from pipeload.hf.marks import is_initialised, mark_initialised
-from pipeload.hf.patch import Patch
+from pipeload.hf.patched_name import Patch
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence

@@ -36,7 +36,7 @@ from pipeload.formats.registry import (
     packed_for_accelerator,
 )
 from pipeload.hf.arguments import check_devices, no_checkpoint
-from pipeload.hf.patch import Patch
+from pipeload.hf.patched_name import Patch
 from pipeload.hf.pending_load import PendingLoad
 
 if TYPE_CHECKING:

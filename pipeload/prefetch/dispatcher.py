@@ -18,7 +18,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pipeload.budget.counters import Counters
-from pipeload.checkpoint.readers import READER_DIED, Outcome, forget_frames, reader_died
+from pipeload.checkpoint.reader_threads import READER_DIED, Outcome, forget_frames, reader_died
 from pipeload.errors import UnsupportedOperationError
 from pipeload.prefetch.fault_messages import name_block, name_fault, no_buffer
 from pipeload.prefetch.reads import Reads

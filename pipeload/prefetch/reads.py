@@ -5,13 +5,13 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from pipeload.checkpoint.readers import ReaderPool
+from pipeload.checkpoint.reader_threads import ReaderPool
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from pipeload.budget.counters import Counters
-    from pipeload.checkpoint.readers import Outcome
+    from pipeload.checkpoint.reader_threads import Outcome
     from pipeload.prefetch.unit import Load
     from pipeload.weights.arena import Region, Work
     from pipeload.weights.placement import Place

@@ -18,7 +18,7 @@ import torch
 from pipeload.system.pages import MAP_NORESERVE, PAGE, ceil_page, floor_page, give_back
 
 if TYPE_CHECKING:
-    from pipeload.checkpoint.readers import Job
+    from pipeload.checkpoint.reader_threads import Job
 
 HUGE_PAGE = 2 << 20
 # A page of page tables, eight bytes each, covers one. With pages of 64 kB (some kernels on ARM)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pipeload.checkpoint.readers import run_jobs
+from pipeload.checkpoint.reader_threads import run_jobs
 from pipeload.system.pages import PAGE, ceil_page, floor_page
 from pipeload.weights.nan_arena import NanArena
 

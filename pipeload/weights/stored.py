@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pipeload.checkpoint.readers import run_jobs
+from pipeload.checkpoint.reader_threads import run_jobs
 from pipeload.errors import ReadError
 from pipeload.system.pages import PAGE
 from pipeload.weights.arena import DTYPES, Arena

@@ -29,7 +29,7 @@ import pipeload
 from pipeload import ReadError, UnsupportedOperationError
 from pipeload.budget.accounts import ACCOUNTANT
 from pipeload.checkpoint.files import FileSet
-from pipeload.checkpoint.readers import run_jobs
+from pipeload.checkpoint.reader_threads import run_jobs
 from pipeload.checkpoint.stalls import Stalls
 from pipeload.weights import arena
 from tests.promises.limit.test_lifetime import descriptors, threads_of
@@ -480,7 +480,7 @@ def test_a_reader_is_killed_while_loading(within: bool, monkeypatch: pytest.Monk
         return clock()
 
     if not within:
-        monkeypatch.setattr("pipeload.checkpoint.readers.time.perf_counter", die)
+        monkeypatch.setattr("pipeload.checkpoint.reader_threads.time.perf_counter", die)
     waiting = in_thread(run_jobs, [read] * 4, [None, None], Stalls(None))
     with pytest.raises(UnsupportedOperationError, match=r"SystemExit.*Load the model again"):
         waiting.result(WAIT_SECONDS)

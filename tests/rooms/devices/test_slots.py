@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeload.budget.plan import UnitPlan
-from pipeload.checkpoint.readers import ReaderPool
+from pipeload.checkpoint.reader_threads import ReaderPool
 from pipeload.devices.host_tier import Hosting
 from pipeload.devices.resident import DevicePlace
 from pipeload.devices.slots import DevicePlacement, DeviceSlot, SlotSize

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pipeload.hf.patch import Patch
+from pipeload.hf.patched_name import Patch
 
 NAME = "name"
 
