@@ -143,7 +143,7 @@ def test_dropped_while_a_weight_is_converted(
         if late:
             converting.set()
             go_on.wait(WAIT_SECONDS)
-        fill(*args)
+        fill(*args, **kwargs)
 
     monkeypatch.setattr(Recipe, "fill", slowly)
     hook = model.model.layers[-1].register_forward_hook(lambda *_args: late.append(1))

@@ -135,6 +135,7 @@ def _child(work: Callable[[Callable[[str], None]], Any], writing: int, seconds: 
             os.dup2(null, stream)
         resource.setrlimit(resource.RLIMIT_AS, (_ADDRESS_SPACE, _ADDRESS_SPACE))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        torch.set_num_threads(1)  # those of a parent that has computed are not here to wait for
         signal.alarm(int(seconds) + 2)  # a child of this child's ends, too, if this is killed
 
         def say(stage: str) -> None:
