@@ -139,7 +139,7 @@ def test_dropped_while_a_weight_is_converted(
     late: list[object] = []
     fill = Recipe.fill
 
-    def slowly(*args: Any) -> None:
+    def slowly(*args: Any, **kwargs: Any) -> None:
         if late:
             converting.set()
             go_on.wait(WAIT_SECONDS)
