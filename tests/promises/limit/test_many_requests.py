@@ -16,7 +16,7 @@ _COMMAND = Path(__file__).parents[2] / "tools/many_requests.py"
     ("requests", "lengths", "dtype"),
     [
         pytest.param(240, 60, "float32", id="float32"),
-        pytest.param(160, 300, "bfloat16", id="bfloat16", marks=pytest.mark.slow),
+        pytest.param(400, 300, "bfloat16", id="bfloat16", marks=pytest.mark.slow),
     ],
 )
 def test_many_lengths(requests: int, lengths: int, dtype: str) -> None:

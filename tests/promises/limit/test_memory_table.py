@@ -82,8 +82,11 @@ def test_a_pass_takes_what_was_estimated(
 ) -> None:
     """Not more, by what measuring differs by, and not much less."""
     found = measured[model_type]
-    if is_under(found):  # the heap of a busy machine's process may have been in pieces
-        found = measure([model_type], tmp_path)[model_type]
+    for number in range(3):  # the heap of a busy machine's process may have been in pieces
+        if is_under(found):
+            folder = tmp_path / str(number)
+            folder.mkdir()
+            found = measure([model_type], folder)[model_type]
     assert int(found.first or 0) >= LEAST, found
     assert not is_under(found), found
     assert float(found.ratio) < _MOST, found
