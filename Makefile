@@ -25,7 +25,7 @@ PYTEST := $(BIN)/python -m pytest --numprocesses auto --dist loadfile --no-loads
 test: dev
 	$(PYTEST) $(PYTEST_OPTIONS)
 
-# While one works: what the files do by themselves, in three minutes on two processors.
+# While one works: what the files do by themselves, in four minutes on two processors.
 quick: dev
 	$(PYTEST) -m "not slow" tests/rooms $(PYTEST_OPTIONS)
 
