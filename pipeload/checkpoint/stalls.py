@@ -47,11 +47,6 @@ class Stalls:
         finally:
             self._in_flight.pop(me, None)
 
-    @property
-    def idle(self) -> bool:
-        """Whether nothing is being read."""
-        return not self._in_flight
-
     def check(self, since: float) -> None:
         """To be called now and then by a thread that has waited since `since` (`time.monotonic()`).
 

@@ -9,6 +9,7 @@ behind it.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections import deque
 from typing import TYPE_CHECKING, NoReturn
@@ -83,13 +84,11 @@ class ExpertLayer:
                 self._give_back(part)
             self._used.clear()
         if wanted not in self._coming and wanted not in self._passing:
-            if self._order and self._order[0] != wanted:  # the module does not go by the order
-                self._order = deque(part for part in self._order if part != wanted)
+            with contextlib.suppress(ValueError):  # it is needed once more
+                self._order.remove(wanted)
             while expert not in self._kept and len(self._passing) >= self._window:
                 self._give_back(next(p for p in self._passing if p not in self._used))
             self._ask(wanted)
-            if self._order and self._order[0] == wanted:
-                self._order.popleft()
         self._fill()
         self._reads.wait(wanted, self.seat.name)
         self._used.append(wanted)
@@ -138,11 +137,12 @@ class ExpertLayer:
             self._ask(self._order.popleft())
 
     def _ask(self, part: Slice) -> None:
-        if part.expert in self._kept:
-            self._coming.add(part)
-        else:
+        stays = part.expert in self._kept
+        if not stays:
             self._passing[part] = None
         self._reads.submit(part, self.seat.memory.read_jobs(part.name, part.expert))
+        if stays:
+            self._coming.add(part)  # only now: what was not asked for never comes
 
     def _give_back(self, part: Slice) -> None:
         if part in self._passing:

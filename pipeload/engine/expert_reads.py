@@ -6,11 +6,11 @@ waits for no unit that is only read ahead.
 
 from __future__ import annotations
 
-import contextlib
-import queue
+import itertools
 import threading
 import time
 import weakref
+from collections import deque
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -43,7 +43,13 @@ class Slice(NamedTuple):
 
 
 class ExpertReads:
-    """Has slices read by a few threads, and waits for them."""
+    """Has slices read by a few threads, and waits for them.
+
+    [Note: no report is lost] Whoever waits may be interrupted between any two instructions. So what
+    readers report stays in line until it was written down, and writing it down again changes
+    nothing: a slice is there once none of the numbers of its reads is left. What is being read at
+    all the readers themselves know, whom nothing interrupts.
+    """
 
     def __init__(self, counters: Counters, stalls: Stalls, scratch_bytes: int) -> None:
         """`scratch_bytes`: working memory that each thread needs."""
@@ -51,16 +57,14 @@ class ExpertReads:
         """How long somebody has waited for slices."""
         self._counters, self._stalls = counters, stalls
         self._scratch_bytes = scratch_bytes
-        self._outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
         self._pool: ReaderPool[Region | None] | None = None
         self._closer: Callable[[], object] | None = None
-        self._left: dict[Slice, int] = {}
-        """Reads that are still to come, of each slice."""
-        self._pending = 0
-        """Reads that are still to come, wanted or not."""
+        self._reports = _Reports()
+        self._numbers = itertools.count()
+        self._left: dict[Slice, set[int]] = {}
+        """Numbers of the reads that are still to come, of each slice that is wanted."""
         self._errors: dict[Slice, BaseException] = {}
-        self._turn = [0]
-        """Another number once what was asked for is not wanted any more."""
+        self._wanted = _Wanted()
         self._busy_since = 0.0
         self._hangs = False
         """Whether a read did not come back: nobody waits for the others then."""
@@ -71,16 +75,17 @@ class ExpertReads:
             each = ceil_page(self._scratch_bytes)
             arena = Arena(READERS * each, device=torch.device("cpu"), huge=True)
             regions: list[Region | None] = [arena.take(each) for _ in range(READERS)]
-            self._pool = ReaderPool(self._outcomes.put, regions)
+            self._pool = ReaderPool(self._reports.add, regions)
             # Also at exit: a reader must not be torn out of torch, which aborts the process.
             self._closer = weakref.finalize(self, _end, self._pool)
         if not self._left:
             self._busy_since = time.perf_counter()
-        self._left[part] = len(jobs)
-        turn = self._turn[0]
-        self._pending += len(jobs)
+        numbers = set()
         for job in jobs:
-            self._pool.submit((turn, part), _unless_over(self._turn, turn, job))
+            number = next(self._numbers)
+            self._pool.submit((self._wanted, part, number), self._wanted.only(job, number))
+            numbers.add(number)
+        self._left[part] = numbers
 
     def wait(self, part: Slice, module: str) -> None:
         """Return once a slice is there.
@@ -91,7 +96,7 @@ class ExpertReads:
         if part in self._left:
             started = time.perf_counter()
             try:
-                self._collect(part)
+                self._wait_while(lambda: part in self._left)
             except ReadError as error:
                 raise name_block(error, module) from None
             finally:
@@ -105,18 +110,20 @@ class ExpertReads:
         if self._hangs and part in self._left:
             return False
         try:
-            self._collect(part)
+            self._wait_while(lambda: part in self._left)
         except ReadError:  # the next who needs it will see
             return False
         return part not in self._errors
 
     def cancel(self) -> None:
         """Nothing is wanted any more: what has not begun is not read, and what has, is done."""
-        self._turn[0] += 1
+        before, self._wanted = self._wanted, _Wanted()
+        before.over = True
         try:
-            self._collect(None)
-        except ReadError:  # one that hangs may yet fill its slice
-            pass
+            if not self._hangs:
+                self._wait_while(lambda: bool(before.running))
+        except ReadError:
+            pass  # what hangs may yet fill its slice
         finally:
             self._hangs = False
             self._left.clear()
@@ -129,50 +136,95 @@ class ExpertReads:
         if self._closer is not None:
             self._closer()
 
-    def _collect(self, part: Slice | None) -> None:
-        """Wait for a slice, or for all that was ever asked for."""
+    def _wait_while(self, some_are_left: Callable[[], bool]) -> None:
         since = time.monotonic()
-        while part in self._left if part is not None else self._pending and not self._hangs:
-            with contextlib.suppress(queue.Empty):
-                self._take(self._outcomes.get(timeout=self._stalls.tick))
-                continue
-            try:
-                self._stalls.check(since)
-            except ReadError:
-                self._hangs = True
-                raise
-            if self._stalls.idle and self._outcomes.empty():  # an interrupt has lost an outcome
-                self._pending = 0
-                self._left.clear()
+        self._note_reports()
+        while some_are_left():
+            if not self._reports.arrived(self._stalls.tick):
+                try:
+                    self._stalls.check(since)
+                except ReadError:
+                    self._hangs = True
+                    raise
+            self._note_reports()
 
-    def _take(self, outcome: Outcome) -> None:
-        self._pending -= 1
+    def _note_reports(self) -> None:
+        """Write down what has come: see [Note: no read is lost]."""
+        reports = self._reports
+        while (outcome := reports.first()) is not None:
+            self._note(outcome)
+            reports.remove(outcome)
+
+    def _note(self, outcome: Outcome) -> None:
         if outcome.tag is READER_DIED:
             raise reader_died(outcome.error)
-        self._counters.expert_bytes_read += outcome.nbytes
         assert isinstance(outcome.tag, tuple)  # noqa: S101 - as it was submitted
-        turn, part = outcome.tag
-        if turn != self._turn[0] or part not in self._left:
+        wanted, part, number = outcome.tag
+        numbers = self._left.get(part, set()) if wanted is self._wanted else set()
+        if number not in numbers:
             return
         if outcome.error is not None:
             self._errors.setdefault(part, outcome.error)
-        self._left[part] -= 1
-        if not self._left[part]:
-            del self._left[part]
+        self._counters.expert_bytes_read += outcome.nbytes
+        if len(numbers) > 1:
+            numbers.discard(number)
+            return
+        del self._left[part]
         if not self._left:
             self._counters.expert_read_seconds += outcome.finished - self._busy_since
+
+
+class _Reports:
+    """What readers have to say, in line until it is removed."""
+
+    def __init__(self) -> None:
+        self._line: deque[Outcome] = deque()
+        self._bell = threading.Event()
+
+    def add(self, outcome: Outcome) -> None:
+        """Called by readers."""
+        self._line.append(outcome)
+        self._bell.set()
+
+    def arrived(self, seconds: float) -> bool:
+        """Wait for one; whether one has come."""
+        came = self._bell.wait(seconds)
+        self._bell.clear()
+        return came
+
+    def first(self) -> Outcome | None:
+        """The first in line."""
+        return self._line[0] if self._line else None
+
+    def remove(self, outcome: Outcome) -> None:
+        """Take it out of the line, if it is there."""
+        if self._line and self._line[0] is outcome:
+            self._line.popleft()
+
+
+class _Wanted:
+    """Reads that are wanted, or not wanted any more, together."""
+
+    def __init__(self) -> None:
+        self.over = False
+        """Whether they are not wanted any more: those that have not begun do nothing then."""
+        self.running: set[int] = set()
+        """Numbers of those that have begun. Written by the readers."""
+
+    def only(self, job: Work, number: int) -> Work:
+        """A read that is left out once it is not wanted any more."""
+
+        def read(scratch: Region | None) -> int:
+            self.running.add(number)  # before it looks: see `ExpertReads.cancel`
+            try:
+                return 0 if self.over else job(scratch)
+            finally:
+                self.running.discard(number)
+
+        return read
 
 
 def _end(pool: ReaderPool[Region | None]) -> None:
     pool.close()
     if not threading.current_thread().name.startswith("pipeload-"):  # it cannot wait for itself
         pool.join(_JOIN_SECONDS)
-
-
-def _unless_over(turn: list[int], mine: int, job: Work) -> Work:
-    """A read that is left out once nobody wants it any more."""
-
-    def read(scratch: Region | None) -> int:
-        return job(scratch) if turn[0] == mine else 0
-
-    return read
