@@ -20,7 +20,6 @@ import functools
 import inspect
 import sys
 import textwrap
-import threading
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
@@ -29,8 +28,8 @@ from torch import nn
 
 from pipeload_hooks._attach import recording
 from pipeload_hooks._evicted import BESIDE
+from pipeload_hooks._ids import attach_ids
 from pipeload_hooks._modes import PassMode
-from pipeload_hooks._rows import version_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -92,53 +91,12 @@ def attach_experts(module: nn.Module, source: ExpertSource) -> tuple[RemovableHa
     `experts_done` also runs when the forward raises an Exception, but not for a KeyboardInterrupt:
     torch skips its hooks then, so the source must recover by itself at the next `experts_wanted`.
     """
-    name = list(inspect.signature(type(module).forward).parameters)[2]
-    wanted = _Wanted()
 
-    def ids_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
-        ids = args[1] if len(args) > 1 else kwargs.get(name)
-        return ids if isinstance(ids, torch.Tensor) else None
-
-    def enter(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        wanted.ids, wanted.asked = None, False
+    def before(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if torch.is_grad_enabled() and recording((*args, *kwargs.values())):
             source.refuse_recording()
-        ids = ids_of(args, kwargs)
-        if ids is not None:
-            wanted.asked = True
-            source.experts_wanted(ids)
-            wanted.ids = (ids, version_of(ids))
 
-    def leave(
-        module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: object
-    ) -> object:
-        before, wanted.ids = wanted.ids, None
-        if not wanted.asked:  # it was refused before, perhaps beside a call in another thread
-            return None
-        ids = ids_of(args, kwargs)
-        try:
-            if output is None or ids is None:
-                return None
-            if before is not None and before[0] is ids and before[1] == version_of(ids):
-                return None
-            # Another pre-hook, run after ours, has put other ids in their place.
-            source.experts_wanted(ids)
-            return module.forward(*args, **kwargs)
-        finally:
-            source.experts_done()
-
-    return (
-        module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True),
-        module.register_forward_hook(leave, prepend=True, with_kwargs=True, always_call=True),
-    )
-
-
-class _Wanted(threading.local):
-    """What the running call of a module was sent to, in each thread."""
-
-    def __init__(self) -> None:
-        self.ids: tuple[torch.Tensor, int] | None = None
-        self.asked = False
+    return attach_ids(module, 1, source.experts_wanted, source.experts_done, before)
 
 
 class ServeExperts(PassMode):
