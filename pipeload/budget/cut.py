@@ -184,7 +184,7 @@ class Divider:
                 and sum(weight.nbytes for weight in weights) >= _BANK_BYTES
                 and not (found.sweeps and any(map(_is_one_product, weights)))
             ):
-                yield Bank(found.name, found.module, tuple(weights), found.sweeps, found.routed)
+                yield Bank(found, tuple(weights))
 
     def _find_tables(self) -> Iterator[Table]:
         """Weights that embeddings take rows of, and nobody else uses but a head that is split."""

@@ -106,7 +106,7 @@ class ExpertCache:
             evicted.append(victim)
         return evicted
 
-    def be(self, there: Sequence[Collection[int]]) -> None:
+    def hold_only(self, there: Sequence[Collection[int]]) -> None:
         """Hold these experts of each layer, whatever was chosen, or half chosen, before."""
         self._held = [set(experts) for experts in there]
         self.used = sum(

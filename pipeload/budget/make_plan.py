@@ -217,8 +217,9 @@ def _experts_share(parts: Parts, cache_bytes: int) -> ExpertsShare | None:
     banks = parts.banks
     if not banks:
         return None
-    known = all(bank.routed for bank in banks)
-    routed = sum(min(bank.routed or 0, bank.experts) * bank.expert_bytes for bank in banks)
+    each = [(bank.held_by.routed or 0, bank) for bank in banks]
+    known = all(routed for routed, _ in each)
+    routed = sum(min(count, bank.experts) * bank.expert_bytes for count, bank in each)
     return ExpertsShare(
         layers=len(banks),
         experts=sum(bank.experts for bank in banks),

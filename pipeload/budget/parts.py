@@ -70,14 +70,8 @@ class ExpertsModule(NamedTuple):
 class Bank(NamedTuple):
     """Experts that are read one by one, as a router chooses them."""
 
-    name: str
-    """Dotted path of the module from the model."""
-    module: nn.Module
+    held_by: ExpertsModule
     weights: tuple[Weight, ...]
-    sweeps: bool
-    """Whether all experts multiply with one parameter before any does with the next."""
-    routed: int | None
-    """Experts that one row of input is sent to; None if nobody says."""
 
     @property
     def experts(self) -> int:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from pipeload.checkpoint.files import FileSet
+    from pipeload.engine.evictable import Evictable
     from pipeload.engine.expert_seats import ExpertSeat
     from pipeload.engine.seats import Seat
     from pipeload.engine.table_seats import TableSeat
@@ -48,7 +49,7 @@ class Edits:
             weights: those of the checkpoint's `files`, by the `id` of their parameter.
             files: the checkpoint's.
         """
-        owners: list[Seat | TableSeat | ExpertSeat] = [*seats, *tables]
+        owners: list[Evictable] = [*seats, *tables]
         self._seats, self._tables, self._weights, self._files = seats, tables, weights, files
         self._parameters = {
             id(p): (name, p) for owner in owners for name, p in owner.parameters.items()

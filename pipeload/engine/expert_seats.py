@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from typing import TYPE_CHECKING, Protocol
 
+from pipeload.engine.evictable import Evictable
 from pipeload.engine.on_disk_tensor import on_use_of
 from pipeload_hooks import Binding, attach_experts, bind, unbind
 
@@ -32,35 +33,22 @@ class ExpertsSource(Protocol):
         """Autograd would record experts that are gone by the time of backward: raise."""
 
 
-class ExpertSeat:
+class ExpertSeat(Evictable):
     """The parameters of one experts module, and the address space that they show while it runs."""
 
     def __init__(
         self, layer: int, bank: Bank, parameters: Mapping[str, nn.Parameter], memory: ExpertBank
     ) -> None:
         """`layer` is its number among the model's banks; `parameters` are by their full names."""
-        self.layer, self.name, self.experts = layer, bank.name, bank.experts
+        self.layer, self.name, self.experts = layer, bank.held_by.name, bank.experts
         self.names = tuple(weight.name for weight in bank.weights)
         """Of the parameters, in the order in which a forward uses them."""
-        self.sweeps = bank.sweeps
+        self.sweeps = bank.held_by.sweeps
         self.memory = memory
-        self.module = weakref.ref(bank.module)
-        self._binding = Binding(parameters, on_use=on_use_of)
+        self.module = weakref.ref(bank.held_by.module)
+        super().__init__(Binding(parameters, on_use=on_use_of))
         self._pairs = self._binding.pair(memory.views)
         self._handles: list[RemovableHandle] = []
-
-    @property
-    def parameters(self) -> Mapping[str, nn.Parameter]:
-        """The parameters by name."""
-        return self._binding.parameters
-
-    def arm(self) -> None:
-        """Have it seen from now on how parameters are used from outside."""
-        self._binding.arm()
-
-    def disarm(self) -> None:
-        """Have nothing seen any more, and nothing changed."""
-        self._binding.disarm()
 
     def let_go(self, name: str) -> None:
         """Never again touch that parameter: whoever changed it has all of it in memory."""

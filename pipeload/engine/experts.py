@@ -23,7 +23,7 @@ from pipeload.weights.expert_bank import ExpertBank, block_bytes, scratch_bytes,
 from pipeload.weights.nan_arena import NanBlock
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from torch import nn
 
@@ -80,10 +80,6 @@ class Experts:
         self._running: ExpertLayer | None = None
         if share is not None:
             self.hold(share.cache_bytes)
-
-    def __bool__(self) -> bool:
-        """Whether there are any."""
-        return bool(self.seats)
 
     def route(self, layer: int, ids: torch.Tensor) -> None:
         """Have the experts `ids` of a layer there, or come while its module runs.
@@ -147,30 +143,31 @@ class Experts:
         if self._running is not None:
             self._running.give_up()
             self._running = None
-        self._cache.be(self._there)
+        self._cache.hold_only(self._there)
         self._count()
 
-    def have_all(self, layer: int) -> None:
-        """Read all experts of a layer that are not there, for good: the model gets them back.
+    def have_all(self, layer: int, names: Collection[str]) -> dict[str, torch.Tensor]:
+        """Read all of these parameters of a layer, for good: the model gets them back.
 
         Raises:
             ReadError: the disk failed.
         """
         seat, there = self.seats[layer], self._there[layer]
-        counts = {name: view.shape[0] for name, view in seat.memory.views.items()}
+        views = {name: seat.memory.views[name] for name in names}
         parts = [
             Slice(layer, name, expert)
-            for name in seat.names
-            for expert in range(counts[name])
+            for name, view in views.items()
+            for expert in range(view.shape[0])
             if expert not in there
         ]
         for part in parts:
             self.reads.submit(part, seat.memory.read_jobs(part.name, part.expert))
         for part in parts:
             self.reads.wait(part, seat.name)
+        return views
 
     def missing_bytes(self, layer: int) -> int:
-        """How much `have_all` would take, in bytes."""
+        """The most that `have_all` would take, in bytes."""
         return (self.seats[layer].experts - len(self._there[layer])) * self._sizes[layer]
 
     def abandon(self) -> None:
@@ -183,7 +180,7 @@ class Experts:
         """What was to be read and is not there is not held."""
         held = map(len, map(self._cache.held, range(len(self._there))))
         if any(map(operator.ne, held, map(len, self._there))):
-            self._cache.be(self._there)
+            self._cache.hold_only(self._there)
         self._count()
 
     def _drop(self, evicted: Sequence[tuple[int, int]]) -> None:

@@ -6,39 +6,28 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pipeload.engine.refusals import FirstCalls, is_single
-from pipeload_hooks import AttentionAside, PassGate, kernels_stay
+from pipeload.engine.refusals import is_single
+from pipeload_hooks import AttentionAside, kernels_stay
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from torch import nn
 
-    from pipeload.engine.adapter_watch import Adapters
-    from pipeload.engine.expert_seats import ExpertSeat
-    from pipeload.engine.seats import Seat
-    from pipeload.engine.table_seats import TableSeat
+    from pipeload.engine.refusals import FirstCalls
 
 
 class PassModes:
     """The watch of a pass that is called as none was before; attention aside, of all prompts."""
 
-    def __init__(
-        self,
-        seats: Sequence[Seat],
-        tables: Sequence[TableSeat],
-        experts: Sequence[ExpertSeat],
-        adapters: Adapters,
-        gate: PassGate,
-    ) -> None:
-        """As for `FirstCalls`."""
-        self._first_calls = FirstCalls(seats, tables, experts, adapters, gate)
+    def __init__(self, first_calls: FirstCalls, dtypes: Iterable[torch.dtype]) -> None:
+        """`first_calls` has the watch; `dtypes` are those of the weights."""
+        self._first_calls = first_calls
         self.done: Callable[[], None] = self._first_calls.done
         """The pass that is over has given its output."""
         self._aside = AttentionAside()
-        dtypes = {p.dtype for seat in seats for p in seat.parameters.values()}
         # Else every function of torch would take longer for nothing.
-        self._keeps = any(map(kernels_stay, dtypes))
+        self._keeps = any(map(kernels_stay, {*dtypes}))
         """Whether attention of prompts leaves kernels behind, autocast apart."""
         self.end: Callable[[], None] = _both(self._first_calls.end, self._aside.close)
         """Be done with both, in any thread; holds no more than them."""

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from pipeload.engine.direct_calls import DirectCalls
 from pipeload.engine.pass_log import PassLog
 from pipeload.engine.pass_modes import PassModes
-from pipeload.engine.refusals import arguments_alone, refuse_compiled, refuse_recording
+from pipeload.engine.refusals import FirstCalls, arguments_alone, refuse_compiled, refuse_recording
 from pipeload_hooks import PassGate, arguments_of, discard_ended, inside_compiled_call
 
 if TYPE_CHECKING:
@@ -71,8 +71,10 @@ class Passes:
         self._hooks, self._adapters, self._edits = replan.hooks, adapters, replan.edits
         self._direct_calls = DirectCalls(replan.hooks, pass_modules)
         self._gate = PassGate()
+        seats = [*streamer.seats, *self._experts.seats]
         self.modes = PassModes(
-            streamer.seats, streamer.tables, self._experts.seats, adapters, self._gate
+            FirstCalls(seats, streamer.tables, adapters, self._gate),
+            (parameter.dtype for seat in seats for parameter in seat.parameters.values()),
         )
         self._running = Running.NOTHING
         self._waiting: set[int] = set()

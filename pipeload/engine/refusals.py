@@ -15,8 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from pipeload.engine.adapter_watch import Adapters
-    from pipeload.engine.expert_seats import ExpertSeat
-    from pipeload.engine.seats import Seat
+    from pipeload.engine.evictable import Evictable
     from pipeload.engine.table_seats import TableSeat
 
 
@@ -50,13 +49,12 @@ class FirstCalls:
 
     def __init__(
         self,
-        seats: Sequence[Seat],
+        seats: Sequence[Evictable],
         tables: Sequence[TableSeat],
-        experts: Sequence[ExpertSeat],
         adapters: Adapters,
         gate: PassGate,
     ) -> None:
-        """Watch the weights of all these; `gate` tells whether a pass died."""
+        """Watch the weights of these seats and tables; `gate` tells whether a pass died."""
         self.call: Call | None = None
         """How the running pass was called; None until that is known."""
         self._seen: set[Call] = set()
@@ -73,7 +71,7 @@ class FirstCalls:
             gate = gate_then()
             return gate is None or gate.died()
 
-        self._watch = _make_watch([*seats, *experts], tables, adapted=adapted, ended=ended)
+        self._watch = _make_watch(seats, tables, adapted=adapted, ended=ended)
         self.end: Callable[[], None] = self._watch.end
         """Watches no more, in any thread; holds no more than the watch."""
 
@@ -117,7 +115,7 @@ def is_single(value: object) -> bool:
 
 
 def _make_watch(
-    seats: Sequence[Seat | ExpertSeat],
+    seats: Sequence[Evictable],
     tables: Sequence[TableSeat],
     *,
     adapted: Callable[[], bool],
@@ -128,7 +126,7 @@ def _make_watch(
     `adapted` tells whether modules were added to the model, so that they may be what reads it;
     `ended` whether the pass of the calling thread died.
     """
-    owners: list[Seat | ExpertSeat | TableSeat] = [*seats, *tables]
+    owners = [*seats, *tables]
     names = {id(p): name for owner in owners for name, p in owner.parameters.items()}
     rows = {id(p): table for table in tables for p in table.parameters.values()}
 

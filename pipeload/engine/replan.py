@@ -117,7 +117,7 @@ class Replan:
         if sites and self._streaming.issuperset(sites):
             return
         left = [site for site in sites if not seats[site].settled(units)]
-        streams = bool(left or self.experts)  # these are always asked what is routed to
+        streams = bool(left or self.experts.seats)  # these are always asked what is routed to
         for site in sites:
             if site not in left and not (streams and seats[site].shared):
                 self.hooks.detach_site(site)

@@ -77,10 +77,12 @@ class Restorer:
         plans = [unit.plan for unit in self._session.prefetcher.units]
         need = sum(w.nbytes for plan in plans for w in plan.streamed.weights if not w.raw)
         experts = self._session.experts
-        stacked = [
-            seat for seat in experts.seats if any(not self._is_raw(n) for n in seat.parameters)
-        ]
-        need += sum(experts.missing_bytes(seat.layer) for seat in stacked)
+        # Those that the files do not hold as they are; the others are mapped.
+        stacked = {
+            seat.layer: [name for name in seat.parameters if not self._parameters[name][1].raw]
+            for seat in experts.seats
+        }
+        need += sum(experts.missing_bytes(layer) for layer, names in stacked.items() if names)
         limit, held = self._session.governor.plan.memory_limit, rss_bytes()
         if need and held + need > limit:
             raise MemoryLimitError(
@@ -91,9 +93,8 @@ class Restorer:
                 smallest_limit=held + need,
             )
         made: dict[str, torch.Tensor] = {}
-        for seat in stacked:
-            experts.have_all(seat.layer)
-            made.update((n, v) for n, v in seat.memory.views.items() if not self._is_raw(n))
+        for layer, names in stacked.items():
+            made.update(experts.have_all(layer, names))
         for index, plan in enumerate(plans):
             passing = {weight.name for weight in plan.streamed.weights}
             weights = [w for w in (*plan.resident_weights, *plan.streamed.weights) if not w.raw]
@@ -108,10 +109,6 @@ class Restorer:
                     else:
                         made[weight.name] = view.clone() if weight.name in passing else view
         return made
-
-    def _is_raw(self, name: str) -> bool:
-        _, weight = self._parameters[name]
-        return weight.raw
 
     def _empty(self, name: str) -> torch.Tensor:
         parameter, _ = self._parameters[name]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from typing import TYPE_CHECKING
 
+from pipeload.engine.evictable import Evictable
 from pipeload.engine.on_disk_tensor import on_use_of
 from pipeload.engine.row_products import RowProducts
 from pipeload_hooks import Binding, bind, bind_for_long, unbind
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from pipeload_hooks import Bound, Companion
 
 
-class Seat:
+class Seat(Evictable):
     """A site and its parameters. It holds its module weakly."""
 
     def __init__(
@@ -44,16 +45,11 @@ class Seat:
         self.products = None if site.whole is None else RowProducts(site.whole, site.ranges)
         """How it computes from ranges of rows, if it does."""
         self._packed = frozenset(companions)
-        self._binding = Binding(parameters, companions, on_use_of)
+        super().__init__(Binding(parameters, companions, on_use_of))
         self._plan: UnitPlan | None = None
         self._resident: list[Bound] = []
         self._streamed: dict[int, list[Bound]] = {}
         self._passing: list[Bound] = []
-
-    @property
-    def parameters(self) -> Mapping[str, nn.Parameter]:
-        """The parameters that may be streamed, by name."""
-        return self._binding.parameters
 
     def bind(self, unit: Unit) -> None:
         """Give every parameter its values, out of a unit that is there."""
@@ -93,14 +89,6 @@ class Seat:
         self._plan = None
         self._resident, self._passing = [], []
         self._streamed.clear()
-
-    def arm(self) -> None:
-        """Have it seen from now on how parameters are used from outside."""
-        self._binding.arm()
-
-    def disarm(self) -> None:
-        """Have nothing seen any more, and nothing changed."""
-        self._binding.disarm()
 
     def packed(self, name: str) -> bool:
         """Whether that parameter is quantised."""

@@ -14,13 +14,14 @@ import torch
 
 from pipeload._sizes import format_size
 from pipeload.budget.accounts import ACCOUNTANT
+from pipeload.engine.evictable import Evictable
 from pipeload.engine.on_disk_tensor import on_use_of
 from pipeload.errors import MemoryLimitError
 from pipeload.system.memory import rss_bytes
 from pipeload_hooks import Binding, PassGate, attach_rows, bind, bind_for_long, unbind
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from torch import nn
     from torch.utils.hooks import RemovableHandle
@@ -38,7 +39,7 @@ class TableSource(Protocol):
         """An embedding has run."""
 
 
-class TableSeat:
+class TableSeat(Evictable):
     """A table's parameter and the embeddings that share it, held weakly."""
 
     def __init__(
@@ -46,26 +47,13 @@ class TableSeat:
     ) -> None:
         self.table = table
         self.bytes_read = 0
-        self._binding = Binding({name: parameter}, on_use=on_use_of)
+        super().__init__(Binding({name: parameter}, on_use=on_use_of))
         self._pairs = self._binding.pair({name: table.view})
         self._modules = [weakref.ref(module) for module in modules]
         self._handles: list[RemovableHandle] = []
         self._kept = False
         self.gate = PassGate()
         """Around a lookup."""
-
-    @property
-    def parameters(self) -> Mapping[str, nn.Parameter]:
-        """The parameter of the table, by its name."""
-        return self._binding.parameters
-
-    def arm(self) -> None:
-        """Have it seen from now on how the table is used from outside."""
-        self._binding.arm()
-
-    def disarm(self) -> None:
-        """Have nothing seen any more, and nothing changed."""
-        self._binding.disarm()
 
     def let_go(self, name: str) -> None:
         """Never again touch it: whoever changed it has all of it in memory."""

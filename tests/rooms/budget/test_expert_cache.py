@@ -116,7 +116,7 @@ def test_told_what_is_there() -> None:
     cache = ExpertCache([10, 10])
     cache.shrink(100)
     cache.choose(0, {1: 1.0, 2: 1.0})
-    cache.be([{1}, {7}])
+    cache.hold_only([{1}, {7}])
     assert (set(cache.held(0)), set(cache.held(1)), cache.used) == ({1}, {7}, 20)
     assert cache.choose(0, {1: 1.0, 2: 1.0}).kept == [2]
     assert cache.shrink(10) == [(1, 7), (0, 1)]
