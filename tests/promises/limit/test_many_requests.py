@@ -7,14 +7,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 _COMMAND = Path(__file__).parents[2] / "tools/many_requests.py"
 
 
-_AMX = pytest.mark.xfail(
-    reason="with AMX, kernels of other operations keep what no plan counts: a tenth is refused",
-    strict=False,
-)
+_MOST_REFUSED = 100 if torch.cpu.get_capabilities().get("amx_bf16") else 0
+"""With AMX, kernels of other operations than attention keep what no plan counts yet: 40 of 400 are
+refused. Before attention's were given back, 261 were."""
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="memory is read from /proc")
@@ -22,12 +22,14 @@ _AMX = pytest.mark.xfail(
     ("requests", "lengths", "dtype"),
     [
         pytest.param(240, 60, "float32", id="float32"),
-        pytest.param(400, 300, "bfloat16", id="bfloat16", marks=[pytest.mark.slow, _AMX]),
+        pytest.param(400, 300, "bfloat16", id="bfloat16", marks=pytest.mark.slow),
     ],
 )
 def test_many_lengths(requests: int, lengths: int, dtype: str) -> None:
-    """No request within the hint is refused. `python tests/tools/many_requests.py` sends 2000."""
-    size = ("--requests", str(requests), "--lengths", str(lengths), "--dtype", dtype)
+    """`python tests/tools/many_requests.py` sends 2000."""
+    size = ["--requests", str(requests), "--lengths", str(lengths), "--dtype", dtype]
+    if dtype == "bfloat16":
+        size += ["--most-refused", str(_MOST_REFUSED)]
     done = subprocess.run(
         [sys.executable, str(_COMMAND), *size], capture_output=True, text=True, check=False
     )
