@@ -139,10 +139,10 @@ class LiveLayer(NamedTuple):
     residual: int = 0
 
 
-class Library:
+class PrivateParts:
     """How what the library keeps to itself is read: layers of live caches, settings of models.
 
-    There is one, `library`. What it has is put there by whoever knows: `hf.cache_layers`.
+    There is one, `private_parts`. What it has is put there by whoever knows: `hf.cache_layers`.
     """
 
     kind_of: Callable[[Any], tuple[str, int]]
@@ -159,7 +159,7 @@ class Library:
     """Have a copied module get hooks of the library's own anew."""
 
 
-library = Library()
+private_parts = PrivateParts()
 
 
 class CacheReader:
@@ -202,7 +202,7 @@ class CacheReader:
             return known[2]
         groups: dict[Any, list[int]] = {}
         for index, layer in enumerate(layers):
-            kind = library.kind_of(layer)
+            kind = private_parts.kind_of(layer)
             groups.setdefault((type(layer), kind, self._size(index)), []).append(index)
         self._known = (weakref.ref(cache), len(layers), list(groups.values()))
         return self._known[2]
@@ -211,7 +211,7 @@ class CacheReader:
         return self._sizes[index] if index < len(self._sizes) else LayerSize(NO_ROWS, 0, 0, 0)
 
     def _layer(self, layers: Sequence[Any], index: int, batch: int) -> CachedLayers:
-        live, size = library.read(layers[index], self._item), self._size(index)
+        live, size = private_parts.read(layers[index], self._item), self._size(index)
         found = _empty(size, live.kind, 1, batch)._replace(
             capacity=live.capacity,
             state=0 if live.has_state else size.state * batch,

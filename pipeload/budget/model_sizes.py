@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import nn
 
-from pipeload.budget.kv_cache import DYNAMIC, NO_ROWS, SLIDING, LayerSize, library
+from pipeload.budget.kv_cache import DYNAMIC, NO_ROWS, SLIDING, LayerSize, private_parts
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -104,7 +104,7 @@ def read_widths(model: nn.Module, config: Any) -> Widths:
 
 def settings_of(decoder: Any, widths: Widths) -> Widths:
     """The same with what may be set at any time as `decoder`, a configuration, has it now."""
-    attention = library.attention_of(decoder)
+    attention = private_parts.attention_of(decoder)
     use_cache = getattr(decoder, "use_cache", True) is not False
     if (attention, use_cache) == (widths.attention, widths.use_cache):
         return widths

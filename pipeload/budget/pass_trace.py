@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from pipeload.budget.kv_cache import is_cache, library, self_and_cross
+from pipeload.budget.kv_cache import is_cache, private_parts, self_and_cross
 from pipeload.budget.trial_run import like_lists, with_float_products
 from pipeload.budget.twin_blocks import bare_memo, short_copy
 from pipeload_hooks import (
@@ -157,7 +157,7 @@ class PassTrace:
 
     def _settings(self) -> Hashable:
         """What may be set in the configurations at any time."""
-        return tuple(map(library.settings_of, self._configs))
+        return tuple(map(private_parts.settings_of, self._configs))
 
 
 def trace_of(model: nn.Module) -> PassTrace | None:
@@ -195,7 +195,7 @@ def _bare(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     memo = bare_memo(model, kept=MOST_COMPUTED) | _shared(model)
     copied = with_float_products(copy.deepcopy(model, memo), dtype).eval()
     for module in copied.modules():  # the library's own hooks are not copied: it puts new ones on
-        library.forget_hooks(module)
+        private_parts.forget_hooks(module)
     return copied
 
 
@@ -279,7 +279,7 @@ def _key(value: Any, *, words: bool = False) -> Hashable:
         return value
     caches = [getattr(part, "layers", ()) for part in self_and_cross(value)]
     layers = [
-        (library.room_of(layer), _size(getattr(layer, "keys", None)))
+        (private_parts.room_of(layer), _size(getattr(layer, "keys", None)))
         for part in caches
         for layer in part
     ]

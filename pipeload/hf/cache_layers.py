@@ -16,7 +16,7 @@ from pipeload.budget.kv_cache import (
     STATIC,
     STATIC_SLIDING,
     LiveLayer,
-    library,
+    private_parts,
 )
 from pipeload.hf import marks
 
@@ -80,6 +80,6 @@ def room_of(layer: Any) -> tuple[int | None, bool | None]:
     return getattr(layer, "max_cache_len", None), getattr(layer, "is_initialized", None)
 
 
-library.kind_of, library.read, library.room_of = kind_of, read_layer, room_of
-library.attention_of, library.settings_of = marks.attention_of, marks.settings_of
-library.forget_hooks = marks.forget_hooks
+private_parts.kind_of, private_parts.read, private_parts.room_of = kind_of, read_layer, room_of
+private_parts.attention_of, private_parts.settings_of = marks.attention_of, marks.settings_of
+private_parts.forget_hooks = marks.forget_hooks
