@@ -120,7 +120,7 @@ class ExpertReads:
         before, self._wanted = self._wanted, _Wanted()
         before.over = True
         try:
-            if not self._hangs:
+            if not self._hangs and not _is_ours():
                 self._wait_while(lambda: bool(before.running))
         except ReadError:
             pass  # what hangs may yet fill its slice
@@ -226,5 +226,10 @@ class _Wanted:
 
 def _end(pool: ReaderPool[Region | None]) -> None:
     pool.close()
-    if not threading.current_thread().name.startswith("pipeload-"):  # it cannot wait for itself
+    if not _is_ours():
         pool.join(_JOIN_SECONDS)
+
+
+def _is_ours() -> bool:
+    """Whether this thread reads: where it drops the last of a model, it cannot wait for itself."""
+    return threading.current_thread().name.startswith("pipeload-")

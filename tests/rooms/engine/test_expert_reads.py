@@ -93,6 +93,19 @@ def test_what_is_cancelled_does_not_run_on(reads: ExpertReads) -> None:
     assert len(ran) == 4
 
 
+def test_closed_by_a_reader(reads: ExpertReads) -> None:
+    """As when it drops the last reference to a model: it does not wait for itself."""
+    closed = threading.Event()
+
+    def close(_scratch: Any) -> int:
+        reads.close()
+        closed.set()
+        return 0
+
+    reads.submit(ONE, [close])
+    assert closed.wait(WAIT_SECONDS)
+
+
 def test_a_read_that_fails_is_that_slices_alone(reads: ExpertReads) -> None:
     def fail(_scratch: Any) -> int:
         raise ReadError("the disk")
