@@ -150,7 +150,7 @@ class Assembly:
         self._governor.join()
         self._seats, self._tables = self._make_seats(), self._make_tables()
         self._experts = Experts(build, self._filled, files, convert, counters)
-        self._undo.push(self._experts.reads.close)
+        self._undo.push(self._experts.close)
         forks.know(self)
 
     def _set_parameters(

@@ -43,7 +43,8 @@ class ExpertLayer:
         """
         self.seat, self._window, self._reads = seat, window, reads
         self._hits, self._kept = frozenset(hits), frozenset(kept)
-        self._serving = ServeExperts(seat.parameters, self)
+        self._serving: ServeExperts | None = None
+        """Holds this object: let go of at the end, so that no cycle is left."""
         names, misses = seat.names, [*kept, *passing]
         each = itertools.product(names, misses)
         loop = ((name, expert) for expert in sorted(misses) for name in names)
@@ -61,6 +62,7 @@ class ExpertLayer:
     def begin(self) -> None:
         """Have the first reads begin, and be asked while the module runs."""
         self._fill()
+        self._serving = ServeExperts(self.seat.parameters, self)
         self._serving.begin()
 
     def order(self, _name: str, experts: Sequence[int]) -> Sequence[int]:
@@ -109,7 +111,9 @@ class ExpertLayer:
         self._end(self._kept)
 
     def _end(self, lost: Iterable[int]) -> None:
-        self._serving.discard()
+        if self._serving is not None:
+            self._serving.discard()
+            self._serving = None
         self._reads.cancel()  # nothing comes any more: what is given back stays so
         for part in [*self._passing]:
             self._give_back(part)

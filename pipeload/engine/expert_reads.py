@@ -149,7 +149,7 @@ class ExpertReads:
             self._note_reports()
 
     def _note_reports(self) -> None:
-        """Write down what has come: see [Note: no read is lost]."""
+        """Write down what has come: see [Note: no report is lost]."""
         reports = self._reports
         while (outcome := reports.first()) is not None:
             self._note(outcome)

@@ -86,9 +86,7 @@ class Experts:
 
         Ids that name no expert are left to the module.
         """
-        if self._running is not None:  # somebody has caught what ended it
-            self._running.give_up()
-            self._running = None
+        if self._give_up():  # somebody has caught what ended it
             self._reconcile()
         seat, there = self.seats[layer], self._there[layer]
         shares = _shares(ids, seat.experts)
@@ -140,11 +138,14 @@ class Experts:
         """Give back what a pass that died was using, wherever it died."""
         for seat in self.seats:
             seat.unbind()
-        if self._running is not None:
-            self._running.give_up()
-            self._running = None
+        self._give_up()
         self._cache.hold_only(self._there)
         self._count()
+
+    def close(self) -> None:
+        """End what a pass that died has left, then the reads. May be called again."""
+        self._give_up()
+        self.reads.close()
 
     def have_all(self, layer: int, names: Collection[str]) -> dict[str, torch.Tensor]:
         """Read all of these parameters of a layer, for good: the model gets them back.
@@ -175,6 +176,14 @@ class Experts:
         for seat in self.seats:
             seat.unbind()
             seat.memory.drop_all()
+
+    def _give_up(self) -> bool:
+        """Be done with a layer whose run has died; whether there is one."""
+        if self._running is None:
+            return False
+        self._running.give_up()
+        self._running = None
+        return True
 
     def _reconcile(self) -> None:
         """What was to be read and is not there is not held."""

@@ -18,10 +18,12 @@ from transformers import MixtralConfig, MixtralForCausalLM
 
 import pipeload
 from pipeload import UnsupportedOperationError
+from pipeload.engine.expert_layer import ExpertLayer
 from pipeload.hf.recipes import Recipe
 from pipeload.prefetch.dispatcher import Dispatcher
 from pipeload_hooks import discard_ended
 from tests.support.children import in_fork
+from tests.support.experts import experts_of, save_moe
 from tests.support.models import load_plain
 from tests.support.streaming import (
     WAIT_SECONDS,
@@ -108,13 +110,15 @@ def test_a_forgotten_model_leaves_nothing(folder: Path, use: str, spare: int) ->
 
 
 @pytest.mark.parametrize("spare", SPARES)
-def test_del_is_enough(folder: Path, spare: int) -> None:
+@pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])
+def test_del_is_enough(tiny: TinyCheckpoint, tmp_path: Path, kind: str, spare: int) -> None:
     """The memory comes back at `del`, with no garbage collection: nothing is in a cycle."""
-    model = load_streamed(folder, spare=spare)
+    model = load_streamed(tiny(kind) if kind == "llama" else save_moe(tmp_path), spare=spare)
     generated(model)
     threads = threads_of(model)
     arenas: list[weakref.ref[Any]] = [weakref.ref(prefetcher_of(model)._dispatcher)]
     arenas += map(weakref.ref, model.parameters())  # where all fits, they hold the file's mapping
+    arenas += [weakref.ref(seat.memory) for seat in experts_of(model).seats]
     gc.collect()
     gc.disable()
     try:
@@ -123,6 +127,30 @@ def test_del_is_enough(folder: Path, spare: int) -> None:
         assert not any(reference() is not None for reference in arenas)
     finally:
         gc.enable()
+
+
+def test_a_pass_that_died_among_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What watches torch's functions for it ends with the model, and holds none of its memory."""
+
+    def die(*_args: object) -> None:
+        raise KeyboardInterrupt
+
+    def interrupted(model: Any) -> None:  # apart: an exception holds its frames
+        with monkeypatch.context() as patch:
+            patch.setattr(ExpertLayer, "need", die)
+            with pytest.raises(KeyboardInterrupt):
+                logits(model)
+
+    discard_ended()
+    before = _get_current_function_mode_stack()
+    model = load_streamed(save_moe(tmp_path))
+    interrupted(model)
+    assert _get_current_function_mode_stack() != before
+    parameters = [weakref.ref(parameter) for parameter in model.parameters()]
+    del model
+    gc.collect()
+    assert _get_current_function_mode_stack() == before
+    assert [reference() for reference in parameters if reference() is not None] == []
 
 
 def test_dropped_while_a_weight_is_converted(
