@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from pipeload.engine.handle import Handle
     from pipeload.engine.stats import Stats
     from pipeload.entry.api import from_pretrained, handle, plan, smallest_limit, streaming, wrap
+    from pipeload.quantiser.convert import convert
     from pipeload.quantiser.quantise import quantize
 
 __version__ = "0.1.0"
@@ -40,6 +41,7 @@ __all__ = [
     "Stats",
     "UnsupportedModelError",
     "UnsupportedOperationError",
+    "convert",
     "from_pretrained",
     "handle",
     "plan",
@@ -54,6 +56,7 @@ _HOMES = {
     "Handle": "pipeload.engine.handle",
     "Plan": "pipeload.budget.plan",
     "Stats": "pipeload.engine.stats",
+    "convert": "pipeload.quantiser.convert",
     "from_pretrained": "pipeload.entry.api",
     "handle": "pipeload.entry.api",
     "plan": "pipeload.entry.api",
@@ -73,7 +76,7 @@ def __getattr__(name: str) -> object:
         raise AttributeError(f"module 'pipeload' has no attribute {name!r}")
     import importlib
 
-    if _HOMES[name] in {"pipeload.entry.api", "pipeload.quantiser.quantise"}:
+    if _HOMES[name].startswith(("pipeload.entry.", "pipeload.quantiser.")):
         _import_torch()
     value = getattr(importlib.import_module(_HOMES[name]), name)
     globals()[name] = value

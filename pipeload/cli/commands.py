@@ -298,6 +298,34 @@ def quantize(
         )
 
 
+@app.command()
+def convert(
+    source: opt.CodedSource,
+    target: opt.Target,
+    *,
+    dtype: opt.ConvertedDtype = opt.Dtype.BF16,
+    memory_limit: opt.MemoryLimit = "auto",
+    max_shard_size: opt.ShardSize = "2GB",
+    json: opt.Json = False,
+    quiet: opt.Quiet = False,
+    debug: opt.Debug = False,
+) -> None:
+    """Take over a GPTQ, AWQ or other 4-bit checkpoint, code for code; then it streams."""
+    with reported(debug=debug, quiet=quiet or json):
+        load("convert")
+        from pipeload.cli import quantise
+
+        quantise.convert(
+            source,
+            target,
+            dtype=dtype.value,
+            memory_limit=memory_limit,
+            max_shard_size=max_shard_size,
+            json=json,
+            debug=debug,
+        )
+
+
 def command_names() -> list[str]:
     """What can be typed after `pipeload`."""
     commands = app.registered_commands

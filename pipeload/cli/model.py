@@ -53,11 +53,11 @@ def check_model(model: str) -> None:
 
 
 @contextlib.contextmanager
-def explained(model: str) -> Iterator[None]:
-    """Turn what the library raises while it loads `model` into one line.
+def explained(model: str, action: str = "load") -> Iterator[None]:
+    """Turn what the library raises while it is to `action` a model into one line.
 
     Raises:
-        CheckpointError: it cannot be loaded.
+        CheckpointError: it cannot be done.
     """
     try:
         yield
@@ -65,7 +65,7 @@ def explained(model: str) -> Iterator[None]:
         raise
     except Exception as error:  # a configuration can make the library raise nearly anything
         raise CheckpointError(
-            f"cannot load {model!r}: {first_line(error)}. Check the checkpoint; --debug shows "
+            f"cannot {action} {model!r}: {first_line(error)}. Check the checkpoint; --debug shows "
             "where it failed."
         ) from error
 

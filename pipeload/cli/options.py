@@ -300,3 +300,17 @@ DoubleQuant = Annotated[
     bool, typer.Option("--double-quant", help="Of nf4 and fp4: scales are quantised, too.")
 ]
 ShardSize = Annotated[str, typer.Option(help="The most that one file takes.")]
+
+# -- convert -------------------------------------------------------------------------------------
+
+CodedSource = Annotated[
+    str,
+    typer.Argument(
+        metavar="SRC",
+        help="Folder or hub id: GPTQ, AWQ, AutoRound, compressed-tensors or MLX, of 4 bits.",
+    ),
+]
+ConvertedDtype = Annotated[
+    Dtype,
+    typer.Option(help="Of scales and floats. bf16 is fast; auto is what the checkpoint says."),
+]

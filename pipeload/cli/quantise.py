@@ -1,22 +1,25 @@
-"""`pipeload quantize`: makes the checkpoint, and says how far it is."""
+"""`pipeload quantize` and `convert`: make the checkpoint, and say how far it is."""
 
 from __future__ import annotations
 
 import json as json_text
+from contextlib import closing
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import typer
 
 from pipeload._sizes import format_size
 from pipeload.cli.log_lines import silence_libraries
-from pipeload.cli.model import check_model
+from pipeload.cli.model import DTYPES, check_model, explained
 from pipeload.cli.progress_bar import BytesBar, LateBar, ProgressBar
-from pipeload.entry.texts import first_line
-from pipeload.errors import CheckpointError, PipeloadError
-from pipeload.quantiser.quantise import make
+from pipeload.quantiser import convert as take_over
+from pipeload.quantiser import quantise
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from pipeload.quantiser.quantise import Made
 
 
 def run(source: str, target: Path, *, json: bool, debug: bool, **options: Any) -> None:
@@ -29,29 +32,40 @@ def run(source: str, target: Path, *, json: bool, debug: bool, **options: Any) -
     check_model(source)
     read = LateBar(lambda: ProgressBar("calibrating", "Linears", time_left=True))
     shown = LateBar(lambda: BytesBar("quantising"))
-    try:
-        made = make(
+    make = partial(quantise.make, source, target, progress=shown.show, calibrating=read.show)
+    with explained(source, "quantise"), closing(shown), closing(read):
+        made = make(trust_remote_code=False, **options)
+    _report(made, "stayed floats", json=json)
+
+
+def convert(
+    source: str, target: Path, *, dtype: str, json: bool, debug: bool, **options: Any
+) -> None:
+    """Convert; the result is one line, or one JSON object, on stdout.
+
+    Raises:
+        PipeloadError: as `pipeload.convert`, and for a source that the library cannot load.
+    """
+    silence_libraries(debug=debug)
+    check_model(source)
+    shown = LateBar(lambda: BytesBar("converting"))
+    with explained(source, "convert"), closing(shown):
+        made = take_over.make(
             source,
             target,
+            dtype=DTYPES[dtype],
             progress=shown.show,
-            calibrating=read.show,
             trust_remote_code=False,
             **options,
         )
-    except PipeloadError:
-        raise
-    except Exception as error:  # a configuration can make the library raise nearly anything
-        raise CheckpointError(
-            f"cannot quantise {source!r}: {first_line(error)}. Check the checkpoint; --debug shows "
-            "where it failed."
-        ) from error
-    finally:
-        read.close()
-        shown.close()
+    _report(made, "are floats", json=json)
+
+
+def _report(made: Made, are_floats: str, *, json: bool) -> None:
     folder, floats = made
     nbytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     if json:
         figures = {"folder": str(folder), "bytes": nbytes, "float_share": floats.share}
         typer.echo(json_text.dumps(figures))
     else:
-        typer.echo(f"{folder}: {format_size(nbytes)}; {floats.described()} stayed floats")
+        typer.echo(f"{folder}: {format_size(nbytes)}; {floats.described()} {are_floats}")

@@ -9,3 +9,5 @@ INT4: Final = "int4"
 NF4: Final = "nf4"
 FP4: Final = "fp4"
 FORMS: Final = (INT8, INT4, NF4, FP4)
+CONVERTED: Final = ("gptq", "awq", "auto-round", "compressed-tensors", "mlx", "metal")
+"""Methods of others whose integers `pipeload convert` takes over."""

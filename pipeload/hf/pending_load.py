@@ -83,6 +83,10 @@ class PendingLoad:
         """Make the same load for another model of the same shape."""
         return PendingLoad(model, self.checkpoint, self._config, self._read_timeout)
 
+    def of(self, checkpoint: Checkpoint) -> PendingLoad:
+        """Make the same load of other tensors."""
+        return PendingLoad(self.model, checkpoint, self._config, self._read_timeout)
+
     def weights(self) -> dict[str, Weight]:
         """Find every parameter that is read, cast or converted from the file alone, by name.
 
@@ -122,6 +126,15 @@ class PendingLoad:
             if isinstance(module.weight, nn.Parameter) and self._usable(module.weight, recipe):
                 found[recipe.sources[0][0].name] = path, module
         return found
+
+    def plain_parameters(self) -> dict[str, str]:
+        """Find parameters that are one stored tensor as it is: their names by its name."""
+        parameters = dict(self.model.named_parameters())
+        return {
+            recipe.sources[0][0].name: name
+            for name, recipe in self._recipes.items()
+            if recipe.converter is None and self._usable(parameters.get(name), recipe)
+        }
 
     def misshapen(self) -> list[str]:
         """List parameters that the checkpoint has a tensor of another shape for."""

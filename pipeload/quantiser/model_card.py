@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from pipeload._sizes import format_size
 
 if TYPE_CHECKING:
     from collections.abc import Container, Mapping, Sequence
-
-    from pipeload.quantiser.forms import Form
 
 
 _KINDS_NAMED = 4
@@ -41,14 +39,36 @@ class Floats:
         return f"{self.share:.0%} of the weights" + (f" ({', '.join(shown)})" if shown else "")
 
 
+class Described(Protocol):
+    """How a checkpoint is quantised, for people."""
+
+    @property
+    def name(self) -> str:
+        """Name the form, as in "int8"."""
+
+    @property
+    def loaded_by(self) -> str:
+        """Name the library's method that loads it."""
+
+    @property
+    def description(self) -> str:
+        """Say it in a line."""
+
+    @property
+    def order(self) -> str | None:
+        """Name the order that int4 rows are stored in."""
+
+
 def write(
     *,
     source: str,
     from_hub: bool,
     name: str,
-    form: Form,
+    form: Described,
+    command: str,
     kept_paths: Sequence[str],
-    read: str,
+    rows: Mapping[str, str],
+    about: str,
     floats: Floats,
     before: int,
     after: int,
@@ -60,21 +80,21 @@ def write(
             say where on somebody's machine that is.
         from_hub: whether it is a hub id.
         name: of the quantised one.
-        form: how it was quantised.
+        form: how it is quantised.
+        command: that made it.
         kept_paths: of Linears that are floats.
-        read: what the float model has read before, in words; empty if nothing.
+        rows: more of the table, by what stands in front.
+        about: what else is to be said, in sentences.
         floats: all that is.
-        before: bytes of the float tensors.
-        after: bytes of the quantised checkpoint.
+        before: bytes of the source's tensors.
+        after: bytes of the checkpoint.
     """
     kept = ", ".join(f"`{path}`" for path in kept_paths[:8]) or "none"
-    order = f"\n| Order of int4 rows | {form.order} |" if form.order else ""
+    if form.order:
+        rows = {**rows, "Order of int4 rows": form.order}
+    more = "".join(f"\n| {name} | {value} |" for name, value in rows.items())
     ours = form.loaded_by == "pipeload"
     first = "registers the format" if ours else "pip install 'pipeload[bitsandbytes]'"
-    data = (
-        "The float model read the text once; nothing was trained." if read else "No data was used."
-    )
-    calibrated = f"\n| Calibration | {read} |" if read else ""
     base = f"base_model: {source}\n" if from_hub else ""
     return f"""---
 library_name: transformers
@@ -85,16 +105,16 @@ library_name: transformers
 
 # {name}
 
-A quantised copy of `{source}`, made by `pipeload quantize`.
+A quantised copy of `{source}`, made by `pipeload {command}`.
 
 | | |
 |---|---|
-| Method | {form.description} |{calibrated}
+| Method | {form.description} |
 | Weights | {format_size(after)}, before {format_size(before)} ({after / before:.0%}) |
 | Linears kept as floats | {kept} |
-| Kept as floats | {floats.described()} |{order}
+| Kept as floats | {floats.described()} |{more}
 
-Embeddings and the output head are kept as floats. {data}
+{about}
 
 ```python
 import pipeload  # {first}

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -26,7 +24,8 @@ from pipeload.hf.takeover import peek
 from pipeload.quantiser import calibration, model_card
 from pipeload.quantiser.calibration_text import find_text
 from pipeload.quantiser.choice import choose, make_form
-from pipeload.quantiser.shards import Output, Step, divide, shard_name
+from pipeload.quantiser.folder import check_result, write_rest, write_weights
+from pipeload.quantiser.shards import Output, divide
 from pipeload.quantiser.tensor import Reading, copied
 from pipeload.system.memory import parse_limit, rss_bytes
 from pipeload.weights.stored import PIECE_BYTES
@@ -37,23 +36,15 @@ if TYPE_CHECKING:
     from torch import nn
 
     from pipeload.hf.pending_load import PendingLoad
-    from pipeload.quantiser.forms import Form
+    from pipeload.quantiser.folder import Progress
     from pipeload.quantiser.model_card import Floats
-
-
-Progress = Callable[[int, int], None]
-"""Called with the bytes that are done and those of all, again and again."""
 
 _MOST_ITEMS = 4 << 20  # quantised at once
 _BYTES_PER_ITEM = 40  # what quantising holds, fp32 temporaries and all
 _SPARE_BYTES = 32 << 20
-_COPIED = {".json", ".jinja", ".txt", ".model", ".tiktoken", ".py"}
-_COPIED_NAMES = ("LICENSE", "NOTICE", "USE_POLICY")
-_COPIED_BYTES = 256 << 20
-_WEIGHTS_INDEX = "model.safetensors.index.json"
 _MOST_FLOATS = 0.5  # of the weights, before one is told that little was quantised
+_READ = "The float model read the text once; nothing was trained."
 _log = logging.getLogger("pipeload")
-_AS_IT_IS = "Delete the folder, and stream the model as it is."
 
 
 def quantize(
@@ -196,21 +187,24 @@ def make(
             else copied(entry, files)
             for entry in entries
         ]
-        _write(output, divide(steps, shard_bytes), progress)
-        _write_rest(output, pending, config)
+        write_weights(output, divide(steps, shard_bytes), progress)
+        write_rest(output, pending.files[0].parent, config)
         card = model_card.write(
             source=source.resolve().name if source.is_dir() else str(pretrained),
             from_hub=not source.is_dir(),
             name=output.target.name,
             form=form,
+            command="quantize",
             kept_paths=choice.kept,
-            read=known.read,
+            rows={"Calibration": known.read} if known.read else {},
+            about="Embeddings and the output head are kept as floats. "
+            + (_READ if known.read else "No data was used."),
             floats=floats,
             before=pending.checkpoint.total_bytes,
             after=sum(file.stat().st_size for file in output.folder.glob("*.safetensors")),
         )
         output.write_text("README.md", card)
-        _check_result(output.folder, form, sum(map(form.parts, chosen.values())))
+        check_result(output.folder, form.loaded_by, sum(map(form.parts, chosen.values())))
         output.finish()
     if floats.share > _MOST_FLOATS:
         _log.warning("%s of %s stayed floats", floats.described(), pretrained)
@@ -249,62 +243,3 @@ def _items(memory_limit: int | str | None, chosen: dict[str, nn.Linear]) -> int:
             smallest_limit=least,
         )
     return min(_MOST_ITEMS, (limit - held) // _BYTES_PER_ITEM)
-
-
-# -- the folder ------------------------------------------------------------------------------------
-
-
-def _write(output: Output, shards: list[list[Step]], progress: Progress | None) -> None:
-    total = sum(step.nbytes for shard in shards for step in shard)
-    done = 0
-
-    def add(nbytes: int) -> None:
-        nonlocal done
-        done += nbytes
-        if progress is not None:
-            progress(done, total)
-
-    homes: dict[str, str] = {}
-    for index, names in enumerate(output.write_shards(shards, add)):
-        homes.update(dict.fromkeys(names, shard_name(index, len(shards))))
-    if len(shards) > 1:
-        text = json.dumps({"metadata": {"total_size": total}, "weight_map": homes}, indent=1)
-        output.write_text(_WEIGHTS_INDEX, text)
-
-
-def _write_rest(output: Output, pending: PendingLoad, config: dict[str, Any]) -> None:
-    folder = pending.files[0].parent
-    for file in sorted(folder.iterdir()):
-        wanted = file.suffix in _COPIED or file.name.startswith(_COPIED_NAMES)
-        wanted = wanted and not file.name.endswith(".index.json") and file.name != "config.json"
-        if wanted and file.is_file() and file.stat().st_size <= _COPIED_BYTES:
-            output.copy(file)
-    written: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    written["quantization_config"] = config
-    output.write_text("config.json", json.dumps(written, indent=2) + "\n")
-
-
-def _check_result(folder: Path, form: Form, count: int) -> None:
-    """Whether the library finds every quantised weight by the name that it was given.
-
-    Raises:
-        UnsupportedModelError: it does not.
-    """
-    auto: Any = transformers.AutoModelForCausalLM
-    pending = peek(lambda: auto.from_pretrained(folder, dtype="auto", local_files_only=True))
-    if pending is None or pending.quantised_by != form.loaded_by:
-        raise UnsupportedModelError(
-            f"the library does not take {str(folder)!r} for quantised. {_AS_IT_IS}"
-        )
-    name = type(pending.model).__name__
-    try:
-        found = sum(weight.guarded for weight in pending.weights().values())
-    except CheckpointError as error:
-        raise UnsupportedModelError(
-            f"the library does not find again what was made of {name}: {error} {_AS_IT_IS}"
-        ) from error
-    if found != count:
-        raise UnsupportedModelError(
-            f"of {count} weights of {name} that were quantised, the library finds {found}. "
-            f"{_AS_IT_IS}"
-        )

@@ -52,13 +52,19 @@ def quantised(
     entry: TensorEntry, how: Integers, parts: Sequence[RowRange], reading: Reading
 ) -> Step:
     """A weight of [rows, columns] as integers, and what goes with it; one after the other part."""
-    stem = entry.name.removesuffix("weight")
-    stems = [stem] if len(parts) == 1 else [f"{stem}parts.{i}." for i in range(len(parts))]
     rows = [_rows(entry, *part) for part in parts]
     tensors = [
-        made for part, stem in zip(rows, stems, strict=True) for made in _made(part, stem, how)
+        tensor
+        for part, stem in zip(rows, part_stems(entry.name, len(parts)), strict=True)
+        for tensor in made(stem, (part.shape[0], part.shape[1]), how.bits, how.group, entry.dtype)
     ]
     return Step(tuple(tensors), partial(_quantised_pieces, rows, how, reading))
+
+
+def part_stems(name: str, count: int) -> list[str]:
+    """What names of the tensors of each part of the weight `name` begin with."""
+    stem = name.removesuffix("weight")
+    return [stem] if count == 1 else [f"{stem}parts.{i}." for i in range(count)]
 
 
 def _rows(entry: TensorEntry, start: int, stop: int) -> TensorEntry:
@@ -69,16 +75,22 @@ def _rows(entry: TensorEntry, start: int, stop: int) -> TensorEntry:
     return replace(entry, shape=(stop - start, columns), start=first, stop=last)
 
 
-def _made(entry: TensorEntry, stem: str, how: Integers) -> tuple[Tensor, Tensor]:
-    rows, columns = entry.shape
-    item = DTYPES[entry.dtype].itemsize
-    if how.bits == 8:
-        weight = Tensor(f"{stem}weight", "I8", entry.shape, rows * columns)
-        return weight, Tensor(f"{stem}{Int8Linear.statistics}", entry.dtype, (rows,), rows * item)
+def made(
+    stem: str, shape: tuple[int, int], bits: int, group: int, dtype: str
+) -> tuple[Tensor, Tensor]:
+    """A weight of integers of [rows, columns], and its statistics of that dtype (its code).
+
+    `stem`: what their names begin with, dot and all.
+    """
+    rows, columns = shape
+    item = DTYPES[dtype].itemsize
+    if bits == 8:
+        weight = Tensor(f"{stem}weight", "I8", shape, rows * columns)
+        return weight, Tensor(f"{stem}{Int8Linear.statistics}", dtype, (rows,), rows * item)
     weight = Tensor(f"{stem}weight", "U8", (rows, columns // 2), rows * columns // 2)
-    shape = (columns // how.group, rows, 2)
-    nbytes = shape[0] * rows * 2 * item
-    return weight, Tensor(f"{stem}{Int4Linear.statistics}", entry.dtype, shape, nbytes)
+    sizes = (columns // group, rows, 2)
+    nbytes = sizes[0] * rows * 2 * item
+    return weight, Tensor(f"{stem}{Int4Linear.statistics}", dtype, sizes, nbytes)
 
 
 def _quantised_pieces(

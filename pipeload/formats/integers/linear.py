@@ -183,10 +183,15 @@ class Int8Linear(PackedLinear):
 
 
 class Int4Linear(PackedLinear):
-    """weight: uint8 of [out, in / 2] in `order`; scales_and_zeros: [in / group, out, 2]."""
+    """weight: uint8 of [out, in / 2] in `order`; scales_and_zeros: [in / group, out, 2].
+
+    Where its columns are in another order than the inputs', `columns` says which input each takes:
+    int32 of [in].
+    """
 
     bits = 4
     statistics = "scales_and_zeros"
+    columns: nn.Parameter | None
 
     def __init__(
         self,
@@ -196,6 +201,7 @@ class Int4Linear(PackedLinear):
         bias: bool,
         group_size: int,
         order: str,
+        reordered: bool = False,
         dtype: torch.dtype = torch.float32,
         path: str = "",
     ) -> None:
@@ -207,6 +213,7 @@ class Int4Linear(PackedLinear):
             bias: whether it has one.
             group_size: 32, 64 or 128.
             order: that its weight will be loaded in, a key of `order.ORDERS`.
+            reordered: whether it has `columns`.
             dtype: of scales, zeros and bias: bf16, fp16 or fp32.
             path: what errors call it.
         """
@@ -216,6 +223,9 @@ class Int4Linear(PackedLinear):
         self.weight = nn.Parameter(empty, requires_grad=False)
         shape = (in_features // group_size, out_features, 2)
         self.scales_and_zeros = nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
+        columns = torch.empty(in_features, dtype=torch.int32) if reordered else None
+        made = None if columns is None else nn.Parameter(columns, requires_grad=False)
+        self.register_parameter("columns", made)
         if self.bias is not None:
             self.bias.data = self.bias.data.to(dtype)
 
@@ -228,6 +238,13 @@ class Int4Linear(PackedLinear):
             and out_features % KERNEL_ROWS == 0
             and in_features % group_size == 0
         )
+
+    def product(self, rows: torch.Tensor) -> torch.Tensor:
+        """Multiply contiguous and aligned [n, in] to [n, out], without the bias."""
+        return super().product(self._in_order(rows))
+
+    def _in_order(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows if self.columns is None else rows.index_select(1, self.columns)
 
     def by_kernel(self, rows: torch.Tensor) -> torch.Tensor:
         """Multiply [n, in] to [n, out], without the bias."""
@@ -253,9 +270,17 @@ class Int4Linear(PackedLinear):
             reorder(self.weight, made, self.order, wanted)
             self.weight.data, self.order = made, wanted
 
+    @property
+    def sizes(self) -> Sizes:
+        """What the memory that its products take depends on."""
+        return super().sizes._replace(reordered=self.columns is not None)
+
     def dequantised(self) -> torch.Tensor:
         """The weight as fp32 of [out, in]."""
-        return from_int4(unpack(self.weight, self.order), self.scales_and_zeros)
+        made = from_int4(unpack(self.weight, self.order), self.scales_and_zeros)
+        if self.columns is None:
+            return made
+        return torch.empty_like(made).index_copy_(1, self.columns.long(), made)
 
 
 def _aligned(tensor: torch.Tensor, alignment: int) -> torch.Tensor:

@@ -34,11 +34,13 @@ class IntegerWeight:
         """
         self._module = module
         self._name = f"{path}.weight"
-        self._statistics = f"{path}.{module.statistics}"
+        self._beside = [f"{path}.{module.statistics}"]
+        if isinstance(module, Int4Linear) and module.columns is not None:
+            self._beside.append(f"{path}.columns")
         plain = stored.plain(self._name)
         for name, found in (
             (self._name, plain),
-            (self._statistics, stored.plain(self._statistics)),
+            *((name, stored.plain(name)) for name in self._beside),
         ):
             if found is None:
                 raise _unusable(name, module, stored)
@@ -60,9 +62,9 @@ class IntegerWeight:
 
     @property
     def counts(self) -> Mapping[str, int]:
-        """As many numbers as the Linear had; statistics stand for none."""
+        """As many numbers as the Linear had; what goes with it stands for none."""
         count = self._module.out_features * self._module.in_features
-        return {self._name: count, self._statistics: 0}
+        return {self._name: count, **dict.fromkeys(self._beside, 0)}
 
     def statistics_bytes(self, _takes: Callable[[int], int]) -> int:
         """Count nothing: statistics are parameters."""

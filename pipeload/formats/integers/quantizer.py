@@ -17,6 +17,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from pipeload.errors import OptionError
+from pipeload.formats.forms import CONVERTED
 from pipeload.formats.integers.format import METHOD
 from pipeload.formats.integers.linear import Int4Linear, Int8Linear, PackedLinear, PartedLinear
 from pipeload.formats.integers.order import BLOCK_ROWS, ORDERS, kernel_order
@@ -39,6 +40,7 @@ class PipeloadConfig(QuantizationConfigMixin):
         group_size: int | None = None,
         method: str = "rtn",
         order: str | None = None,
+        reordered: bool = False,
         part_bytes: int | None = None,
         modules_to_not_convert: Sequence[str] = (),
         **_: Any,
@@ -50,6 +52,7 @@ class PipeloadConfig(QuantizationConfigMixin):
             group_size: of int4, 32, 64 or 128.
             method: how integers were made; says nothing to whoever loads them.
             order: that int4 weights are stored in: see `order`.
+            reordered: whether int4 weights say which input each of their columns takes.
             part_bytes: the most that a weight, or one of the parts it is stored in, takes.
             modules_to_not_convert: paths of Linears, or of what holds them, that are floats.
             **_: what later versions may add.
@@ -59,11 +62,11 @@ class PipeloadConfig(QuantizationConfigMixin):
         """
         self.quant_method: Any = METHOD  # the library has an enum of its own there
         self.bits, self.group_size, self.method, self.order = bits, group_size, method, order
-        self.part_bytes = part_bytes
+        self.reordered, self.part_bytes = bool(reordered), part_bytes
         self.modules_to_not_convert = list(modules_to_not_convert)
         allowed: dict[str, tuple[object, ...]] = {
             "bits": (8, 4),
-            "method": (*ZERO_POINTS, IMPORTANCE),
+            "method": (*ZERO_POINTS, IMPORTANCE, *CONVERTED),
         }
         if bits == 4:
             allowed |= {"group_size": GROUPS, "order": tuple(ORDERS)}
@@ -116,6 +119,7 @@ class PipeloadConfig(QuantizationConfigMixin):
         if self.bits == 8:
             return Int8Linear(*sizes, **options)
         group, order = self.group_size or 0, self.order or ""
+        options["reordered"] = self.reordered
         return Int4Linear(*sizes, group_size=group, order=order, **options)
 
 

@@ -52,10 +52,13 @@ class Sizes(NamedTuple):
     bits: int
     dtype: torch.dtype
     """Of the input."""
+    reordered: bool = False
+    """Whether columns of the input are put into another order first."""
 
     def of(self, rows: int) -> int:
         """Bytes that a product of so many rows of input holds beside its tensors."""
-        return temporary_bytes(rows, self)
+        copied = rows * self.in_features * self.dtype.itemsize if self.reordered else 0
+        return copied + temporary_bytes(rows, self)
 
 
 def most_by_kernel(bits: int, dtype: torch.dtype) -> int:

@@ -1,0 +1,1 @@
+"""Integers of other programs: how each lays them out, and which numbers they stand for."""

@@ -1,0 +1,39 @@
+"""AutoRound's checkpoints: the integers lie as GPTQ's or AWQ's do."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from pipeload.formats.codes import awq, gptq
+from pipeload.formats.codes.weights import USE_FLOATS, stems
+from pipeload.formats.format import refusal
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from pipeload.checkpoint.headers import TensorEntry
+    from pipeload.formats.codes.weights import CodedWeight
+
+
+class AutoRound:
+    """A `CodesFormat`."""
+
+    method = "auto-round"
+    title = "AutoRound"
+
+    def find(
+        self, config: Mapping[str, Any], stored: Mapping[str, TensorEntry]
+    ) -> list[CodedWeight]:
+        """Find the weights of quantised Linears. Raises what `CodesFormat.find` does."""
+        bits = gptq.bits_of(self.method, config)
+        packing = str(config.get("packing_format", "auto_round:auto_gptq"))
+        found = stems(stored, "qweight")
+        if "awq" in packing:
+            return [awq.coded(stem, stored) for stem in found]
+        if not packing.startswith("auto_round"):
+            why = f"its packing_format {packing!r} is unknown"
+            raise refusal(self.method, why, USE_FLOATS)
+        # Names of kernels may follow, as in "auto_round:auto_gptq:exllamav2".
+        added = 1 if "auto_gptq" in packing else 0
+        symmetric = bool(config.get("sym", False))
+        return [gptq.coded(stem, stored, bits, added=added, symmetric=symmetric) for stem in found]

@@ -1,0 +1,139 @@
+"""GPTQ's integers, as AutoGPTQ and gptqmodel store them; AutoRound's in the same packing.
+
+    qweight  int32 [columns / 8, rows]: a word has one row's codes of 8 (of 4 bits) columns
+    qzeros   int32 [groups, rows / 8]: codes that stand for 0; in version 1 one less, modulo 16
+    scales   [groups, rows]
+    g_idx    int32 [columns]: the group of each
+
+With `desc_act` columns were taken by importance, and g_idx is not sorted. Files are known to say
+otherwise in their settings, so g_idx alone is believed. Layouts checked against what gptqmodel 7.7
+packs.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from pipeload.errors import CheckpointError
+from pipeload.formats.codes.weights import (
+    FLOATS,
+    GROUP_OF,
+    MIDDLE,
+    USE_FLOATS,
+    CodedWeight,
+    Codes,
+    ZeroCodes,
+    columns_by_group,
+    group_columns,
+    part,
+    stems,
+)
+from pipeload.formats.codes.words import codes_down, codes_of
+from pipeload.formats.format import refusal, setting
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from pipeload.checkpoint.headers import TensorEntry
+
+_VERSIONS: Final = {"gptq": 1, "gptq_v2": 0, None: 1}
+"""What is to be added to stored zeros, by `checkpoint_format`."""
+
+
+class Gptq:
+    """A `CodesFormat`."""
+
+    method = "gptq"
+    title = "GPTQ"
+
+    def find(
+        self, config: Mapping[str, Any], stored: Mapping[str, TensorEntry]
+    ) -> list[CodedWeight]:
+        """Find the weights of quantised Linears. Raises what `CodesFormat.find` does."""
+        version = config.get("checkpoint_format") or config.get("format")
+        if version not in _VERSIONS:
+            raise refusal(self.method, f"its checkpoint_format {version!r} is unknown", USE_FLOATS)
+        packed_in = setting(config, "pack_dtype", "int32")
+        if packed_in != "int32":
+            raise refusal(self.method, f"its codes lie in words of {packed_in!r}", USE_FLOATS)
+        bits = bits_of(self.method, config)
+        added, symmetric = _VERSIONS[version], bool(config.get("sym", False))
+        return [
+            coded(stem, stored, bits, added=added, symmetric=symmetric)
+            for stem in stems(stored, "qweight")
+        ]
+
+
+def bits_of(method: str, config: Mapping[str, Any]) -> int:
+    """The bits of a code.
+
+    Raises:
+        UnsupportedModelError: words of 32 bits do not hold a whole number of codes.
+    """
+    bits = config.get("bits", config.get("w_bit"))
+    if bits not in MIDDLE:
+        raise refusal(
+            method, f"its codes have {bits!r} bits, and those of 4 and 8 are known", USE_FLOATS
+        )
+    assert isinstance(bits, int)  # noqa: S101 - see above
+    return bits
+
+
+def coded(
+    stem: str, stored: Mapping[str, TensorEntry], bits: int, *, added: int, symmetric: bool
+) -> CodedWeight:
+    """One weight.
+
+    Args:
+        stem: what names of its tensors begin with, dot and all.
+        stored: tensors of the checkpoint by name.
+        bits: of a code.
+        added: to stored zeros, modulo all codes.
+        symmetric: whether the settings say that zeros are in the middle.
+
+    Raises:
+        CheckpointError: tensors do not fit each other.
+    """
+    each = 32 // bits
+    words = part(stored, f"{stem}qweight", (None, None), torch.int32)
+    rows, columns = words.shape[1], words.shape[0] * each
+    scales = part(stored, f"{stem}scales", (None, rows), *FLOATS)
+    groups = scales.shape[0]
+    group_columns(f"{stem}weight", columns, groups)
+    parts = {
+        "qweight": words,
+        "scales": scales,
+        "qzeros": part(stored, f"{stem}qzeros", (groups, rows // each), torch.int32),
+    }
+    if f"{stem}g_idx" in stored:
+        parts[GROUP_OF] = part(stored, f"{stem}g_idx", (columns,), torch.int32, torch.int64)
+    name = f"{stem}weight"
+    decode = partial(_decode, name, bits, added, symmetric)
+    return CodedWeight(name, (rows, columns), bits, groups, parts, decode)
+
+
+def _decode(
+    name: str, bits: int, added: int, symmetric: bool, tensors: Mapping[str, torch.Tensor]
+) -> Codes:
+    scale = tensors["scales"].float()
+    zero = codes_of(tensors["qzeros"], bits).add_(added)  # bytes, so 255 + 1 is 0
+    zero.bitwise_and_((1 << bits) - 1)
+    grid = ZeroCodes(scale, zero.float(), MIDDLE[bits])
+    if symmetric and not grid.is_symmetric:
+        raise CheckpointError(
+            f"{name!r} is said to be symmetric, and its zeros are not in the middle: they are "
+            "stored in another version of the format than its settings say. Correct "
+            "checkpoint_format in config.json, or use the float checkpoint."
+        )
+    group_of = tensors.get(GROUP_OF)
+    order = None if group_of is None else columns_by_group(name, group_of, len(scale))
+    words = tensors["qweight"]
+
+    def rows(start: int, stop: int) -> torch.Tensor:
+        codes = codes_down(words[:, start:stop], bits)
+        return (codes if order is None else codes[order]).t()
+
+    return Codes(rows, grid, order)

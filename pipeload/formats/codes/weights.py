@@ -1,0 +1,241 @@
+"""What other programs store of a quantised Linear: integers, and what they stand for.
+
+A `CodesFormat` knows how a method lays them out, and finds them in a checkpoint: `CodedWeight`s. Of
+one of those, `Codes` are its integers a few rows at a time, and a `Grid` says which numbers they
+are: `convert` makes a checkpoint of our own kernels out of both, code for code. Nothing here looks
+at a model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
+
+import torch
+
+from pipeload.errors import CheckpointError
+from pipeload.weights.arena import DTYPE_CODES, DTYPES
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from pipeload.checkpoint.headers import TensorEntry
+
+FLOATS: Final = (torch.float16, torch.bfloat16, torch.float32)
+"""Dtypes that scales may have."""
+USE_FLOATS: Final = "Use the float checkpoint, or one in another packing."
+GROUP_OF: Final = "group_of"
+"""What the group of each column is called among the parts of a weight."""
+MIDDLE: Final = {4: 8, 8: 128}
+"""The code that stands for zero where a method is symmetric, by bits."""
+
+
+class Grid(Protocol):
+    """Which numbers the codes of a weight stand for. Groups are of neighbouring columns."""
+
+    groups: int
+    """In a row."""
+
+    def numbers(self, codes: torch.Tensor, start: int) -> torch.Tensor:
+        """fp32 of codes of [rows, columns], the first of them row `start`."""
+
+    def scales_and_zeros(self, dtype: torch.dtype) -> torch.Tensor:
+        """[groups, rows, 2]: the scale, and the number that the middle code stands for."""
+
+
+@dataclass(frozen=True)
+class ZeroCodes(Grid):
+    """(code - zero) * scale."""
+
+    scale: torch.Tensor
+    """fp32 of [groups, rows]."""
+    zero: torch.Tensor
+    """The code that stands for 0: fp32 of [groups, rows]."""
+    middle: int
+
+    @property
+    def groups(self) -> int:  # type: ignore[override]
+        """In a row."""
+        return len(self.scale)
+
+    @property
+    def is_symmetric(self) -> bool:
+        """Whether 0 is in the middle everywhere."""
+        return bool((self.zero == self.middle).all())
+
+    def numbers(self, codes: torch.Tensor, start: int) -> torch.Tensor:
+        """fp32 of codes of [rows, columns], the first of them row `start`."""
+        scale, zero = (_spread(each, codes, start) for each in (self.scale, self.zero))
+        return (codes.float() - zero).mul_(scale)
+
+    def scales_and_zeros(self, dtype: torch.dtype) -> torch.Tensor:
+        """[groups, rows, 2], rounded as gptqmodel does for torch's kernel: each factor first."""
+        scale = self.scale.to(dtype)
+        return torch.stack((scale, (self.middle - self.zero.to(dtype)) * scale), -1)
+
+
+@dataclass(frozen=True)
+class Offsets(Grid):
+    """Codes * scale + offset."""
+
+    scale: torch.Tensor
+    """fp32 of [groups, rows]."""
+    offset: torch.Tensor
+    """fp32 of [groups, rows]."""
+    middle: int
+
+    @property
+    def groups(self) -> int:  # type: ignore[override]
+        """In a row."""
+        return len(self.scale)
+
+    def numbers(self, codes: torch.Tensor, start: int) -> torch.Tensor:
+        """fp32 of codes of [rows, columns], the first of them row `start`."""
+        scale, offset = (_spread(each, codes, start) for each in (self.scale, self.offset))
+        return codes.float().mul_(scale).add_(offset)
+
+    def scales_and_zeros(self, dtype: torch.dtype) -> torch.Tensor:
+        """[groups, rows, 2]: the scale, and what the middle code stands for, rounded once."""
+        zero = self.offset + self.middle * self.scale
+        return torch.stack((self.scale, zero), -1).to(dtype)
+
+
+def _spread(each: torch.Tensor, codes: torch.Tensor, start: int) -> torch.Tensor:
+    """One for every code, of one for every group."""
+    rows, columns = codes.shape
+    return each[:, start : start + rows].t().repeat_interleave(columns // len(each), 1)
+
+
+class Codes(NamedTuple):
+    """The integers of a weight."""
+
+    rows: Callable[[int, int], torch.Tensor]
+    """uint8 of [rows, columns], from one row to before another; multiples of 8, or the last."""
+    grid: Grid
+    columns: torch.Tensor | None = None
+    """Which input each of these columns is multiplied by: int32 of [columns]. None if in order."""
+
+
+@dataclass(frozen=True)
+class CodedWeight:
+    """One quantised weight of a checkpoint."""
+
+    name: str
+    """Of the weight that it stands for."""
+    shape: tuple[int, int]
+    """[rows, columns] of that."""
+    bits: int
+    """Of a code: 4 or 8."""
+    groups: int
+    """In a row."""
+    parts: Mapping[str, TensorEntry]
+    """What is stored of it, by what the method calls it."""
+    decode: Callable[[Mapping[str, torch.Tensor]], Codes]
+    """Makes codes of the tensors of all parts. Raises CheckpointError for what cannot be."""
+
+    @property
+    def group_of(self) -> TensorEntry | None:
+        """The group of each column, where that is stored."""
+        return self.parts.get(GROUP_OF)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are stored of it."""
+        return sum(entry.nbytes for entry in self.parts.values())
+
+
+class CodesFormat(Protocol):
+    """A method of quantising whose integers our kernels take."""
+
+    method: str
+    """What config.json calls it, and converted checkpoints too."""
+    title: str
+    """For people."""
+
+    def find(
+        self, config: Mapping[str, Any], stored: Mapping[str, TensorEntry]
+    ) -> list[CodedWeight]:
+        """Find all coded weights.
+
+        Args:
+            config: its `quantization_config`.
+            stored: tensors of the checkpoint by name.
+
+        Raises:
+            UnsupportedModelError: a setting is not understood, or cannot be expressed.
+            CheckpointError: tensors do not fit each other.
+        """
+
+
+def stems(stored: Mapping[str, TensorEntry], suffix: str) -> list[str]:
+    """What stands before `.suffix` in names, in order."""
+    return sorted(name.removesuffix(suffix) for name in stored if name.endswith(f".{suffix}"))
+
+
+def part(
+    stored: Mapping[str, TensorEntry],
+    name: str,
+    shape: tuple[int | None, ...],
+    *dtypes: torch.dtype,
+) -> TensorEntry:
+    """The stored tensor `name`, of one of these dtypes and that shape; None is any length.
+
+    Raises:
+        CheckpointError: it is missing, or another.
+    """
+    entry = stored.get(name)
+    allowed = " or ".join(DTYPE_CODES[dtype] for dtype in dtypes)
+    lengths = ["any" if length is None else str(length) for length in shape]
+    wanted = f"{allowed} of [{', '.join(lengths)}]"
+    if entry is None:
+        raise CheckpointError(
+            f"the checkpoint has no tensor {name!r}, wanted {wanted}. Download it again."
+        )
+    fits = len(entry.shape) == len(shape) and all(
+        length in {None, found} for length, found in zip(shape, entry.shape, strict=True)
+    )
+    if not fits or DTYPES.get(entry.dtype) not in dtypes:
+        raise CheckpointError(
+            f"tensor {name!r} in {str(entry.file)!r} is {entry.dtype} of {list(entry.shape)}, "
+            f"wanted {wanted}. Download the checkpoint again; if it is whole, it is packed in a "
+            "way that pipeload does not know."
+        )
+    return entry
+
+
+def group_columns(name: str, columns: int, groups: int) -> int:
+    """How many columns each group has.
+
+    Raises:
+        CheckpointError: not all have as many.
+    """
+    if groups < 1 or columns % groups:
+        raise CheckpointError(
+            f"the {columns} columns of {name!r} are no whole number of {groups} groups. Download "
+            "the checkpoint again."
+        )
+    return columns // groups
+
+
+def columns_by_group(name: str, group_of: torch.Tensor, groups: int) -> torch.Tensor | None:
+    """The order of columns in which groups are side by side; None if they are so already.
+
+    Args:
+        name: of the weight.
+        group_of: the group of each column, integers of [columns].
+        groups: how many there are.
+
+    Raises:
+        CheckpointError: groups are not of one size.
+    """
+    group_of = group_of.to(torch.int64)
+    size = group_columns(name, len(group_of), groups)
+    least, most = int(group_of.min()), int(group_of.max())
+    if least < 0 or most >= groups or bool((group_of.bincount(minlength=groups) != size).any()):
+        raise CheckpointError(
+            f"the groups of columns of {name!r} are not {groups} of {size} each, which is the only "
+            "way that is understood. Use the float checkpoint."
+        )
+    if bool((group_of.diff() >= 0).all()):
+        return None
+    return group_of.argsort(stable=True).to(torch.int32)

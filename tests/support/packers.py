@@ -1,0 +1,248 @@
+"""Packs random models as other programs store 4-bit and 8-bit integers."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from safetensors.torch import save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+_AWQ_ROWS = (0, 2, 4, 6, 1, 3, 5, 7)
+"""Whose code each nibble of a word is, by the makers of the format."""
+SIZES: dict[str, Any] = {
+    "hidden_size": 256,
+    "intermediate_size": 384,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 512,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+}
+
+
+class Packed(NamedTuple):
+    """One weight as codes, as they are meant: w = (code - zero) * scale."""
+
+    codes: torch.Tensor
+    """uint8 of [rows, columns]."""
+    scale: torch.Tensor
+    """[groups, rows]."""
+    zero: torch.Tensor
+    """int32 of [groups, rows]."""
+    group_of: torch.Tensor
+    """The group of each column."""
+
+    @property
+    def numbers(self) -> torch.Tensor:
+        """fp32 of [rows, columns]."""
+        of = self.group_of.long()
+        scale, zero = self.scale.float()[of].t(), self.zero.float()[of].t()
+        return (self.codes.float() - zero) * scale
+
+
+class Way(NamedTuple):
+    """How a model is packed."""
+
+    settings: dict[str, Any]
+    """`quantization_config`."""
+    pack: Callable[[str, Packed], dict[str, torch.Tensor]]
+    """Tensors of a weight; its stem, dot and all."""
+    bits: int = 4
+    group: int = 64
+    """0 is one scale a row."""
+    symmetric: bool = False
+    shuffled: bool = False
+    """Whether columns of a group are anywhere."""
+
+
+def words(codes: torch.Tensor, bits: int = 4) -> torch.Tensor:
+    """int32 of [..., n] of codes of [..., n * 32 / bits], the first in the lowest bits."""
+    shifts = torch.arange(0, 32, bits)
+    wide = codes.long().unflatten(-1, (-1, 32 // bits)) << shifts
+    return wide.sum(-1).to(torch.int32)
+
+
+def _gptq(stem: str, packed: Packed, *, less: int, bits: int = 4) -> dict[str, torch.Tensor]:
+    zero = (packed.zero - less) % (1 << bits)
+    return {
+        f"{stem}qweight": words(
+            packed.codes.t().unflatten(0, (-1, 32 // bits)).transpose(1, 2), bits
+        )
+        .squeeze(-1)
+        .contiguous(),
+        f"{stem}qzeros": words(zero, bits),
+        f"{stem}scales": packed.scale,
+        f"{stem}g_idx": packed.group_of.to(torch.int32),
+    }
+
+
+def gptq(stem: str, packed: Packed) -> dict[str, torch.Tensor]:
+    """Version 1."""
+    return _gptq(stem, packed, less=1)
+
+
+def gptq_v2(stem: str, packed: Packed) -> dict[str, torch.Tensor]:
+    """Zeros as they are."""
+    return _gptq(stem, packed, less=0)
+
+
+def awq(stem: str, packed: Packed) -> dict[str, torch.Tensor]:
+    """Of the version "gemm"."""
+
+    def interleaved(codes: torch.Tensor) -> torch.Tensor:
+        return words(codes.unflatten(-1, (-1, 8))[..., _AWQ_ROWS].flatten(-2))
+
+    return {
+        f"{stem}qweight": interleaved(packed.codes.t()),
+        f"{stem}qzeros": interleaved(packed.zero),
+        f"{stem}scales": packed.scale,
+    }
+
+
+def compressed(stem: str, packed: Packed) -> dict[str, torch.Tensor]:
+    """As compressed-tensors packs, by its own functions."""
+    from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
+
+    bits = 4 if int(packed.codes.max()) < 16 else 8
+    middle = 1 << bits - 1
+    made = {
+        f"{stem}weight_packed": pack_to_int32((packed.codes.int() - middle).to(torch.int8), bits),
+        f"{stem}weight_scale": packed.scale.t().contiguous(),
+        f"{stem}weight_shape": torch.tensor(packed.codes.shape),
+    }
+    if bool((packed.zero != middle).any()):
+        zero = (packed.zero.t() - middle).to(torch.int8)
+        made[f"{stem}weight_zero_point"] = pack_to_int32(zero, bits, packed_dim=0).contiguous()
+    if bool((packed.group_of.diff() < 0).any()):
+        made[f"{stem}weight_g_idx"] = packed.group_of.to(torch.int32)
+    return made
+
+
+def integers(stem: str, packed: Packed) -> dict[str, torch.Tensor]:
+    """int8, one scale a row."""
+    return {
+        f"{stem}weight": (packed.codes.int() - 128).to(torch.int8),
+        f"{stem}weight_scale": packed.scale.t().contiguous(),
+    }
+
+
+def mlx(stem: str, packed: Packed) -> dict[str, torch.Tensor]:
+    """With the offset of code 0."""
+    scale = packed.scale.float()
+    return {
+        f"{stem}weight": words(packed.codes).view(torch.uint32),
+        f"{stem}scales": packed.scale.t().contiguous(),
+        f"{stem}biases": (-packed.zero * scale).t().to(packed.scale.dtype).contiguous(),
+    }
+
+
+def _settings(method: str, **more: Any) -> dict[str, Any]:
+    return {"quant_method": method, "bits": 4, "group_size": 64, **more}
+
+
+def _scheme(bits: int, strategy: str, format_name: str) -> dict[str, Any]:
+    weights = {"num_bits": bits, "type": "int", "strategy": strategy, "symmetric": True}
+    groups = {"group_0": {"weights": weights, "targets": ["Linear"], "input_activations": None}}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": format_name,
+        "config_groups": groups,
+        "ignore": ["lm_head"],
+    }
+
+
+WAYS: dict[str, Way] = {
+    "gptq": Way(_settings("gptq", sym=True), gptq, symmetric=True),
+    "gptq, asymmetric": Way(_settings("gptq", checkpoint_format="gptq"), gptq),
+    "gptq_v2": Way(_settings("gptq", checkpoint_format="gptq_v2"), gptq_v2, group=32),
+    "gptq, desc_act": Way(_settings("gptq", desc_act=True), gptq, group=128, shuffled=True),
+    "gptq, one group a row": Way(_settings("gptq", group_size=-1), gptq, group=0),
+    "awq": Way(_settings("awq", version="gemm"), awq),
+    "auto-round as gptq": Way(
+        _settings("auto-round", packing_format="auto_round:auto_gptq:exllamav2", sym=True),
+        gptq,
+        symmetric=True,
+    ),
+    "auto-round": Way(_settings("auto-round", packing_format="auto_round"), gptq_v2),
+    "auto-round as awq": Way(
+        _settings("auto-round", packing_format="auto_round:auto_awq"), awq, group=128
+    ),
+    "compressed-tensors": Way(_scheme(4, "group", "pack-quantized"), compressed, symmetric=True),
+    "compressed-tensors, asymmetric": Way(_scheme(4, "group", "pack-quantized"), compressed),
+    "compressed-tensors, actorder": Way(
+        _scheme(4, "group", "pack-quantized"), compressed, shuffled=True
+    ),
+    "compressed-tensors, w8a16": Way(
+        _scheme(8, "channel", "pack-quantized"), compressed, bits=8, group=0, symmetric=True
+    ),
+    "compressed-tensors, int8": Way(
+        _scheme(8, "channel", "int-quantized"), integers, bits=8, group=0, symmetric=True
+    ),
+    "mlx": Way({"bits": 4, "group_size": 64}, mlx),
+}
+
+
+def random_codes(
+    shape: tuple[int, int], way: Way, generator: torch.Generator, dtype: torch.dtype
+) -> Packed:
+    """Codes of every value."""
+    rows, columns = shape
+    groups = columns // way.group if way.group else 1
+    most, middle = 1 << way.bits, 1 << way.bits - 1
+    codes = torch.randint(0, most, shape, generator=generator).to(torch.uint8)
+    scale = (torch.rand((groups, rows), generator=generator) + 0.5) / 16 / middle
+    zero = torch.full((groups, rows), middle)
+    if not way.symmetric:
+        zero = torch.randint(0, most, (groups, rows), generator=generator)
+    group_of = torch.arange(columns) // (columns // groups)
+    if way.shuffled:
+        group_of = group_of[torch.randperm(columns, generator=generator)]
+    return Packed(codes, scale.to(dtype), zero.to(torch.int32), group_of)
+
+
+def save_packed(
+    folder: Path,
+    way: Way,
+    *,
+    dtype: torch.dtype = torch.float16,
+    family: str = "llama",
+    seed: int = 5,
+    **sizes: Any,
+) -> dict[str, Packed]:
+    """Make a checkpoint of a random model, with all Linears but the head packed.
+
+    Returns them by the paths of the Linears.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    config = AutoConfig.for_model(family, **(SIZES | sizes))
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config).to(dtype)
+    linears = {
+        path: module
+        for path, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear) and path != "lm_head"
+    }
+    made: dict[str, Packed] = {}
+    tensors = model.state_dict()
+    for path, module in linears.items():
+        shape = (module.out_features, module.in_features)
+        made[path] = random_codes(shape, way, generator, dtype)
+        del tensors[f"{path}.weight"]
+        tensors |= way.pack(f"{path}.", made[path])
+    folder.mkdir(parents=True, exist_ok=True)
+    kept = {name: tensor.contiguous().clone() for name, tensor in tensors.items()}
+    if config.tie_word_embeddings:
+        kept.pop("lm_head.weight", None)
+    save_file(kept, folder / "model.safetensors", {"format": "pt"})
+    name = "quantization_config" if "quant_method" in way.settings else "quantization"
+    written = config.to_dict() | {name: way.settings, "architectures": [type(model).__name__]}
+    written["dtype"] = str(dtype).removeprefix("torch.")
+    (folder / "config.json").write_text(json.dumps(written), encoding="utf-8")
+    return made
