@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from pipeload.checkpoint.headers import TensorEntry
+from pipeload.weights.arena import DTYPE_CODES
+
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
 _AWQ_ROWS = (0, 2, 4, 6, 1, 3, 5, 7)
 """Whose code each nibble of a word is, by the makers of the format."""
@@ -70,14 +74,15 @@ def words(codes: torch.Tensor, bits: int = 4) -> torch.Tensor:
 
 
 def _gptq(stem: str, packed: Packed, *, less: int, bits: int = 4) -> dict[str, torch.Tensor]:
-    zero = (packed.zero - less) % (1 << bits)
+    # From all of a word at once, as gptqmodel does: a zero of 0 borrows from the next.
+    ones = words(torch.ones(32 // bits), bits)
     return {
         f"{stem}qweight": words(
             packed.codes.t().unflatten(0, (-1, 32 // bits)).transpose(1, 2), bits
         )
         .squeeze(-1)
         .contiguous(),
-        f"{stem}qzeros": words(zero, bits),
+        f"{stem}qzeros": words(packed.zero, bits) - less * ones,
         f"{stem}scales": packed.scale,
         f"{stem}g_idx": packed.group_of.to(torch.int32),
     }
@@ -187,6 +192,32 @@ WAYS: dict[str, Way] = {
     ),
     "mlx": Way({"bits": 4, "group_size": 64}, mlx),
 }
+
+
+def known_codes(*, shuffled: bool = False) -> Packed:
+    """64 x 64 codes in groups of 32 that are the same everywhere."""
+    row, column = torch.arange(64)[:, None], torch.arange(64)
+    codes = (row * 5 + column * 3 + row * column // 7) % 16
+    group = torch.arange(2)[:, None]
+    scale = (1 + (column + group * 11) % 13).half() / 128
+    zero = (column * 3 + group * 5) % 16
+    group_of = column * 29 % 64 // 32 if shuffled else column // 32
+    return Packed(codes.to(torch.uint8), scale, zero.to(torch.int32), group_of)
+
+
+def digest(tensor: torch.Tensor) -> str:
+    """What a tensor's bytes are known by."""
+    return hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
+
+
+def entries_of(tensors: dict[str, torch.Tensor]) -> dict[str, TensorEntry]:
+    """Entries as a file would have them."""
+    return {
+        name: TensorEntry(
+            name, Path("model.safetensors"), DTYPE_CODES[t.dtype], tuple(t.shape), 0, t.nbytes
+        )
+        for name, t in tensors.items()
+    }
 
 
 def random_codes(

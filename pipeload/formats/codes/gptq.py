@@ -1,13 +1,16 @@
 """GPTQ's integers, as AutoGPTQ and gptqmodel store them; AutoRound's in the same packing.
 
     qweight  int32 [columns / 8, rows]: a word has one row's codes of 8 (of 4 bits) columns
-    qzeros   int32 [groups, rows / 8]: codes that stand for 0; in version 1 one less, modulo 16
+    qzeros   int32 [groups, rows / 8]: codes that stand for 0; in version 1 one less
     scales   [groups, rows]
     g_idx    int32 [columns]: the group of each
 
 With `desc_act` columns were taken by importance, and g_idx is not sorted. Files are known to say
 otherwise in their settings, so g_idx alone is believed. Layouts checked against what gptqmodel 7.7
 packs.
+
+[Note: one less] gptqmodel takes 1 from each zero of a word by one subtraction, and a zero of 0
+borrows from the next. So it is added in the same way: code by code, the next one would be wrong.
 """
 
 from __future__ import annotations
@@ -40,7 +43,9 @@ if TYPE_CHECKING:
     from pipeload.checkpoint.headers import TensorEntry
 
 _VERSIONS: Final = {"gptq": 1, "gptq_v2": 0, None: 1}
-"""What is to be added to stored zeros, by `checkpoint_format`."""
+"""What is to be added to stored zeros, by `checkpoint_format`: see [Note: one less]."""
+_ONES: Final = {4: 0x11111111, 8: 0x01010101}
+"""A word of codes that are 1."""
 
 
 class Gptq:
@@ -91,7 +96,7 @@ def coded(
         stem: what names of its tensors begin with, dot and all.
         stored: tensors of the checkpoint by name.
         bits: of a code.
-        added: to stored zeros, modulo all codes.
+        added: to stored zeros.
         symmetric: whether the settings say that zeros are in the middle.
 
     Raises:
@@ -119,8 +124,7 @@ def _decode(
     name: str, bits: int, added: int, symmetric: bool, tensors: Mapping[str, torch.Tensor]
 ) -> Codes:
     scale = tensors["scales"].float()
-    zero = codes_of(tensors["qzeros"], bits).add_(added)  # bytes, so 255 + 1 is 0
-    zero.bitwise_and_((1 << bits) - 1)
+    zero = codes_of(tensors["qzeros"] + added * _ONES[bits], bits)
     grid = ZeroCodes(scale, zero.float(), MIDDLE[bits])
     if symmetric and not grid.is_symmetric:
         raise CheckpointError(

@@ -241,9 +241,10 @@ class Int4Linear(PackedLinear):
 
     def product(self, rows: torch.Tensor) -> torch.Tensor:
         """Multiply contiguous and aligned [n, in] to [n, out], without the bias."""
-        return super().product(self._in_order(rows))
+        return super().product(self.in_order(rows))
 
-    def _in_order(self, rows: torch.Tensor) -> torch.Tensor:
+    def in_order(self, rows: torch.Tensor) -> torch.Tensor:
+        """[n, in] with columns as the weight has them."""
         return rows if self.columns is None else rows.index_select(1, self.columns)
 
     def by_kernel(self, rows: torch.Tensor) -> torch.Tensor:

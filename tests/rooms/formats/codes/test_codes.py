@@ -1,0 +1,197 @@
+"""Integers of other programs: which codes and zeros their words hold, and what is refused."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from pipeload.errors import CheckpointError, UnsupportedModelError
+from pipeload.formats.codes.registry import CODES, codes_format
+from pipeload.formats.codes.weights import columns_by_group
+from pipeload.formats.forms import CONVERTED
+from tests.support.packers import (
+    WAYS,
+    awq,
+    digest,
+    entries_of,
+    gptq,
+    gptq_v2,
+    known_codes,
+    random_codes,
+)
+
+if TYPE_CHECKING:
+    from pipeload.formats.codes.weights import CodedWeight, Codes
+
+# By gptqmodel 7.7.0, of `known_codes`: `python tests/tools/original_packers.py` prints them.
+ORIGINAL = {
+    "gptq": {
+        "qweight": "9750c69246a7dc08",
+        "qzeros": "5ef0cb5429d9b66c",
+        "scales": "7eace468cc589256",
+        "g_idx": "fe5ef84623360b7b",
+    },
+    "gptq_v2": {
+        "qweight": "9750c69246a7dc08",
+        "qzeros": "25db7e75dbf4dfff",
+        "scales": "7eace468cc589256",
+        "g_idx": "8250eff897e95f9f",
+    },
+    "awq": {
+        "qweight": "e966f0e37be5968a",
+        "qzeros": "b99bcc898d6351a6",
+        "scales": "7eace468cc589256",
+    },
+}
+
+
+def find(settings: dict[str, Any], tensors: dict[str, torch.Tensor]) -> list[CodedWeight]:
+    """What a format finds."""
+    named = settings if "quant_method" in settings else {"quant_method": "mlx", **settings}
+    form = codes_format(named)
+    assert form is not None
+    return form.find(named, entries_of(tensors))
+
+
+def decoded(settings: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Codes:
+    """The codes of the one weight."""
+    (weight,) = find(settings, tensors)
+    return weight.decode({key: tensors[entry.name] for key, entry in weight.parts.items()})
+
+
+@pytest.mark.parametrize("name", ORIGINAL)
+def test_the_packers_are_the_makers(name: str) -> None:
+    """What the tests pack with makes the bytes that gptqmodel makes."""
+    pack = {"gptq": gptq, "gptq_v2": gptq_v2, "awq": awq}[name]
+    tensors = pack("", known_codes(shuffled=name == "gptq_v2"))
+    assert {key: digest(tensor) for key, tensor in tensors.items()} == ORIGINAL[name]
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_codes(name: str) -> None:
+    """Every code, in any range of rows, and the numbers that they stand for."""
+    way = WAYS[name]
+    generator = torch.Generator().manual_seed(2)
+    packed = random_codes((48, 256), way, generator, torch.float16)
+    tensors = way.pack("model.one.", packed)
+    (weight,) = find(way.settings, tensors)
+    assert (weight.name, weight.shape, weight.bits) == ("model.one.weight", (48, 256), way.bits)
+    assert weight.groups == len(packed.scale)
+    assert weight.nbytes == sum(tensor.nbytes for tensor in tensors.values())
+    codes = decoded(way.settings, tensors)
+    order = torch.arange(256) if codes.columns is None else codes.columns.long()
+    assert (codes.columns is not None) == way.shuffled
+    for start, stop in ((0, 48), (0, 8), (8, 40), (40, 48)):
+        assert torch.equal(codes.rows(start, stop), packed.codes[start:stop][:, order])
+    numbers = codes.grid.numbers(codes.rows(16, 32), 16)
+    # An offset was rounded where a zero was not.
+    tolerance = 1e-3 if name == "mlx" else 0
+    torch.testing.assert_close(numbers, packed.numbers[16:32][:, order], rtol=0, atol=tolerance)
+
+
+def test_a_zero_that_borrowed() -> None:
+    """Version 1 took one from whole words, so a zero of 0 has changed the next."""
+    packed = known_codes()._replace(zero=torch.tensor([[0, 5] * 32, [15, 0] * 32]).int())
+    codes = decoded(WAYS["gptq"].settings | {"sym": False}, gptq("w.", packed))
+    assert torch.equal(codes.grid.numbers(codes.rows(0, 64), 0), packed.numbers)
+
+
+def test_zeros_as_gptqmodel_rounds_them() -> None:
+    """Each factor in the dtype of the product first."""
+    packed = known_codes()
+    both = decoded(WAYS["gptq_v2"].settings, gptq_v2("w.", packed)).grid.scales_and_zeros(
+        torch.bfloat16
+    )
+    scale = packed.scale.to(torch.bfloat16)
+    assert torch.equal(both[..., 0], scale)
+    assert torch.equal(both[..., 1], (8 - packed.zero.to(torch.bfloat16)) * scale)
+
+
+def test_the_order_of_columns() -> None:
+    """Groups side by side, and columns of one as they came."""
+    assert columns_by_group("w", torch.tensor([0, 0, 1, 1]), 2) is None
+    found = columns_by_group("w", torch.tensor([1, 0, 1, 0]), 2)
+    assert found is not None
+    assert found.tolist() == [1, 3, 0, 2]
+
+
+@pytest.mark.parametrize(
+    ("group_of", "groups"), [([0, 0, 0, 1], 2), ([0, 2, 1, 1], 2), ([-1, 0, 1, 1], 2), ([0] * 3, 2)]
+)
+def test_ragged_groups(group_of: list[int], groups: int) -> None:
+    """They are refused: no kernel takes them."""
+    with pytest.raises(CheckpointError, match="'w'"):
+        columns_by_group("w", torch.tensor(group_of), groups)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "words"),
+    [
+        ("gptq", {"bits": 3}, "its codes have 3 bits"),
+        ("gptq", {"checkpoint_format": "marlin"}, "checkpoint_format 'marlin'"),
+        ("gptq", {"pack_dtype": "int16"}, "words of 'int16'"),
+        ("awq", {"version": "gemv"}, "version 'gemv'"),
+        ("awq", {"bits": 8}, "8 bits, not 4"),
+        ("auto-round", {"packing_format": "nvfp4"}, "packing_format 'nvfp4'"),
+        ("compressed-tensors", {"format": "float-quantized"}, "format 'float-quantized'"),
+        ("compressed-tensors", {"config_groups": {}}, "bits"),
+        ("compressed-tensors", {"sparsity_config": {"format": "sparse"}}, "sparse"),
+        ("mlx", {"mode": "mxfp4"}, "mode 'mxfp4'"),
+        ("mlx", {"model.layers.0": {"bits": 8, "group_size": 64}}, "'model.layers.0' has 8 bits"),
+    ],
+)
+def test_settings_that_are_not_understood(name: str, change: dict[str, Any], words: str) -> None:
+    """Each is refused by its name, before anything is read."""
+    way = WAYS[name]
+    tensors = way.pack("w.", known_codes())
+    with pytest.raises(UnsupportedModelError, match=words):
+        find(way.settings | change, tensors)
+
+
+def test_a_scheme_of_inputs_that_were_measured() -> None:
+    """Inputs that are quantised by stored scales would be left as they are: refused."""
+    settings = WAYS["compressed-tensors"].settings
+    group = settings["config_groups"]["group_0"] | {"input_activations": {"dynamic": False}}
+    with pytest.raises(UnsupportedModelError, match="scales that were stored"):
+        find(settings | {"config_groups": {"group_0": group}}, {})
+
+
+def test_a_version_that_cannot_be() -> None:
+    """Said to be symmetric, and decoded by the other version's rule: its zeros show it."""
+    packed = known_codes()._replace(zero=torch.full((2, 64), 8, dtype=torch.int32))
+    settings = WAYS["gptq"].settings | {"sym": True}
+    decoded(settings, gptq("w.", packed))
+    with pytest.raises(CheckpointError, match="another version"):
+        decoded(settings, gptq_v2("w.", packed))
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_tensors_that_do_not_fit(name: str) -> None:
+    """One that is missing, of another length or dtype is named, with what was wanted."""
+    way = WAYS[name]
+    tensors = way.pack("w.", random_codes((48, 256), way, torch.Generator(), torch.float16))
+    known_by = ("qweight", "weight_packed", "scales", "weight_scale")
+    for key in tensors:
+        other = {**tensors, key: torch.zeros(3, 3, 3, dtype=torch.float64)}
+        with pytest.raises(CheckpointError, match=f"'{key}'.*wanted"):
+            find(way.settings, other)
+        if not key.endswith((*known_by, "g_idx", "zero_point")) and key != "w.weight":
+            other.pop(key)
+            with pytest.raises(CheckpointError, match=f"no tensor '{key}', wanted"):
+                find(way.settings, other)
+
+
+def test_what_config_says_and_what_is_stored() -> None:
+    """compressed-tensors says the shape once more: it has to be that of the codes."""
+    tensors = WAYS["compressed-tensors"].pack("w.", known_codes())
+    tensors["w.weight_shape"] = torch.tensor([64, 60])
+    with pytest.raises(CheckpointError, match="said to be"):
+        decoded(WAYS["compressed-tensors"].settings, tensors)
+
+
+def test_names() -> None:
+    """The registry and the list of names that checkpoints may say are one."""
+    assert tuple(one.method for one in CODES) == CONVERTED
+    assert codes_format({"quant_method": "fp8"}) is None
