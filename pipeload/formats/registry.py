@@ -12,7 +12,7 @@ from pipeload.formats.bitnet import BITNET
 from pipeload.formats.bitsandbytes.format import BITSANDBYTES
 from pipeload.formats.compressed_tensors import COMPRESSED_TENSORS
 from pipeload.formats.format import named, refusal, setting
-from pipeload.formats.forms import INT8
+from pipeload.formats.forms import CONVERTED, INT8
 from pipeload.formats.fp8 import FP8, MXFP8
 from pipeload.formats.integers.format import INTEGERS
 from pipeload.formats.metal import METAL
@@ -28,6 +28,10 @@ if TYPE_CHECKING:
 FROM_FLOATS: Final = (
     "Use the float checkpoint (bf16, fp16 or fp32) that it was made of, or a smaller copy of that: "
     "`pipeload quantize SRC DST --method int4` (or int8)."
+)
+CONVERT: Final = (
+    "`pipeload convert SRC DST` makes one that streams out of it, with the same integers; or use "
+    "the float checkpoint."
 )
 FORMATS: Final[list[Format]] = [
     BITSANDBYTES,
@@ -68,7 +72,7 @@ def check_config(config: Any) -> Format:
     if found is None:
         method = named(config)
         why = REFUSED.get(method, UNKNOWN)
-        raise refusal(method, why, FROM_FLOATS)
+        raise refusal(method, why, CONVERT if method in CONVERTED else FROM_FLOATS)
     if found.only is not None:
         name, wanted = found.only
         value = setting(config, name)
@@ -90,11 +94,14 @@ def check_unpacked(config: Any) -> None:
     found = format_of(config)
     if found is not None and is_unpacked(found) and not setting(config, "dequantize"):
         assert found.unpacking is not None  # noqa: S101 - it is unpacked
+        also = " Or `pipeload convert` takes integers over, which stay packed." * (
+            found.method in CONVERTED
+        )
         raise refusal(
             found.method,
             "transformers would keep its weights packed",
             f"Pass quantization_config=transformers.{found.unpacking.config}(dequantize=True): "
-            "they are unpacked as they are read, then.",
+            f"they are unpacked as they are read, then.{also}",
         )
 
 

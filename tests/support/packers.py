@@ -70,7 +70,8 @@ def words(codes: torch.Tensor, bits: int = 4) -> torch.Tensor:
     """int32 of [..., n] of codes of [..., n * 32 / bits], the first in the lowest bits."""
     shifts = torch.arange(0, 32, bits)
     wide = codes.long().unflatten(-1, (-1, 32 // bits)) << shifts
-    return wide.sum(-1).to(torch.int32)
+    made: torch.Tensor = wide.sum(-1).to(torch.int32)
+    return made
 
 
 def _gptq(stem: str, packed: Packed, *, less: int, bits: int = 4) -> dict[str, torch.Tensor]:

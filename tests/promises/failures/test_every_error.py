@@ -38,10 +38,10 @@ from pipeload.errors import (
 )
 from pipeload.formats.bitsandbytes import tiles
 from pipeload.formats.integers import order
+from pipeload.formats.integers.format import METHOD
 from pipeload.formats.integers.quantizer import PipeloadConfig, PipeloadQuantizer
 from pipeload.hf import takeover
-from pipeload.quantiser import quantise
-from pipeload.quantiser.forms import IntegerForm
+from pipeload.quantiser.folder import check_result
 from pipeload.weights.row_cuts import RowRange
 from pipeload.weights.whole_shape import WholeShape
 from tests.support.commands import invoke, save_tokenizer
@@ -102,9 +102,10 @@ def hollow(floats: Path, tmp_path: Path) -> Iterator[Path]:
 
 
 def test_a_model_that_loads_no_weights(hollow: Path, tmp_path: Path) -> None:
-    """There is nothing to quantise, nor to measure."""
-    with pytest.raises(CheckpointError, match="holds no weights"):
-        pipeload.quantize(hollow, tmp_path / "target")
+    """There is nothing to quantise or to convert, nor to measure."""
+    for make in (pipeload.quantize, pipeload.convert):
+        with pytest.raises(CheckpointError, match="holds no weights"):
+            make(hollow, tmp_path / "target")
     (tmp_path / "text").write_text("w3 w4 w5")
     assert "has no weights" in invoke("eval", hollow, "--text", tmp_path / "text").stderr
 
@@ -309,16 +310,15 @@ def test_a_result_that_the_library_reads_otherwise(
     floats: Path, packed: Path, tmp_path: Path
 ) -> None:
     """Not at all as quantised, with other weights, or with weights of other shapes."""
-    form = IntegerForm(8, group=64, zero_points="rtn", calibrated=False)
     with pytest.raises(UnsupportedModelError, match="does not take"):
-        quantise._check_result(floats, form, 1)
+        check_result(floats, METHOD, 1)
     with pytest.raises(UnsupportedModelError, match="of 1 weights of LlamaForCausalLM"):
-        quantise._check_result(packed, form, 1)
+        check_result(packed, METHOD, 1)
     folder = shutil.copytree(packed, tmp_path / "other")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"intermediate_size": 208}))
     with pytest.raises(UnsupportedModelError, match="does not find again"):
-        quantise._check_result(folder, form, 1)
+        check_result(folder, METHOD, 1)
 
 
 def test_no_bitsandbytes(floats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

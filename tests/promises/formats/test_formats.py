@@ -19,8 +19,9 @@ import pipeload
 from pipeload import UnsupportedModelError
 from pipeload.budget import cut
 from pipeload.budget.accounts import ACCOUNTANT
+from pipeload.formats.forms import CONVERTED
 from pipeload.formats.refused import REFUSED
-from pipeload.formats.registry import FORMATS, FROM_FLOATS
+from pipeload.formats.registry import CONVERT, FORMATS, FROM_FLOATS
 from pipeload.hf import recipes, takeover
 from tests.support import quantised
 from tests.support.models import load_plain, save_random
@@ -237,7 +238,7 @@ def test_refused(method: str | None, tiny: TinyCheckpoint, tmp_path: Path) -> No
             load(folder)
         words = str(refusal.value)
         assert words.startswith(f"checkpoints quantised by {str(method)!r} cannot be streamed: ")
-        assert words.endswith(FROM_FLOATS)
+        assert words.endswith(CONVERT if method in CONVERTED else FROM_FLOATS)
         if found is not None:
             assert found in words
 
@@ -344,6 +345,11 @@ def rows() -> list[str]:
         made = one.unpacking
         packed = made is not None and made.packed_on_cpu
         needs = f"pass `{made.config}(dequantize=True)`" if made and packed else "-"
+        if one.method in CONVERTED:
+            needs = f"`pipeload convert`, or {needs}" if packed else "also `pipeload convert`"
         lines.append(f"| `{one.method}`{only} | streamed: {one.how} | {needs} |")
-    advised = "`pipeload quantize` of the floats"
-    return [*lines, *(f"| `{n}` | refused: {why} | {advised} |" for n, why in REFUSED.items())]
+    for method, why in REFUSED.items():
+        floats = "`pipeload quantize` of the floats"
+        advised = "`pipeload convert`" if method in CONVERTED else floats
+        lines.append(f"| `{method}` | refused: {why} | {advised} |")
+    return lines

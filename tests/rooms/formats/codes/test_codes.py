@@ -158,6 +158,22 @@ def test_a_scheme_of_inputs_that_were_measured() -> None:
         find(settings | {"config_groups": {"group_0": group}}, {})
 
 
+def test_a_strategy_that_is_not_by_rows() -> None:
+    """Of compressed-tensors: blocks of rows and columns."""
+    settings = WAYS["compressed-tensors"].settings
+    group = {"weights": {"num_bits": 4, "type": "int", "strategy": "block"}}
+    with pytest.raises(UnsupportedModelError, match="strategy 'block'"):
+        find(settings | {"config_groups": {"group_0": group}}, {})
+
+
+def test_groups_of_no_whole_columns() -> None:
+    """Three scales for 64 columns."""
+    tensors = WAYS["awq"].pack("w.", known_codes())
+    tensors["w.scales"] = torch.ones(3, 64, dtype=torch.float16)
+    with pytest.raises(CheckpointError, match="64 columns of 'w.weight' are no whole number of 3"):
+        find(WAYS["awq"].settings, tensors)
+
+
 def test_a_version_that_cannot_be() -> None:
     """Said to be symmetric, and decoded by the other version's rule: its zeros show it."""
     packed = known_codes()._replace(zero=torch.full((2, 64), 8, dtype=torch.int32))
