@@ -170,7 +170,9 @@ def test_groups_of_no_whole_columns() -> None:
     """Three scales for 64 columns."""
     tensors = WAYS["awq"].pack("w.", known_codes())
     tensors["w.scales"] = torch.ones(3, 64, dtype=torch.float16)
-    with pytest.raises(CheckpointError, match="64 columns of 'w.weight' are no whole number of 3"):
+    with pytest.raises(
+        CheckpointError, match=r"64 columns of 'w\.weight' are no whole number of 3"
+    ):
         find(WAYS["awq"].settings, tensors)
 
 
