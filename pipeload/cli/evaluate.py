@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json as json_module
 import sys
+from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +29,7 @@ from pipeload.entry.request import make_request
 from pipeload.entry.texts import check_tokens, load_tokenizer, read_text
 from pipeload.errors import CheckpointError, MemoryLimitError, OptionError
 from pipeload.evaluate import report
+from pipeload.evaluate.compare import FirstLogits
 from pipeload.evaluate.perplexity import measure, tokens_to_hint
 from pipeload.evaluate.text import Encoded, encode
 from pipeload.evaluate.text_windows import default_stride, default_window, slide
@@ -34,10 +37,13 @@ from pipeload.evaluate.token_count import all_passes
 from pipeload.hf.takeover import peek
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
+    import torch
+
     from pipeload.budget.pass_needs import PassNeeds
+    from pipeload.evaluate.text_windows import Window
     from pipeload.weights.device import Device
 
 
@@ -55,6 +61,7 @@ class Arguments:
     batch: int | None = None
     max_tokens: int | None = None
     dtype: str = "auto"
+    compare: bool = False
     json: bool = False
 
 
@@ -98,28 +105,51 @@ def run(asked: Arguments, *, debug: bool) -> None:
             f"--stride {stride} is more than the window of {window} tokens, so tokens between two "
             f"windows would be left out. Give at most {window}."
         )
-    table = report.ResultTable(asked.models)
+    table = report.ResultTable(asked.models, compare=asked.compare)
     rows: list[report.ModelResult] = []
-    for subject in subjects:
-        alike = subject.encoded.same_tokens(subjects[0].encoded)
-        row = _evaluate(subject, asked, window=window, stride=stride)
-        gc.collect()  # the next one needs its memory
-        rows.append(report.compared(row, rows[0] if rows else row, same_tokens=alike))
-        # For all of them the same, whatever "auto" meant.
-        asked = replace(
-            asked,
-            memory_limit=row.memory_limit,
-            host_memory_limit=None if device is None else row.host_memory_limit,
-        )
-        if not asked.json:
-            sys.stdout.write((table.head() if len(rows) == 1 else "") + table.line(rows[-1]))
-            sys.stdout.flush()  # a model may take hours
+    with _first_logits(asked) as first:
+        for subject in subjects:
+            alike = subject.encoded.same_tokens(subjects[0].encoded)
+            predicted = None if first is None or not alike else first.compare
+            if first is not None and not rows:
+                predicted = first.keep
+            row = _evaluate(subject, asked, predicted, window=window, stride=stride)
+            gc.collect()  # the next one needs its memory
+            agreement = None if first is None else first.agreement()
+            rows.append(
+                report.compared(row, rows[0] if rows else row, agreement, same_tokens=alike)
+            )
+            # For all of them the same, whatever "auto" meant.
+            asked = replace(
+                asked,
+                memory_limit=row.memory_limit,
+                host_memory_limit=None if device is None else row.host_memory_limit,
+            )
+            if not asked.json:
+                sys.stdout.write((table.head() if len(rows) == 1 else "") + table.line(rows[-1]))
+                sys.stdout.flush()  # a model may take hours
     if asked.json:
         result = {"text": str(asked.text), "window": window, "stride": stride}
         models = [row.as_dict() for row in rows]
         sys.stdout.write(json_module.dumps(result | {"models": models}) + "\n")
     else:
         sys.stdout.write(report.notes(rows, shortened=asked.max_tokens is not None))
+
+
+@contextlib.contextmanager
+def _first_logits(asked: Arguments) -> Iterator[FirstLogits | None]:
+    """Where the first model's logits wait for the others; None if nobody asked.
+
+    Raises:
+        OptionError: there are no others, or there is no room.
+    """
+    if not asked.compare:
+        yield None
+        return
+    if len(asked.models) == 1:
+        raise OptionError("--compare compares models with the first one. Name another one as well.")
+    with closing(FirstLogits()) as first:
+        yield first
 
 
 def _prepare(model: str, text: str, asked: Arguments, device: Device | None) -> _Subject:
@@ -166,7 +196,12 @@ def _choose_window(asked: Arguments, subjects: Sequence[_Subject]) -> int:
 
 
 def _evaluate(
-    subject: _Subject, asked: Arguments, *, window: int, stride: int
+    subject: _Subject,
+    asked: Arguments,
+    predicted: Callable[[Window, torch.Tensor], None] | None,
+    *,
+    window: int,
+    stride: int,
 ) -> report.ModelResult:
     encoded = subject.encoded
     tokens = len(encoded.ids)
@@ -202,6 +237,7 @@ def _evaluate(
                 windows,
                 batch=subject.batch,
                 pass_begins=shown.pass_begins,
+                predicted=predicted,
             )
     except MemoryLimitError as error:
         raise MemoryLimitError(

@@ -237,6 +237,14 @@ MaxTokens = Annotated[
     int | None, typer.Option(min=2, help="Stop after this many tokens of the text.")
 ]
 
+Compare = Annotated[
+    bool,
+    typer.Option(
+        "--compare",
+        help="How far predictions are from the first model's; its logits wait in a file (TMPDIR).",
+    ),
+]
+
 # -- demo ----------------------------------------------------------------------------------------
 
 DemoLimit = Annotated[

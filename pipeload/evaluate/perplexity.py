@@ -73,6 +73,7 @@ def measure(
     *,
     batch: int | None,
     pass_begins: Callable[[int, int], None],
+    predicted: Callable[[Window, torch.Tensor], None] | None = None,
 ) -> Losses:
     """Run the model over all windows.
 
@@ -83,6 +84,8 @@ def measure(
         windows: which of its tokens are seen and which are scored.
         batch: windows per pass; when None, as many as make the least streaming within the limit.
         pass_begins: called with the tokens scored so far and those that the pass will score.
+        predicted: called with each window and the logits that its scored tokens had before them,
+            `[scored, words]`.
 
     Raises:
         MemoryLimitError: a pass does not fit.
@@ -97,7 +100,7 @@ def measure(
             part = group[start : start + size]
             coming = sum(window.scored for window in part)
             pass_begins(done, coming)
-            _score(model, ids, part, nats)
+            _score(model, ids, part, nats, predicted)
             passes, largest = passes + 1, max(largest, len(part))
             done += coming
     return Losses(nats, len(windows), passes, largest, time.perf_counter() - started)
@@ -137,7 +140,13 @@ def _shaped(forward: Callable[..., Any], group: Sequence[Window], batch: int) ->
     return _arguments(forward, ids, group[0].scored)
 
 
-def _score(model: Any, ids: torch.Tensor, part: Sequence[Window], nats: torch.Tensor) -> None:
+def _score(
+    model: Any,
+    ids: torch.Tensor,
+    part: Sequence[Window],
+    nats: torch.Tensor,
+    predicted: Callable[[Window, torch.Tensor], None] | None,
+) -> None:
     """One pass; fills in the losses of its windows."""
     kept = part[0].scored
     batch = torch.stack([ids[window.begin : window.end] for window in part]).to(model.device)
@@ -153,6 +162,8 @@ def _score(model: Any, ids: torch.Tensor, part: Sequence[Window], nats: torch.Te
         ):
             into.copy_(cross_entropy(before.float(), wanted, reduction="none"))
         _check(nats, window)
+        if predicted is not None:
+            predicted(window, row[-kept - 1 : -1])
 
 
 def _arguments(forward: Callable[..., Any], ids: torch.Tensor, kept: int) -> dict[str, Any]:

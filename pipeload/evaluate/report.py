@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pipeload.engine.stats import Stats
+    from pipeload.evaluate.compare import Agreement
     from pipeload.evaluate.perplexity import Losses
 
 _COLUMNS = (
@@ -24,6 +25,7 @@ _COLUMNS = (
     "seconds",
     "tokens/s",
 )
+_COMPARED = ("KL", "same-top")
 _MOST_NAME = 48  # characters of a model's name
 
 
@@ -43,6 +45,11 @@ class ModelResult:
     """Perplexity over that of the first model; None with other tokens."""
     same_tokens: bool
     """Whether the text is the same tokens as for the first model."""
+    divergence: float | None
+    """Of its predictions from the first model's: the mean Kullback-Leibler divergence, in nats per
+    token. None for the first, with other words, and where nobody asked."""
+    same_top: float | None
+    """The share of tokens for which the same word is on top as in the first model."""
     bits_per_byte: float | None
     """Bits of loss per byte of the text that is scored, whatever the tokens; None where the
     tokenizer does not tell which bytes a token stands for."""
@@ -94,6 +101,8 @@ def make_row(
         perplexity=losses.perplexity,
         ratio=None,
         same_tokens=True,
+        divergence=None,
+        same_top=None,
         bits_per_byte=bits / text_bytes if text_bytes else None,
         tokens_scored=losses.tokens,
         text_tokens=text_tokens,
@@ -113,26 +122,33 @@ def make_row(
     )
 
 
-def compared(result: ModelResult, first: ModelResult, *, same_tokens: bool) -> ModelResult:
-    """The result with its ratio to the first one."""
+def compared(
+    result: ModelResult, first: ModelResult, agreement: Agreement | None, *, same_tokens: bool
+) -> ModelResult:
+    """The result with its ratio to the first one, and how alike their predictions are."""
     ratio = result.perplexity / first.perplexity if same_tokens else None
-    return replace(result, ratio=ratio, same_tokens=same_tokens)
+    divergence, same_top = (None, None) if agreement is None else agreement
+    return replace(
+        result, ratio=ratio, same_tokens=same_tokens, divergence=divergence, same_top=same_top
+    )
 
 
 class ResultTable:
     """Written line by line, as models are done."""
 
-    def __init__(self, models: Sequence[str]) -> None:
+    def __init__(self, models: Sequence[str], *, compare: bool) -> None:
+        """`compare`: whether predictions are compared as well."""
         self._width = max(len("model"), *(len(_name(model)) for model in models))
+        self._compare = compare
 
     def head(self) -> str:
         """The line with the names of the columns."""
-        return self._line("model", _COLUMNS)
+        return self._line("model", (*_COLUMNS, *(_COMPARED if self._compare else ())))
 
     def line(self, result: ModelResult) -> str:
         """The line of one model."""
         mark = "" if result.same_tokens else "*"
-        cells = (
+        cells = [
             format_size(result.weight_bytes),
             f"{result.bytes_per_weight:.3f}",
             f"{result.perplexity:.4f}{mark}"
@@ -143,7 +159,11 @@ class ResultTable:
             str(result.tokens_scored),
             f"{result.seconds:.3g}",
             f"{result.tokens_per_second:.3g}",
-        )
+        ]
+        if self._compare:
+            apart, same = result.divergence, result.same_top
+            cells.append("-" if apart is None else f"{apart:.5f}")
+            cells.append("-" if same is None else f"{same:.2%}")
         return self._line(_name(result.model), cells)
 
     def _line(self, name: str, cells: Sequence[str]) -> str:

@@ -7,6 +7,7 @@ import json
 import math
 import shutil
 import signal
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -287,6 +288,63 @@ def test_a_table_of_two_models(reader: Path, other: Path, text: Path) -> None:
     ratio = two["perplexity"] / one["perplexity"]
     assert float(second["ratio"]) == pytest.approx(ratio, abs=1e-4)
     assert "*" not in result.stdout
+
+
+def all_logits(model: Any, ids: torch.Tensor, window: int, stride: int) -> torch.Tensor:
+    """What a plain model says before each scored token, `[tokens, words]`."""
+    found, seen = [], 0
+    for begin in range(0, len(ids), stride):
+        end = min(begin + window, len(ids))
+        first = max(seen, begin + 1)
+        with torch.no_grad():
+            logits = model(ids[None, begin:end], use_cache=False).logits[0]
+        found.append(logits[first - begin - 1 : end - begin - 1])
+        seen = end
+        if end == len(ids):
+            break
+    return torch.cat(found)
+
+
+def test_predictions_are_compared(
+    reader: Path, other: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`--compare`: as computed from both models' logits at once, also in small steps."""
+    monkeypatch.setattr("pipeload.evaluate.compare._ITEMS", 3 * 512)
+    arguments = (reader, other, "--text", text, "--window", 16, "--stride", 5, "--compare")
+    result = invoke("eval", *arguments, "--json")
+    assert result.exit_code == 0, result.output
+    first, second = json.loads(result.stdout)["models"]
+    assert (first["divergence"], first["same_top"]) == (None, None)
+    ids = torch.tensor(
+        transformers.AutoTokenizer.from_pretrained(reader)(text.read_text().strip())["input_ids"]
+    )
+    one, two = (
+        all_logits(load_plain(model), ids, 16, 5).float().log_softmax(-1)
+        for model in (reader, other)
+    )
+    apart = (one.exp() * (one - two)).sum(-1).mean()
+    assert second["divergence"] == pytest.approx(float(apart), rel=1e-4)
+    same = (one.argmax(-1) == two.argmax(-1)).float().mean()
+    assert second["same_top"] == pytest.approx(float(same))
+    shown = table_of(invoke("eval", *arguments).stdout)
+    assert shown[0]["KL"] == "-"
+    assert float(shown[1]["KL"]) == pytest.approx(second["divergence"], abs=1e-5)
+    itself = json.loads(invoke("eval", reader, *arguments[:1], *arguments[2:], "--json").stdout)
+    assert (itself["models"][1]["divergence"], itself["models"][1]["same_top"]) == (0.0, 1.0)
+
+
+def test_predictions_that_cannot_be_compared(
+    reader: Path, foreign: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With nobody, with other tokens, and without room for the first one's."""
+    alone = invoke("eval", reader, "--text", text, "--compare")
+    assert "Name another one" in alone.stderr
+    result = invoke("eval", reader, foreign, "--text", text, "--compare", "--json")
+    assert json.loads(result.stdout)["models"][1]["divergence"] is None
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "nowhere"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "nowhere"))
+    refused = invoke("eval", reader, reader, "--text", text, "--compare")
+    assert "Set TMPDIR" in refused.stderr
 
 
 def test_different_tokenizers(reader: Path, foreign: Path, text: Path) -> None:
