@@ -46,6 +46,13 @@ class Method(str, enum.Enum):
     FP4 = "fp4"
 
 
+class Head(str, enum.Enum):
+    """What the output head becomes."""
+
+    FLOAT = "float"
+    INT8 = "int8"
+
+
 class ZeroPoints(str, enum.Enum):
     """How scales and zeros of int4 groups are found."""
 
@@ -306,6 +313,12 @@ CalibrationTokens = Annotated[
 ]
 DoubleQuant = Annotated[
     bool, typer.Option("--double-quant", help="Of nf4 and fp4: scales are quantised, too.")
+]
+HeadOption = Annotated[
+    Head,
+    typer.Option(
+        help="int8, with int4 and int8: the output head as well, also one that is the embedding."
+    ),
 ]
 ShardSize = Annotated[str, typer.Option(help="The most that one file takes.")]
 

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from pipeload.errors import OptionError, UnsupportedModelError
-from pipeload.formats.forms import FORMS
+from pipeload.formats.forms import FORMS, INT8
 from pipeload.formats.integers.rounding import GROUPS, ZERO_POINTS
-from pipeload.quantiser.forms import Form, FourBitForm, IntegerForm
+from pipeload.quantiser.forms import HEAD_BITS, Form, FourBitForm, IntegerForm
 from pipeload.quantiser.four_bits import KINDS
 
 if TYPE_CHECKING:
@@ -19,7 +19,27 @@ if TYPE_CHECKING:
 
     from pipeload.hf.pending_load import PendingLoad
 
+HEADS = ("float", INT8)
+"""What becomes of the output head."""
 _FLOATS = {"F32", "F16", "BF16"}
+
+
+class Head(NamedTuple):
+    """An output head that becomes int8."""
+
+    path: str
+    """In the model."""
+    name: str
+    """Of its weight in the checkpoint that is made."""
+    source: str
+    """Of the stored tensor that it is made of: the embedding's, where both are one."""
+    module: nn.Linear
+    form: Form
+
+    @property
+    def is_tied(self) -> bool:
+        """Whether it has shared the embedding's weight so far."""
+        return self.name != self.source
 
 
 class Choice(NamedTuple):
@@ -31,6 +51,8 @@ class Choice(NamedTuple):
     """Where they are in the model."""
     kept: list[str]
     """Paths of the others."""
+    head: Head | None
+    """It is among neither."""
 
 
 def _check(name: str, value: object, allowed: Sequence[object]) -> None:
@@ -86,12 +108,53 @@ def _refuse_given(method: str, others: str, **options: object) -> None:
             )
 
 
-def choose(pending: PendingLoad, form: Form) -> Choice:
-    """What of a model is quantised.
+def make_head_form(head: str | None, method: str) -> Form | None:
+    """What the option for the head asks for.
+
+    Raises:
+        OptionError: it means nothing, or would change nothing.
+    """
+    _check("head", head, HEADS)
+    if head != INT8:
+        return None
+    if method in KINDS:
+        _refuse_given(method, "int4 and int8", head=head)
+    return IntegerForm(HEAD_BITS, group=0, zero_points=ZERO_POINTS[0], calibrated=False)
+
+
+def find_head(pending: PendingLoad, form: Form) -> Head:
+    """The output head, which is to become that form.
+
+    Raises:
+        UnsupportedModelError: the model has none, or one that cannot be.
+    """
+    model = pending.model
+    module = model.get_output_embeddings()
+    path = next((path for path, one in model.named_modules() if one is module), None)
+    if type(module) is not torch.nn.Linear or path is None or not form.fits(module):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has no output head that could be {form.name}: it takes a "
+            f"Linear with {form.wants}. Leave --head out."
+        )
+    name = f"{path}.weight"
+    owner = (model.all_tied_weights_keys or {}).get(name, name)
+    found = {parameter: source for source, parameter in pending.plain_parameters().items()}
+    source = found.get(owner)
+    if source is None or pending.checkpoint.entries[source].dtype not in _FLOATS:
+        raise UnsupportedModelError(
+            f"the output head of {type(model).__name__}, {name!r}, is no float tensor of the "
+            "checkpoint as it is. Leave --head out."
+        )
+    return Head(path, name if owner != name else source, source, module, form)
+
+
+def choose(pending: PendingLoad, form: Form, head_form: Form | None) -> Choice:
+    """What of a model is quantised; `head_form`: to what its output head is.
 
     Raises:
         UnsupportedModelError: nothing can be.
     """
+    as_integers = None if head_form is None else find_head(pending, head_form)
     model = pending.model
     head = model.get_output_embeddings()
     tied = {*(model.all_tied_weights_keys or {})} | {*(model.all_tied_weights_keys or {}).values()}
@@ -104,6 +167,7 @@ def choose(pending: PendingLoad, form: Form) -> Choice:
         if mine and float_weight and form.fits(module):
             chosen[name], paths[name] = module, path
     taken = {id(module) for module in chosen.values()}
+    taken |= {id(head)} if as_integers is not None else set()
     linears = [(p, m) for p, m in model.named_modules() if type(m) is torch.nn.Linear]
     kept = [path for path, module in linears if id(module) not in taken]
     if not chosen:
@@ -113,4 +177,4 @@ def choose(pending: PendingLoad, form: Form) -> Choice:
             f"{type(model).__name__} has nothing that {form.name} could be made of: {why}, "
             f"and it takes Linears with {form.wants}. Try another method, or stream it as it is."
         )
-    return Choice(chosen, paths, kept)
+    return Choice(chosen, paths, kept, as_integers)

@@ -140,7 +140,7 @@ def make(
     with Output(Path(target).absolute(), request) as output:
         write_weights(output, divide(steps, shard_bytes), progress)
         dtype_name = str(kernel.dtype).removeprefix("torch.")
-        write_rest(output, source.paths[0].parent, config.to_dict(), dtype_name)
+        write_rest(output, source.paths[0].parent, config.to_dict(), {"dtype": dtype_name})
         card = model_card.write(
             source=folder.resolve().name if folder.is_dir() else str(pretrained),
             from_hub=not folder.is_dir(),

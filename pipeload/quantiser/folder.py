@@ -13,6 +13,7 @@ from pipeload.hf.takeover import peek
 from pipeload.quantiser.shards import Output, Step, shard_name
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
 Progress = Callable[[int, int], None]
@@ -49,9 +50,9 @@ def write_weights(output: Output, shards: list[list[Step]], progress: Progress |
 
 
 def write_rest(
-    output: Output, source: Path, config: dict[str, Any], dtype: str | None = None
+    output: Output, source: Path, config: dict[str, Any], told: Mapping[str, Any]
 ) -> None:
-    """Copy what else is in the folder `source`; its configuration gets `config`, and `dtype`.
+    """Copy what else is in the folder `source`; its configuration gets `config` and `told`.
 
     Raises:
         OptionError: the disk is full, or cannot be written to.
@@ -64,9 +65,9 @@ def write_rest(
     written: dict[str, Any] = json.loads((source / "config.json").read_text(encoding="utf-8"))
     written["quantization_config"] = config
     written.pop("quantization", None)  # as MLX says the same
-    if dtype is not None:
-        written.pop("torch_dtype", None)
-        written["dtype"] = dtype
+    if "dtype" in told:
+        written.pop("torch_dtype", None)  # its older name
+    written |= told
     output.write_text("config.json", json.dumps(written, indent=2) + "\n")
 
 

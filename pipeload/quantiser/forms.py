@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from pipeload.quantiser.tensor import Reading
 
 
+HEAD_BITS = 8
+"""Of an output head that is to be integers."""
 PART_BYTES = 16 << 20
 """The most that an integer weight takes in one piece: two pieces have to fit beside each other when
 it is streamed. More than what one thread at a time is busy with, less than a laptop would miss."""
@@ -80,8 +82,11 @@ class Form(Protocol):
     def parts(self, module: nn.Linear) -> int:
         """In how many its weight is stored."""
 
-    def config(self, model: Any, kept: Sequence[str]) -> dict[str, Any]:
-        """`quantization_config` of config.json; `kept`: paths of Linears that are left."""
+    def config(self, model: Any, kept: Sequence[str], head: str | None) -> dict[str, Any]:
+        """`quantization_config` of config.json.
+
+        `kept`: paths of Linears that are left. `head`: of one that is int8.
+        """
 
 
 class IntegerForm:
@@ -139,9 +144,11 @@ class IntegerForm:
         """More than one for large weights, which are cut."""
         return len(self._config.parts(module.out_features, module.in_features))
 
-    def config(self, model: Any, kept: Sequence[str]) -> dict[str, Any]:
-        """Names everything that is kept."""
+    def config(self, model: Any, kept: Sequence[str], head: str | None) -> dict[str, Any]:
+        """Names everything that is kept, and a head of other bits."""
         self._config.modules_to_not_convert = list(kept)
+        if head is not None and self._config.bits != HEAD_BITS:
+            self._config.modules[head] = {"bits": HEAD_BITS}
         return self._config.to_dict()
 
 
@@ -182,7 +189,7 @@ class FourBitForm:
         """One: it is never cut."""
         return 1
 
-    def config(self, model: Any, kept: Sequence[str]) -> dict[str, Any]:
+    def config(self, model: Any, kept: Sequence[str], head: str | None) -> dict[str, Any]:
         """Names what is kept only where the library would not keep the same by itself."""
         others = [path for path, module in model.named_modules() if isinstance(module, Conv1D)]
         kept = [*kept, *others]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -23,7 +24,7 @@ from pipeload.formats.integers.order import BLOCK_ROWS
 from pipeload.hf.takeover import peek
 from pipeload.quantiser import calibration, model_card
 from pipeload.quantiser.calibration_text import find_text
-from pipeload.quantiser.choice import choose, make_form
+from pipeload.quantiser.choice import choose, make_form, make_head_form
 from pipeload.quantiser.folder import check_result, write_rest, write_weights
 from pipeload.quantiser.shards import Output, divide
 from pipeload.quantiser.tensor import Reading, copied
@@ -55,6 +56,7 @@ def quantize(
     group_size: int | None = None,
     zero_points: str | None = None,
     double_quant: bool = False,
+    head: str | None = None,
     calibrate: str | os.PathLike[str] | None = None,
     calibration_tokens: int | None = None,
     memory_limit: int | str | None = None,
@@ -76,6 +78,8 @@ def quantize(
         zero_points: of int4, how scales and zeros are found: "search" for the least squared error
             (if None), "rtn" (round to nearest), or "hqq", which moves the zeros of that.
         double_quant: of nf4 and fp4: the scales are quantised, too.
+        head: of int4 and int8: "int8" makes the output head int8 as well, also where it has shared
+            the embedding's weight; None or "float" leave it.
         calibrate: of int4 and int8: a file with a text, or "builtin", the one that comes with
             pipeload. The float model reads it once, streamed within the limit, and errors count by
             how large their inputs were: much closer, above all for int4. None or "off" look at
@@ -103,6 +107,7 @@ def quantize(
         group_size=group_size,
         zero_points=zero_points,
         double_quant=double_quant,
+        head=head,
         calibrate=calibrate,
         calibration_tokens=calibration_tokens,
         memory_limit=memory_limit,
@@ -127,6 +132,7 @@ def make(
     group_size: int | None,
     zero_points: str | None,
     double_quant: bool,
+    head: str | None,
     calibrate: str | os.PathLike[str] | None,
     calibration_tokens: int | None,
     memory_limit: int | str | None,
@@ -148,12 +154,22 @@ def make(
         calibrate=None if text is None else str(calibrate),
     )
     shard_bytes = parse_size(max_shard_size, name="max_shard_size")
+    head_form = make_head_form(head, method)
     pending = _open(pretrained, kwargs)
-    choice = choose(pending, form)
-    chosen = choice.linears
-    config = form.config(pending.model, choice.kept)
+    choice = choose(pending, form, head_form)
+    config = form.config(
+        pending.model, choice.kept, None if choice.head is None else choice.head.path
+    )
     entries = sorted(pending.checkpoint.entries.values(), key=lambda e: (str(e.file), e.start))
     files = FileSet(pending.files, "buffered", resolve_timeout("auto"), stamps_of(entries))
+    chosen, forms, told = dict(choice.linears), dict.fromkeys(choice.linears, form), {}
+    if choice.head is not None:
+        of = choice.head
+        chosen[of.name], forms[of.name] = of.module, of.form
+        if of.is_tied:
+            table = pending.checkpoint.entries[of.source]
+            entries.insert(entries.index(table) + 1, replace(table, name=of.name))
+            told["tie_word_embeddings"] = False
     _items(memory_limit, chosen)  # refuses before anything is made
     floats = model_card.Floats(
         {entry.name: math.prod(entry.shape) for entry in entries}, without=chosen
@@ -169,7 +185,7 @@ def make(
     with Output(Path(target).absolute(), request) as output:
         known = calibration.Importances({}, "")
         if text is not None:
-            columns = {choice.paths[name]: linear.in_features for name, linear in chosen.items()}
+            columns = {path: chosen[name].in_features for name, path in choice.paths.items()}
             known = calibration.collect(
                 pretrained,
                 text,
@@ -180,15 +196,18 @@ def make(
             )
         reading = Reading(files, _items(memory_limit, chosen))
         steps = [
-            form.step(
-                entry, chosen[entry.name], reading, known.mean_squares.get(choice.paths[entry.name])
+            forms[entry.name].step(
+                entry,
+                chosen[entry.name],
+                reading,
+                known.mean_squares.get(choice.paths.get(entry.name, "")),
             )
             if entry.name in chosen
             else copied(entry, files)
             for entry in entries
         ]
         write_weights(output, divide(steps, shard_bytes), progress)
-        write_rest(output, pending.files[0].parent, config)
+        write_rest(output, pending.files[0].parent, config, told)
         card = model_card.write(
             source=source.resolve().name if source.is_dir() else str(pretrained),
             from_hub=not source.is_dir(),
@@ -196,15 +215,18 @@ def make(
             form=form,
             command="quantize",
             kept_paths=choice.kept,
-            rows={"Calibration": known.read} if known.read else {},
-            about="Embeddings and the output head are kept as floats. "
+            rows=({"Calibration": known.read} if known.read else {})
+            | ({} if choice.head is None else {"Output head": choice.head.form.description}),
+            about=("Embeddings are" if choice.head else "Embeddings and the output head are")
+            + " kept as floats. "
             + (_READ if known.read else "No data was used."),
             floats=floats,
             before=pending.checkpoint.total_bytes,
             after=sum(file.stat().st_size for file in output.folder.glob("*.safetensors")),
         )
         output.write_text("README.md", card)
-        check_result(output.folder, form.loaded_by, sum(map(form.parts, chosen.values())))
+        parts = sum(forms[name].parts(module) for name, module in chosen.items())
+        check_result(output.folder, form.loaded_by, parts)
         output.finish()
     if floats.share > _MOST_FLOATS:
         _log.warning("%s of %s stayed floats", floats.described(), pretrained)

@@ -25,7 +25,7 @@ from pipeload.formats.integers.rounding import GROUPS, IMPORTANCE, ZERO_POINTS
 from pipeload.weights.row_cuts import RowRange, row_ranges
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     import torch
 
@@ -43,6 +43,7 @@ class PipeloadConfig(QuantizationConfigMixin):
         reordered: bool = False,
         part_bytes: int | None = None,
         modules_to_not_convert: Sequence[str] = (),
+        modules: Mapping[str, Mapping[str, int]] | None = None,
         **_: Any,
     ) -> None:
         """Check what a checkpoint says.
@@ -55,6 +56,7 @@ class PipeloadConfig(QuantizationConfigMixin):
             reordered: whether int4 weights say which input each of their columns takes.
             part_bytes: the most that a weight, or one of the parts it is stored in, takes.
             modules_to_not_convert: paths of Linears, or of what holds them, that are floats.
+            modules: what differs for single Linears, by their paths: {"bits": 8}.
             **_: what later versions may add.
 
         Raises:
@@ -64,6 +66,13 @@ class PipeloadConfig(QuantizationConfigMixin):
         self.bits, self.group_size, self.method, self.order = bits, group_size, method, order
         self.reordered, self.part_bytes = bool(reordered), part_bytes
         self.modules_to_not_convert = list(modules_to_not_convert)
+        self.modules = {path: dict(told) for path, told in (modules or {}).items()}
+        for path, told in self.modules.items():
+            if told != {"bits": 8}:
+                raise OptionError(
+                    f"quantization_config has modules[{path!r}]={told!r}, and this version of "
+                    "pipeload knows {'bits': 8} alone. Take a newer pipeload."
+                )
         allowed: dict[str, tuple[object, ...]] = {
             "bits": (8, 4),
             "method": (*ZERO_POINTS, IMPORTANCE, *CONVERTED),
@@ -86,6 +95,12 @@ class PipeloadConfig(QuantizationConfigMixin):
     def keeps(self, path: str) -> bool:
         """Tell whether the Linear at `path` is left as it is."""
         return any(f"{path}.".startswith(f"{kept}.") for kept in self.modules_to_not_convert)
+
+    def for_module(self, path: str) -> PipeloadConfig:
+        """Give what holds for the Linear at `path`."""
+        if path not in self.modules:
+            return self
+        return PipeloadConfig(8, method=self.method, part_bytes=self.part_bytes)
 
     def fits(self, module: nn.Linear) -> bool:
         """Tell whether the kernel takes a weight of its shape."""
@@ -149,8 +164,9 @@ class PipeloadQuantizer(HfQuantizer):
         config = self.quantization_config
         with torch.device("meta"):
             for path, module in list(model.named_modules()):
-                if type(module) is nn.Linear and not config.keeps(path) and config.fits(module):
-                    made = config.make(module, path)
+                own = config.for_module(path)
+                if type(module) is nn.Linear and not config.keeps(path) and own.fits(module):
+                    made = own.make(module, path)
                     made.train(module.training)
                     parent, _, name = path.rpartition(".")
                     setattr(model.get_submodule(parent), name, made)

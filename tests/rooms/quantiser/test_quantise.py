@@ -29,8 +29,11 @@ from pipeload.errors import (
     UnsupportedModelError,
 )
 from pipeload.formats.forms import FORMS as METHODS
-from pipeload.formats.integers.linear import Int4Linear, Int8Linear, PackedLinear
+from pipeload.formats.integers.linear import Int4Linear, Int8Linear, PackedLinear, PartedLinear
 from pipeload.formats.integers.order import ORDERS, kernel_order
+from pipeload.formats.integers.quantizer import PipeloadConfig
+from pipeload.formats.integers.rounding import to_int8
+from pipeload.hf.pending_load import PendingLoad
 from pipeload.quantiser.shards import MANIFEST
 from tests.promises.ways_in.test_device_ways import mixture
 from tests.support.children import killed_in_fork
@@ -134,6 +137,62 @@ def test_streamed_is_plain(
             assert_streamed(model)
     model.pipeload.remove()
     assert_same(outputs(model), expected, "after remove()")
+
+
+@pytest.mark.parametrize("form", ["int8", "int4 by 32"])
+@pytest.mark.parametrize("family", ["llama", "qwen3"])  # the latter's is the embedding
+def test_an_int8_head(
+    family: str,
+    form: str,
+    source: Callable[[str], Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of the head's own floats; it streams in parts, and the embedding stays as it was."""
+    monkeypatch.setattr("pipeload.quantiser.forms.PART_BYTES", 32 << 10)
+    folder = pipeload.quantize(source(family), tmp_path / "made", head="int8", **FORMS[form])
+    model = load_plain(folder)
+    floats = load_plain(source(family))
+    assert isinstance(model.lm_head, PartedLinear)
+    parts = [part for part in model.lm_head.parts if isinstance(part, Int8Linear)]
+    assert len(parts) == len(model.lm_head.parts) > 1
+    wanted = to_int8(floats.lm_head.weight)
+    assert torch.equal(torch.cat([part.weight for part in parts]), wanted.values)
+    assert torch.equal(torch.cat([part.scale for part in parts]), wanted.scale)
+    table = model.get_input_embeddings().weight
+    assert torch.equal(table, floats.get_input_embeddings().weight)
+    expected = outputs(model)
+    for limit in limits(folder, 3):
+        assert_same(outputs(load(folder, limit)), expected, f"{family}, {form} at {limit}")
+    saved = json.loads((folder / "config.json").read_text())
+    assert saved["quantization_config"]["modules"] == (
+        {} if form == "int8" else {"lm_head": {"bits": 8}}
+    )
+    model.save_pretrained(tmp_path / "saved")
+    assert_same(outputs(load_plain(tmp_path / "saved")), expected, "saved")
+
+
+def test_heads_that_cannot_be(llama: Path, tmp_path: Path) -> None:
+    """An option that means nothing, one that bitsandbytes has no use for, and a model without."""
+    with pytest.raises(OptionError, match="head='int4' is unknown"):
+        pipeload.quantize(llama, tmp_path / "made", head="int4")
+    with pytest.raises(OptionError, match="head='int8' is of int4 and int8"):
+        pipeload.quantize(llama, tmp_path / "made", method="nf4", head="int8")
+    config = AutoConfig.for_model("llama", **(SIZES | {"hidden_size": 232, "head_dim": 32}))
+    save_random(config, tmp_path / "odd", torch.bfloat16, seed=1)
+    with pytest.raises(UnsupportedModelError, match="no output head that could be int8"):
+        pipeload.quantize(tmp_path / "odd", tmp_path / "made", head="int8")
+    with pytest.raises(OptionError, match=r"knows \{'bits': 8\} alone"):
+        PipeloadConfig(8, modules={"lm_head": {"bits": 2}})
+
+
+def test_a_head_that_is_no_float(
+    source: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that the library would make up, or convert, cannot be read from the checkpoint."""
+    monkeypatch.setattr(PendingLoad, "plain_parameters", lambda _self: {})
+    with pytest.raises(UnsupportedModelError, match="is no float tensor"):
+        pipeload.quantize(source("llama"), tmp_path / "made", head="int8")
 
 
 @pytest.mark.parametrize("form", FORMS)
