@@ -18,8 +18,8 @@ from pipeload.checkpoint.headers import Checkpoint, TensorEntry, lacking, stamps
 from pipeload.checkpoint.stalls import resolve_timeout
 from pipeload.entry.loading import check_source
 from pipeload.errors import CheckpointError, UnsupportedModelError
+from pipeload.formats.codes.coded_weight import columns_by_group
 from pipeload.formats.codes.registry import CODES, codes_format
-from pipeload.formats.codes.weights import columns_by_group
 from pipeload.formats.format import named
 from pipeload.formats.integers.linear import Int4Linear, Int8Linear
 from pipeload.formats.integers.rounding import GROUPS
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from pipeload.formats.codes.weights import CodedWeight, CodesFormat
+    from pipeload.formats.codes.coded_weight import CodedWeight, CodesFormat
     from pipeload.hf.pending_load import PendingLoad
 
 _OLD_SETTINGS = "quantize_config.json"  # of AutoGPTQ, beside a configuration that says nothing

@@ -9,7 +9,7 @@ import torch
 
 from pipeload.checkpoint.writer import Tensor
 from pipeload.errors import UnsupportedModelError
-from pipeload.formats.codes.weights import MIDDLE, USE_FLOATS
+from pipeload.formats.codes.coded_weight import MIDDLE, USE_FLOATS
 from pipeload.formats.integers.order import BLOCK_ROWS, pack
 from pipeload.quantiser.shards import Step
 from pipeload.quantiser.tensor import bytes_of, copied, made, part_stems
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from pipeload.checkpoint.files import FileSet
     from pipeload.checkpoint.headers import TensorEntry
-    from pipeload.formats.codes.weights import CodedWeight, Codes, Grid
+    from pipeload.formats.codes.coded_weight import CodedWeight, Codes, Grid
     from pipeload.quantiser.tensor import Reading
     from pipeload.weights.row_cuts import RowRange
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from pipeload.formats.codes import awq, gptq
-from pipeload.formats.codes.weights import USE_FLOATS, stems
+from pipeload.formats.codes.coded_weight import USE_FLOATS, stems
 from pipeload.formats.format import refusal
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from pipeload.checkpoint.headers import TensorEntry
-    from pipeload.formats.codes.weights import CodedWeight
+    from pipeload.formats.codes.coded_weight import CodedWeight
 
 
 class AutoRound:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from pipeload.formats.codes.weights import (
+from pipeload.formats.codes.coded_weight import (
     FLOATS,
     MIDDLE,
     USE_FLOATS,

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from pipeload.errors import CheckpointError
-from pipeload.formats.codes.weights import (
+from pipeload.formats.codes.coded_weight import (
     FLOATS,
     GROUP_OF,
     MIDDLE,

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pipeload.formats.codes.gptq import bits_of
-from pipeload.formats.codes.weights import (
+from pipeload.formats.codes.coded_weight import (
     FLOATS,
     MIDDLE,
     USE_FLOATS,
@@ -26,6 +25,7 @@ from pipeload.formats.codes.weights import (
     part,
     stems,
 )
+from pipeload.formats.codes.gptq import bits_of
 from pipeload.formats.codes.words import codes_of
 from pipeload.formats.format import refusal
 

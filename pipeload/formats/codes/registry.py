@@ -14,7 +14,7 @@ from pipeload.formats.format import named
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from pipeload.formats.codes.weights import CodesFormat
+    from pipeload.formats.codes.coded_weight import CodesFormat
 
 CODES: Final[list[CodesFormat]] = [
     Gptq(),

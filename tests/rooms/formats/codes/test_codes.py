@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from pipeload.errors import CheckpointError, UnsupportedModelError
+from pipeload.formats.codes.coded_weight import columns_by_group
 from pipeload.formats.codes.registry import CODES, codes_format
-from pipeload.formats.codes.weights import columns_by_group
 from pipeload.formats.forms import CONVERTED
 from tests.support.packers import (
     WAYS,
@@ -23,7 +23,7 @@ from tests.support.packers import (
 )
 
 if TYPE_CHECKING:
-    from pipeload.formats.codes.weights import CodedWeight, Codes
+    from pipeload.formats.codes.coded_weight import CodedWeight, Codes
 
 # By gptqmodel 7.7.0, of `known_codes`: `python tests/tools/original_packers.py` prints them.
 ORIGINAL = {
