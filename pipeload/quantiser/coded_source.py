@@ -91,6 +91,7 @@ class CodedSource:
         used = {entry.name for weight in found for entry in weight.parts.values()}
         self.plain = [entry for name, entry in stored.items() if name not in used]
         """Tensors that are no part of those."""
+        self._refuse_others_parts()
         self._pending = self._as_floats(pending)
         entries = pending.checkpoint.entries.values()
         self.files = FileSet(pending.files, "buffered", resolve_timeout("auto"), stamps_of(entries))
@@ -164,6 +165,20 @@ class CodedSource:
             return False
         group_of = read_whole(entry, self.files)
         return columns_by_group(weight.name, group_of, weight.groups) is not None
+
+    def _refuse_others_parts(self) -> None:
+        """Refuse what goes with a coded weight and nobody knows what for.
+
+        Raises:
+            UnsupportedModelError: there is such a tensor; names it.
+        """
+        for entry in self.plain:
+            stem, _, last = entry.name.rpartition(".")
+            if f"{stem}.weight" in self.coded and last != "bias":
+                raise UnsupportedModelError(
+                    f"{self._name!r}: {entry.name!r} goes with a weight that {self.format.title} "
+                    "has quantised, and nothing is known of it. Use the float checkpoint."
+                )
 
     def _find_format(self, settings: Mapping[str, Any]) -> CodesFormat:
         found = codes_format(settings)

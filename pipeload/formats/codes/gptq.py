@@ -111,7 +111,7 @@ def coded(
     parts = {
         "qweight": words,
         "scales": scales,
-        "qzeros": part(stored, f"{stem}qzeros", (groups, rows // each), torch.int32),
+        "qzeros": part(stored, f"{stem}qzeros", (groups, -(-rows // each)), torch.int32),
     }
     if f"{stem}g_idx" in stored:
         parts[GROUP_OF] = part(stored, f"{stem}g_idx", (columns,), torch.int32, torch.int64)
@@ -124,7 +124,7 @@ def _decode(
     name: str, bits: int, added: int, symmetric: bool, tensors: Mapping[str, torch.Tensor]
 ) -> Codes:
     scale = tensors["scales"].float()
-    zero = codes_of(tensors["qzeros"] + added * _ONES[bits], bits)
+    zero = codes_of(tensors["qzeros"] + added * _ONES[bits], bits)[:, : scale.shape[1]]
     grid = ZeroCodes(scale, zero.float(), MIDDLE[bits])
     if symmetric and not grid.is_symmetric:
         raise CheckpointError(

@@ -302,6 +302,17 @@ def test_experts(tmp_path: Path) -> None:
         pipeload.convert(source, tmp_path / "made")
 
 
+def test_parts_that_nobody_knows(tmp_path: Path) -> None:
+    """A tensor beside a coded weight may change what its codes mean: refused by its name."""
+    source = tmp_path / "source"
+    save_packed(source, WAYS["awq"])
+    tensors = load_file(source / "model.safetensors")
+    tensors["model.layers.0.mlp.up_proj.smooth"] = torch.ones(256)
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UnsupportedModelError, match=r"'model\.layers\.0\.mlp\.up_proj\.smooth'"):
+        pipeload.convert(source, tmp_path / "made")
+
+
 def test_bad_input(tmp_path: Path) -> None:
     """A file cut short, a tensor that is missing, an option that means nothing."""
     source = tmp_path / "source"
