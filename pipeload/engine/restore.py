@@ -134,7 +134,9 @@ class Restorer:
         files = self._session.files
         maps = MappedFiles({file: files.reopen_name(file) for file in by_file}, files.stalls)
         return {
-            weight.name: maps.tensor(file, weight.sources[0].start, DTYPES[weight.dtype], weight.shape)
+            weight.name: maps.tensor(
+                file, weight.sources[0].start, DTYPES[weight.dtype], weight.shape
+            )
             for file, weights in by_file.items()
             for weight in weights
         }

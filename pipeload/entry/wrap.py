@@ -30,6 +30,7 @@ from pipeload.entry.loading import (
 )
 from pipeload.errors import CheckpointError, OptionError, UnsupportedModelError
 from pipeload.hf import library, marks, takeover
+from pipeload.hf.gguf import gguf_file_of
 from pipeload.system.mappings import let_go, mappings_are_told, mappings_of
 from pipeload.system.openmp import advise_openmp
 
@@ -126,7 +127,8 @@ def _open(
     source = checkpoint if checkpoint is not None else getattr(model, "name_or_path", "")
     if not str(source):
         return None
-    options = check_source(source, kwargs, wanted.device)
+    named = gguf_file_of(model.config) if checkpoint is None else {}
+    options = check_source(source, named | dict(kwargs), wanted.device)
     options.pop("config", None)  # the model has it
     commit = marks.commit_of(model.config)
     if checkpoint is None and commit and not Path(source).is_dir():

@@ -1,4 +1,4 @@
-"""Private parts of transformers: what a GGUF file is to it, tensor by tensor, and what it leaves out.
+"""Private parts of transformers: what a GGUF file is to it, and what it leaves out.
 
 Names, configuration and tokenizer stay the library's; of its tensors only what it does to their
 values is asked, on numbers of rows. Seen in 5.24.0, tried on 5.17.0 as well.
@@ -13,7 +13,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
-from transformers import modeling_gguf_pytorch_utils as library
+import transformers.modeling_gguf_pytorch_utils
 
 from pipeload.checkpoint.gguf import open_gguf
 from pipeload.checkpoint.headers import Checkpoint
@@ -30,16 +30,14 @@ if TYPE_CHECKING:
     from pipeload.checkpoint.headers import TensorEntry
 
 _log = logging.getLogger("pipeload")
+library: Any = transformers.modeling_gguf_pytorch_utils
 _HEAD: Final = "output.weight"
 _ELSEWHERE: Final = (
     "Use the model's safetensors checkpoint, or a smaller copy of that: `pipeload quantize SRC DST "
     "--method int4`."
 )
-_REFUSED: Final = {
-    "lfm2": "transformers changes its values as it loads it",
-    "qwen35": "transformers changes its values as it loads it",
-    "qwen35moe": "transformers changes its values as it loads it",
-}
+_STREAMED: Final = ("falcon", "llama", "phi3", "qwen2", "qwen3", "stablelm", "starcoder2")
+"""Those of which transformers changes no more than the order of rows, each of them tried."""
 # Numbers that only scale the places of tokens, by the words in their names.
 _SCALING: Final = ("rope_freqs", "rope_factors_long", "rope_factors_short")
 
@@ -63,11 +61,19 @@ def check_gguf(folder: str | os.PathLike[str], gguf_file: str) -> None:
     """
     if importlib.util.find_spec("gguf") is None:
         raise OptionError(
-            "gguf_file= needs the package gguf, which is not installed: pip install 'pipeload[gguf]'"
+            "gguf_file= needs the package gguf, which is not installed: "
+            "pip install 'pipeload[gguf]'"
         )
     path = Path(folder, gguf_file)
     if Path(folder).is_dir():
         _check_model(path, open_gguf(path))
+
+
+def gguf_file_of(config: Any) -> dict[str, str]:
+    """The option that names the file that a model was loaded from; none if it was no GGUF file."""
+    quantised = getattr(config, "quantization_config", None)
+    name = getattr(quantised, "gguf_file", None)
+    return {"gguf_file": name} if isinstance(name, str) else {}
 
 
 def whole_config(path: str, parsed: dict[str, Any]) -> dict[str, Any]:
@@ -110,14 +116,18 @@ def translate(path: str, model: PreTrainedModel) -> Translated:
 def _check_model(path: Path, opened: GgufCheckpoint) -> None:
     """Refuse what transformers does not know, or changes in another way than by rows."""
     architecture = opened.architecture
-    why = _REFUSED.get(architecture)
     kind = library.TENSOR_PROCESSORS.get(architecture, library.TensorProcessor)
-    if why is None and kind.process not in _KNOWN:
-        why = "transformers changes its values as it loads it"
-    if why is None and opened.metadata.get(f"{architecture}.expert_count"):
-        why = "it is a mixture of experts, which transformers does not load from such a file"
-    if why is not None:
-        raise _unsupported(path, architecture, why)
+    if opened.metadata.get(f"{architecture}.expert_count"):
+        why = "it is a mixture of experts, which transformers makes something else of, or nothing"
+    elif architecture in _STREAMED and kind.process in _KNOWN:
+        return
+    elif kind.process not in _KNOWN:
+        why = "transformers changes its values as it loads them"
+    elif architecture in library.GGUF_SUPPORTED_ARCHITECTURES:
+        why = "nobody has tried that"
+    else:
+        why = "transformers does not know it in such files, or changes its values"
+    raise _unsupported(path, architecture, f"{why}; {', '.join(_STREAMED)} are streamed")
 
 
 def _unsupported(path: Path, architecture: str, why: str) -> UnsupportedModelError:

@@ -11,7 +11,7 @@ to 64 bytes.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
 
 from pipeload.system.pages import PAGE, ceil_page, floor_page
 
@@ -32,7 +32,7 @@ _MAX_GAP_BYTES = PAGE
 class Repacking(Protocol):
     """Makes a weight of bytes that are stored otherwise, some of its rows at a time."""
 
-    unpacks: bool
+    unpacks: ClassVar[bool]
     """Whether it makes numbers of bytes, one row by itself. Else it only changes their order."""
 
     def steps(self, rows: int, row_bytes: int) -> Iterable[tuple[int, int]]:

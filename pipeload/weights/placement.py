@@ -140,7 +140,8 @@ class Placement:
 
     def _read_repacked(self, cast: Cast, start: int, stop: int, scratch: Region | None) -> int:
         into = self.views[cast.weight.name][start:stop]
-        return read_repacked(cast.weight, start, stop, into, self._files, scratch_of(scratch))
+        rows = range(start, stop)
+        return read_repacked(cast.weight, rows, into, self._files, scratch_of(scratch))
 
     def _run_conversion(self, conversion: Conversion, _scratch: Region | None) -> int:
         stored = {
@@ -172,21 +173,20 @@ def read_into(
 
 
 def read_repacked(
-    weight: Weight, start: int, stop: int, into: torch.Tensor, files: FileSet, scratch: Region
+    weight: Weight, rows: range, into: torch.Tensor, files: FileSet, scratch: Region
 ) -> int:
     """Read what rows of a weight are made of, and make them; returns the bytes read.
 
     Args:
         weight: one that is repacked.
-        start: its first row that is wanted.
-        stop: the one after the last.
+        rows: those of its rows that are wanted.
         into: where to, contiguous.
         files: where from.
         scratch: for the stored rows.
     """
     assert weight.repacked is not None  # noqa: S101 - see above
     (source,) = weight.sources
-    wanted, repacked = weight.repacked.part(start, stop)
+    wanted, repacked = weight.repacked.part(rows.start, rows.stop)
     row_bytes = source.nbytes // source.shape[0]
     first, nbytes = wanted.start * row_bytes, len(wanted) * row_bytes
     count, at = read_into(scratch, files, source, first, first + nbytes)

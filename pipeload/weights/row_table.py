@@ -151,17 +151,12 @@ class RowTable:
     def _make_run(self, weight: Weight, run: range) -> int:
         """Unpack the rows of a run of pages, and keep of the first and last what lies in them."""
         first, stop = run.start * PAGE, min(run.stop * PAGE, weight.nbytes)
-        start, end = first // self._row_bytes, -(-stop // self._row_bytes)
-        made = torch.empty((end - start, weight.shape[1]), dtype=self.view.dtype)
-        (source,) = weight.sources
-        stored = Arena(
-            (end - start) * (source.nbytes // self._rows) + 2 * PAGE,
-            device=torch.device("cpu"),
-            huge=False,
-        )
-        scratch = stored.take(stored.nbytes)
-        count = read_repacked(weight, start, end, made, self._files, scratch)
-        skipped = first - start * self._row_bytes
+        rows = range(first // self._row_bytes, -(-stop // self._row_bytes))
+        made = torch.empty((len(rows), weight.shape[1]), dtype=self.view.dtype)
+        nbytes = len(rows) * (weight.read_bytes // self._rows) + 2 * PAGE
+        stored = Arena(nbytes, device=torch.device("cpu"), huge=False)
+        count = read_repacked(weight, rows, made, self._files, stored.take(nbytes))
+        skipped = first - rows.start * self._row_bytes
         into = torch.frombuffer(self._arena.buffer(first, stop - first), dtype=torch.uint8)
         into.copy_(made.view(torch.uint8).view(-1)[skipped : skipped + stop - first])
         return count

@@ -15,7 +15,7 @@ import torch
 import transformers
 from transformers import AutoConfig
 from transformers import modeling_gguf_pytorch_utils as library
-from transformers.integrations import GGUF_CONFIG_MAPPING
+from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
 
 from pipeload.checkpoint.gguf import BLOCKS
 from tests.support.models import random_model
@@ -130,7 +130,8 @@ def save_gguf(
         turn += 1
         number = gguf.GGMLQuantizationType[kind]
         if kind in MADE_UP:
-            blocks = made_up_blocks(*value.shape, kind, random)
+            rows, columns = value.shape
+            blocks = made_up_blocks(rows, columns, kind, random)
         else:
             blocks = gguf.quants.quantize(value, number)
         writer.add_tensor(theirs, blocks, raw_dtype=number)
@@ -171,7 +172,8 @@ def _tensors(model: Any, architecture: str) -> dict[str, NDArray[Any]]:
 def _add_config(writer: Any, architecture: str, config: Any) -> None:
     """What the library will make its configuration of."""
     known = config.to_dict() | {"rope_theta": 10000.0}
-    for key, ours in GGUF_CONFIG_MAPPING[architecture].items():
+    mapping: dict[str, Any] = GGUF_CONFIG_MAPPING
+    for key, ours in mapping[architecture].items():
         value = known.get(ours) if ours not in (None, "vocab_size") else None
         if isinstance(value, int):
             writer.add_uint32(f"{architecture}.{key}", value)

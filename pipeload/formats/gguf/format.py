@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from pipeload.errors import UnsupportedModelError
 from pipeload.formats.format import Format
@@ -62,6 +62,7 @@ class Gguf(Format):
         from pipeload.formats.gguf.blocks import Blocks
 
         read, made = stored.reader(), {}
+        dtype: Any = stored.model.dtype  # as a plain load: first to this, then to its own
         for entry in entries:
             whole = len(entry.shape) < 2 and entry.name not in self._orders
             rows = 1 if whole else entry.shape[0]
@@ -70,7 +71,7 @@ class Gguf(Format):
             blocks = Blocks(entry.dtype, width, self._orders.get(entry.name, ()))
             raw = read(replace(entry, dtype="U8", shape=(rows, width)))
             blocks.fill(raw, values.view(rows, -1))
-            made[entry.name] = values.to(stored.model.dtype)
+            made[entry.name] = values.to(dtype)
         return made
 
     def _is_ours(self, name: str, entry: TensorEntry, stored: Stored) -> bool:

@@ -26,8 +26,17 @@ _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 FLOATS: Final = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """Types whose values are floats already, each a block of its own."""
 COMPILED: Final = {
-    **{"Q4_0": 2, "Q4_1": 3, "Q5_0": 6, "Q5_1": 7, "Q8_0": 8},
-    **{"Q2_K": 10, "Q3_K": 11, "Q4_K": 12, "Q5_K": 13, "Q6_K": 14, "IQ4_NL": 20},
+    "Q4_0": 2,
+    "Q4_1": 3,
+    "Q5_0": 6,
+    "Q5_1": 7,
+    "Q8_0": 8,
+    "Q2_K": 10,
+    "Q3_K": 11,
+    "Q4_K": 12,
+    "Q5_K": 13,
+    "Q6_K": 14,
+    "IQ4_NL": 20,
 }
 """What the kernel knows, with the numbers that it has for them: the format's own."""
 _CHUNK_VALUES = 1 << 16  # of which the package's temporaries, several times as large, stay small
