@@ -17,7 +17,13 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from pipeload.checkpoint.gguf_fields import Cursor, StringArray, Value, read_metadata
+from pipeload.checkpoint.gguf_fields import (
+    Cursor,
+    StringArray,
+    Value,
+    read_metadata,
+    read_strings,
+)
 from pipeload.checkpoint.headers import Checkpoint, TensorEntry
 from pipeload.checkpoint.untrusted_json import is_file, malformed, reading, show
 from pipeload.errors import CheckpointError
@@ -26,7 +32,16 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-__all__ = ["BLOCKS", "Block", "GgufCheckpoint", "StringArray", "Value", "open_gguf", "read_gguf"]
+__all__ = [
+    "BLOCKS",
+    "Block",
+    "GgufCheckpoint",
+    "StringArray",
+    "Value",
+    "open_gguf",
+    "read_gguf",
+    "read_strings",
+]
 
 MAGIC: Final = b"GGUF"
 SUFFIX: Final = ".gguf"

@@ -11,7 +11,7 @@ from array import array
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, TypeAlias
 
-from pipeload.checkpoint.untrusted_json import MAX_JSON_BYTES, malformed, show
+from pipeload.checkpoint.untrusted_json import MAX_JSON_BYTES, malformed, reading, show
 
 if TYPE_CHECKING:
     from io import FileIO
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from pipeload.errors import CheckpointError
 
-__all__ = ["Cursor", "StringArray", "Value", "read_metadata"]
+__all__ = ["Cursor", "StringArray", "Value", "read_metadata", "read_strings"]
 
 MAX_HEADER_BYTES: Final = MAX_JSON_BYTES
 """The largest known, of half a million words with their merges, have 20 MB."""
@@ -55,7 +55,9 @@ class StringArray:
         return self.count
 
 
-Value: TypeAlias = "str | int | float | bool | array[int] | array[float] | StringArray"
+Value: TypeAlias = (
+    "str | int | float | bool | array[int] | array[float] | tuple[bool, ...] | StringArray"
+)
 
 
 class Cursor:
@@ -140,6 +142,26 @@ class Cursor:
             self._held += block
 
 
+def read_strings(path: Path, strings: StringArray) -> list[bytes]:
+    """Read the strings that `read_metadata` has passed over.
+
+    Raises:
+        CheckpointError: the file is not there any more, or another.
+        ReadError: the system could not read it.
+    """
+    with reading(path), path.open("rb") as file:
+        file.seek(strings.start)
+        block = file.read(strings.stop - strings.start)
+    found, place, read = [], 0, _LENGTH.unpack_from
+    for _ in range(strings.count):
+        length = read(block, place)[0] if place + 8 <= len(block) else len(block)
+        found.append(block[place + 8 : place + 8 + length])
+        place += 8 + length
+    if place != strings.stop - strings.start or len(block) < place:
+        raise malformed(path, "it was changed while it was read", "Load it again.")
+    return found
+
+
 def read_metadata(cursor: Cursor, count: int) -> dict[str, Value]:
     """Read so many keys with their values.
 
@@ -181,8 +203,11 @@ def _array(cursor: Cursor, key: str) -> Value:
         what = "arrays" if kind == _ARRAY else f"items of type {kind}"
         raise cursor.wrong(f"the metadata key {key} is an array of {what}, which cannot be read")
     cursor.check_room(count, _SCALARS[kind].size, f"items of {key}")
+    raw = cursor.take(count * _SCALARS[kind].size, f"the items of {key}")
+    if kind == _BOOL:
+        return tuple(map(bool, raw))
     values = _empty(_CODES[kind])
-    values.frombytes(cursor.take(count * _SCALARS[kind].size, f"the items of {key}"))
+    values.frombytes(raw)
     if _SWAPS:
         values.byteswap()
     return values

@@ -19,6 +19,7 @@ from pipeload.checkpoint.gguf import open_gguf
 from pipeload.checkpoint.headers import Checkpoint
 from pipeload.errors import CheckpointError, OptionError, UnsupportedModelError
 from pipeload.formats.gguf.format import Gguf
+from pipeload.hf.gguf_reader import light_reader
 
 if TYPE_CHECKING:
     import os
@@ -93,7 +94,8 @@ def translate(path: str, model: PreTrainedModel) -> Translated:
     """
     opened = open_gguf(Path(path))
     _check_model(Path(path), opened)
-    parsed = library.load_gguf_checkpoint(path, return_tensors=False)
+    with light_reader():
+        parsed = library.load_gguf_checkpoint(path, return_tensors=False)
     kind = library.TENSOR_PROCESSORS.get(opened.architecture, library.TensorProcessor)
     processor = kind(config=parsed.get("config", {}))
     try:

@@ -42,6 +42,7 @@ from pipeload.formats.registry import (
 )
 from pipeload.hf.arguments import check_devices, no_checkpoint
 from pipeload.hf.gguf import Translated, translate, whole_config
+from pipeload.hf.gguf_reader import light_reader
 from pipeload.hf.patched_name import Patch
 from pipeload.hf.pending_load import PendingLoad
 
@@ -207,9 +208,12 @@ def _load_gguf(
     """Answer for the library's reader of GGUF files: with no tensors where they are streamed."""
     if return_tensors and getattr(_thread, "pending", None) is not None:
         return {"tensors": translate(path, model_to_load)}
-    load = _GGUF.original
-    parsed: dict[str, Any] = load(path, return_tensors, model_to_load, torch_dtype)
-    return parsed if return_tensors else whole_config(path, parsed)
+    load: Callable[..., dict[str, Any]] = _GGUF.original
+    if return_tensors:
+        return load(path, return_tensors, model_to_load, torch_dtype)
+    with light_reader():
+        parsed = load(path)
+    return whole_config(path, parsed)
 
 
 def _get_quantizer(
