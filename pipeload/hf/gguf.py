@@ -19,7 +19,7 @@ from pipeload.checkpoint.gguf import open_gguf
 from pipeload.checkpoint.headers import Checkpoint
 from pipeload.errors import CheckpointError, OptionError, UnsupportedModelError
 from pipeload.formats.gguf.format import Gguf
-from pipeload.hf.gguf_reader import light_reader
+from pipeload.hf.gguf_reader import light_reader, names_once
 
 if TYPE_CHECKING:
     import os
@@ -99,7 +99,8 @@ def translate(path: str, model: PreTrainedModel) -> Translated:
     kind = library.TENSOR_PROCESSORS.get(opened.architecture, library.TensorProcessor)
     processor = kind(config=parsed.get("config", {}))
     try:
-        names = library.get_gguf_hf_weights_map(model, processor)
+        with names_once():
+            names = library.get_gguf_hf_weights_map(model, processor)
     except NotImplementedError as error:
         raise _unsupported(Path(path), opened.architecture, str(error)) from error
     entries: dict[str, TensorEntry] = {}

@@ -1,7 +1,8 @@
-"""Private parts of transformers: what it reads a GGUF file's metadata with, in little memory.
+"""Private parts of transformers: what it asks the package gguf for, in little time and memory.
 
 The package's own reader makes several arrays of each string: of a vocabulary of 128,000 words with
-their merges it took half a minute and 650 MB, for a configuration. Seen in gguf 0.19.
+their merges it took half a minute and 650 MB, for a configuration. And the library has the table of
+all names made anew for every module of a model. Seen in gguf 0.19.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ def _kind(value: float) -> int:
 @contextlib.contextmanager
 def light_reader() -> Iterator[None]:
     """Have the package's reader be a light one inside, in this thread."""
-    with _patch():
+    with _reader_patch():
         _thread.light = True
         try:
             yield
@@ -84,8 +85,17 @@ def light_reader() -> Iterator[None]:
             _thread.light = False
 
 
+@contextlib.contextmanager
+def names_once() -> Iterator[None]:
+    """Have the package make each table of names once inside: it only depends on what is asked."""
+    import gguf
+
+    with Patch(gguf, "get_tensor_name_map", functools.cache(gguf.get_tensor_name_map)):
+        yield
+
+
 @functools.cache
-def _patch() -> Patch:
+def _reader_patch() -> Patch:
     import gguf  # not there unless a file of its kind is read
 
     def reader(path: Any, *args: Any, **kwargs: Any) -> Any:
