@@ -103,7 +103,9 @@ def _refuse(model: nn.Module) -> None:
                 f"this {name} was spread over devices by accelerate, which moves its weights "
                 "itself. Load it without device_map= or offload_folder=, then wrap it."
             )
-    if getattr(model, "hf_quantizer", None) is not None:
+    # What a GGUF file was made into is floats, if it is of a kind that is streamed.
+    floats = bool(gguf_file_of(getattr(model, "config", None)))
+    if getattr(model, "hf_quantizer", None) is not None and not floats:
         raise UnsupportedModelError(
             f"this {name} is quantised, and only float weights can be wrapped (bf16, fp16, fp32). "
             "Load it with pipeload.from_pretrained."
@@ -134,6 +136,8 @@ def _open(
     if checkpoint is None and commit and not Path(source).is_dir():
         options.setdefault("revision", commit)
     config = copy.deepcopy(model.config)
+    if "gguf_file" in options and getattr(config, "quantization_config", None) is not None:
+        del config.quantization_config  # the library makes it anew, and stumbles over its own
     if getattr(config, "quantization_config", None) is None:
         quantised = takeover.quantisation_of(source, options)
         if quantised is not None:

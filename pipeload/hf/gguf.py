@@ -39,6 +39,8 @@ _ELSEWHERE: Final = (
 )
 _STREAMED: Final = ("falcon", "llama", "phi3", "qwen2", "qwen3", "stablelm", "starcoder2")
 """Those of which transformers changes no more than the order of rows, each of them tried."""
+_ENDS: Final = ("eos", "eot", "eom")
+"""Of a text, a turn of a chat, and a message in it."""
 # Numbers that only scale the places of tokens, by the words in their names.
 _SCALING: Final = ("rope_freqs", "rope_factors_long", "rope_factors_short")
 
@@ -196,15 +198,15 @@ def _warn(opened: GgufCheckpoint, model: PreTrainedModel) -> None:
 
 
 def _warn_of_end(said: Mapping[str, Any], model: PreTrainedModel) -> None:
-    wanted = said.get("tokenizer.ggml.eos_token_id")
     config = getattr(model, "generation_config", None)
     found = getattr(config, "eos_token_id", None)
-    ends = found if isinstance(found, list) else [found]
-    if isinstance(wanted, int) and config is not None and wanted not in ends:
+    known = [*found] if isinstance(found, list) else [] if found is None else [found]
+    named = (said.get(f"tokenizer.ggml.{word}_token_id") for word in _ENDS)
+    lost = [end for end in dict.fromkeys(named) if isinstance(end, int) and end not in known]
+    if config is not None and lost:
         _log.warning(
-            "the file ends texts with token %d, and transformers has made %s of it, here as in a "
-            "plain load: set model.generation_config.eos_token_id = %d to have them end",
-            wanted,
-            found,
-            wanted,
+            "the file ends answers with token %s, which transformers does not know of, here as in "
+            "a plain load: set model.generation_config.eos_token_id = %s to have them end there",
+            " and ".join(map(str, lost)),
+            known + lost,
         )

@@ -18,6 +18,7 @@ from transformers import modeling_gguf_pytorch_utils as library
 from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
 
 from pipeload.checkpoint.gguf import BLOCKS
+from pipeload.hf.gguf_reader import names_once
 from tests.support.models import random_model
 
 if TYPE_CHECKING:
@@ -124,7 +125,12 @@ def save_gguf(
     random, turn = np.random.default_rng(9), 0
     for theirs, value in tensors.items():
         kind = kinds[turn % len(kinds)]
-        if value.ndim < 2 or kind == "F32" or value.shape[-1] % BLOCKS[kind].values:
+        if (
+            value.ndim < 2
+            or value.dtype != np.float32
+            or kind == "F32"
+            or value.shape[-1] % BLOCKS[kind].values
+        ):
             writer.add_tensor(theirs, value)
             continue
         turn += 1
@@ -143,12 +149,13 @@ def save_gguf(
 
 
 def load_plain_gguf(path: Path, **options: Any) -> Any:
-    """The model as plain transformers make it."""
+    """The model as plain transformers make it, but that tables of names are made once."""
     from pipeload.entry.prepare_process import call_vector_functions
 
     call_vector_functions()
     auto = transformers.AutoModelForCausalLM
-    return auto.from_pretrained(path.parent, gguf_file=path.name, **options)
+    with names_once():
+        return auto.from_pretrained(path.parent, gguf_file=path.name, **options)
 
 
 def _tensors(model: Any, architecture: str) -> dict[str, NDArray[Any]]:

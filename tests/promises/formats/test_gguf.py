@@ -6,6 +6,7 @@ import errno
 import logging
 import os
 import re
+import threading
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -299,18 +300,21 @@ def test_a_disk_that_fails(made: Callable[..., Path], monkeypatch: pytest.Monkey
     """While blocks are read, or rows of a table; then it recovers, and so does the model."""
     path = made()
     reference = load_plain_gguf(path)
+    read, sick = os.preadv, threading.Event()
+
+    def read_or_fail(*args: Any) -> int:
+        if sick.is_set():
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return read(*args)
+
+    monkeypatch.setattr(os, "preadv", read_or_fail)
     model = streamed(path)
-    finish_messages(prefetcher_of(model))
-    read = os.preadv
-
-    def fail(*_: object) -> int:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
     for _ in range(2):
-        monkeypatch.setattr(os, "preadv", fail)
+        finish_messages(prefetcher_of(model))
+        sick.set()
         with pytest.raises(ReadError, match=r"model\.gguf' at byte \d+ failed.*Input/output"):
             generated(model)
-        monkeypatch.setattr(os, "preadv", read)
+        sick.clear()
         assert_same(model, reference)
 
 
@@ -427,8 +431,11 @@ def test_quantise_refuses_it(made: Callable[..., Path], tmp_path: Path) -> None:
             r"stretches positions .*rope_freqs\.weight",
         ),
         ({"llama.rope.scaling.type": "yarn"}, "stretches positions .*rope scaling of type yarn"),
-        ({"tokenizer.ggml.eos_token_id": 7}, "ends texts with token 7, .* has made 2 of it"),
-        ({"tokenizer.ggml.eos_token_id": 2}, None),
+        (
+            {"tokenizer.ggml.eos_token_id": 2, "tokenizer.ggml.eot_token_id": 7},
+            r"ends answers with token 7, .*eos_token_id = \[2, 7\]",
+        ),
+        ({"tokenizer.ggml.eos_token_id": 7, "tokenizer.ggml.eot_token_id": 7}, None),
         ({"llama.rope.scaling.type": "none"}, None),
     ],
 )
