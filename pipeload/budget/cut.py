@@ -189,7 +189,7 @@ class Divider:
     def _find_tables(self) -> Iterator[Table]:
         """Weights that embeddings take rows of, and nobody else uses but a head that is split."""
         for weight in self._weights.values():
-            if not weight.raw or weight.nbytes < _TABLE_BYTES or not _is_large_float(weight):
+            if not weight.rows_alone or weight.nbytes < _TABLE_BYTES or not _is_large_float(weight):
                 continue
             aliases = [name for name, source in self._tied_to.items() if source == weight.name]
             if weight.name in self._tied_to or not self._weights.keys().isdisjoint(aliases):

@@ -57,7 +57,7 @@ _SIZE_BITS: Final = 64  # of any length or offset
 _MISTAKEN_FOR: Final = {
     b"version ": "It is a Git LFS pointer: run `git lfs pull` to get the weights.",
     b"PK\x03\x04": "It is a zip archive, as torch.save writes: pickled weights need converting.",
-    b"GGUF": "It is a GGUF file: only safetensors can be streamed.",
+    b"GGUF": "It is a GGUF file: pass it as gguf_file=.",
 }
 
 

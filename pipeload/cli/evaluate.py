@@ -26,6 +26,7 @@ from pipeload.cli.report import describe_limits
 from pipeload.entry.loading import check_source, needs_of, refuse_quantised
 from pipeload.entry.options import GivenOptions
 from pipeload.entry.request import make_request
+from pipeload.entry.sources import source_of
 from pipeload.entry.texts import check_tokens, load_tokenizer, read_text
 from pipeload.errors import CheckpointError, MemoryLimitError, OptionError
 from pipeload.evaluate import report
@@ -91,7 +92,7 @@ def run(asked: Arguments, *, debug: bool) -> None:
     silence_libraries(debug=debug)
     text = read_text(asked.text)
     for model in asked.models:
-        check_model(model)
+        check_model(model, files=True)
     given = GivenOptions(
         asked.memory_limit, device=asked.device, host_memory_limit=asked.host_memory_limit
     )
@@ -159,11 +160,12 @@ def _prepare(model: str, text: str, asked: Arguments, device: Device | None) -> 
             f"{str(asked.text)!r} makes fewer than 2 tokens with the tokenizer of {model!r}, and "
             "the first has nothing before it, so it is not scored. Give a longer text."
         )
-    options = {"dtype": DTYPES[asked.dtype], "trust_remote_code": False}
+    source, named = source_of(model)
+    options = {"dtype": DTYPES[asked.dtype], "trust_remote_code": False, **named}
     with explained(model):
-        passed_on = check_source(model, options)
+        passed_on = check_source(source, options)
         auto: Any = transformers.AutoModelForCausalLM
-        pending = peek(lambda: auto.from_pretrained(model, **passed_on), device)
+        pending = peek(lambda: auto.from_pretrained(source, **passed_on), device)
     if pending is None:
         raise CheckpointError(f"{model!r} has no weights. Name a folder that holds some.")
     if device is not None:

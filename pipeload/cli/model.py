@@ -12,8 +12,10 @@ import transformers
 import pipeload
 from pipeload.checkpoint.headers import lacking
 from pipeload.cli.log_lines import log
+from pipeload.entry.sources import is_gguf, source_of
 from pipeload.entry.texts import first_line
 from pipeload.errors import CheckpointError, OptionError, PipeloadError
+from pipeload.hf.gguf import check_gguf
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -21,12 +23,15 @@ if TYPE_CHECKING:
 DTYPES = {"auto": "auto", "bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
-def check_model(model: str) -> None:
+def check_model(model: str, *, files: bool = False) -> None:
     """Refuse what is no model before anything is loaded, or asked of the hub in vain.
+
+    With `files` it may be a GGUF file.
 
     Raises:
         OptionError: there is no such folder or hub model.
         CheckpointError: the folder holds no model, or its configuration cannot be read.
+        UnsupportedModelError: it is a GGUF file that cannot be streamed.
     """
     path = Path(model)
     if path.is_dir():
@@ -37,6 +42,10 @@ def check_model(model: str) -> None:
             raise CheckpointError(
                 f"folder {model!r} has no config.json, so it holds no model. Check the path."
             )
+        return
+    if files and is_gguf(model):
+        with explained(model):
+            check_gguf(path.parent, path.name)
         return
     if path.exists():
         raise OptionError(f"{model!r} is a file. Name the folder that holds config.json.")
@@ -76,9 +85,10 @@ def load_whole(model: str, **options: Any) -> Any:
     Raises:
         CheckpointError: some are not. The library only warns of those, and makes them up.
     """
+    source, named = source_of(model)
     with explained(model):
         loaded, report = pipeload.from_pretrained(
-            model, trust_remote_code=False, output_loading_info=True, **options
+            source, trust_remote_code=False, output_loading_info=True, **named, **options
         )
     if missing := sorted(report["missing_keys"]):
         loaded.pipeload.remove()

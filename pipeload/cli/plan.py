@@ -16,12 +16,14 @@ import torch
 import pipeload
 from pipeload._sizes import format_size
 from pipeload.checkpoint.files import FileSet, resolve_io_mode
+from pipeload.checkpoint.gguf import open_gguf
 from pipeload.checkpoint.reader_threads import run_jobs
 from pipeload.cli.log_lines import log, silence_libraries
 from pipeload.cli.model import DTYPES, check_model, explained
 from pipeload.cli.plan_text import shown
 from pipeload.demo.model import STAMP, default_model_folder, make_smollm2
 from pipeload.devices.open_device import open_device
+from pipeload.entry.sources import is_gguf, source_of
 from pipeload.entry.texts import load_tokenizer
 from pipeload.errors import CheckpointError, MemoryLimitError
 from pipeload.system.memory import peak_rss_bytes
@@ -133,11 +135,13 @@ def probe(files: Sequence[Path]) -> float:
 
 
 def checkpoint_files(model: str) -> list[Path]:
-    """The safetensors files of a folder, or of a hub model that was downloaded before.
+    """The files of a GGUF model, a folder, or a hub model that was downloaded before.
 
     Raises:
         CheckpointError: there are none.
     """
+    if is_gguf(model):
+        return list(open_gguf(Path(model)).checkpoint.files)
     folder = Path(model)
     if not folder.is_dir():
         from huggingface_hub import snapshot_download
@@ -207,7 +211,7 @@ def past_the_cache(model: str) -> str:
 def _as_when_running(model: str, *, debug: bool) -> Iterator[None]:
     """Keep in memory what `run` keeps there, so that the same limit is enough for both."""
     silence_libraries(debug=debug)
-    check_model(model)
+    check_model(model, files=True)
     try:
         tokenizer = load_tokenizer(model)
     except CheckpointError:
@@ -217,8 +221,9 @@ def _as_when_running(model: str, *, debug: bool) -> Iterator[None]:
 
 
 def _plan(model: str, **options: Any) -> Plan:
+    source, named = source_of(model)
     with explained(model):
-        return pipeload.plan(model, trust_remote_code=False, **options)
+        return pipeload.plan(source, trust_remote_code=False, **named, **options)
 
 
 def _spread(files: Sequence[Path]) -> list[tuple[Path, int, int]]:

@@ -64,7 +64,7 @@ def run(asked: Arguments, *, debug: bool) -> None:
         PipeloadError: something is wrong with the model, the limit or an option.
     """
     silence_libraries(debug=debug)
-    check_model(asked.model)
+    check_model(asked.model, files=True)
     tokenizer = load_tokenizer(asked.model)
     inputs = _encode(tokenizer, asked)
     prompt_tokens = int(inputs["input_ids"].shape[1])

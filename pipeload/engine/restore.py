@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from safetensors import safe_open
 
 from pipeload._sizes import format_size
 from pipeload.errors import MemoryLimitError, UnsupportedOperationError
 from pipeload.system.memory import rss_bytes
+from pipeload.weights.arena import DTYPES
+from pipeload.weights.mapped import MappedFiles
 from pipeload_hooks import Binding, bind, is_placeholder
 
 if TYPE_CHECKING:
@@ -92,7 +93,7 @@ class Restorer:
                 limit=limit,
                 smallest_limit=held + need,
             )
-        made: dict[str, torch.Tensor] = {}
+        made = self._fill_tables()
         for layer, names in stacked.items():
             made.update(experts.have_all(layer, names))
         for index, plan in enumerate(plans):
@@ -110,6 +111,16 @@ class Restorer:
                         made[weight.name] = view.clone() if weight.name in passing else view
         return made
 
+    def _fill_tables(self) -> dict[str, torch.Tensor]:
+        """Tables that files do not hold as they are, whole."""
+        made: dict[str, torch.Tensor] = {}
+        for table in self._session.streamer.tables:
+            (name,) = table.parameters
+            if not self._parameters[name][1].raw:
+                table.keep()
+                made[name] = table.table.view
+        return made
+
     def _empty(self, name: str) -> torch.Tensor:
         parameter, _ = self._parameters[name]
         return torch.empty(parameter.shape, dtype=parameter.dtype)
@@ -120,10 +131,12 @@ class Restorer:
         for _, weight in self._parameters.values():
             if weight.raw:
                 by_file.setdefault(weight.sources[0].file, []).append(weight)
-        mapped: dict[str, torch.Tensor] = {}
-        for file, weights in by_file.items():
-            with safe_open(self._session.files.reopen_name(file), framework="pt") as opened:
-                mapped.update(
-                    (weight.name, opened.get_tensor(weight.sources[0].name)) for weight in weights
-                )
-        return mapped
+        files = self._session.files
+        maps = MappedFiles({file: files.reopen_name(file) for file in by_file}, files.stalls)
+        return {
+            weight.name: maps.tensor(
+                file, weight.sources[0].start, DTYPES[weight.dtype], weight.shape
+            )
+            for file, weights in by_file.items()
+            for weight in weights
+        }

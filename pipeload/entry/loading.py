@@ -31,6 +31,7 @@ from pipeload.entry.prepare_process import prepare_process
 from pipeload.errors import MemoryLimitError, UnsupportedModelError
 from pipeload.hf import arguments, takeover
 from pipeload.hf.experts import experts_apart
+from pipeload.hf.gguf import check_gguf
 from pipeload.system.library_pages import lower_floor
 from pipeload.system.memory import rss_bytes
 from pipeload.system.openmp import advise_openmp
@@ -142,6 +143,9 @@ def check_source(
         raise arguments.no_checkpoint()
     passed_on = arguments.adapt(kwargs, None if device is None else device.where)
     folder = Path(pretrained) / (kwargs.get("subfolder") or "")
+    if (gguf_file := kwargs.get("gguf_file")) is not None:
+        check_gguf(folder, gguf_file)
+        return passed_on
     adapter = Path(pretrained) / ((kwargs.get("adapter_kwargs") or {}).get("subfolder") or "")
     if folder.is_dir() or str(pretrained).endswith(("/", os.sep)):  # no hub id ends so
         check_folder(folder, variant=kwargs.get("variant"), adapter=adapter)

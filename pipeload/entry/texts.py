@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import transformers
 
+from pipeload.entry.sources import source_of
 from pipeload.errors import CheckpointError, OptionError
 
 if TYPE_CHECKING:
@@ -41,14 +42,15 @@ def read_text(path: Path) -> str:
 
 
 def load_tokenizer(model: str, **options: Any) -> Any:
-    """Load the model's tokenizer; `options` are the library's, as `revision`.
+    """Load the tokenizer of a model, a GGUF file too; `options` are the library's, as `revision`.
 
     Raises:
         CheckpointError: the model has no tokenizer.
     """
+    source, named = source_of(model)
     try:
         return transformers.AutoTokenizer.from_pretrained(
-            model, **{"trust_remote_code": False, **options}
+            source, **{"trust_remote_code": False, **named, **options}
         )
     except Exception as error:  # the library raises nearly anything here
         raise CheckpointError(

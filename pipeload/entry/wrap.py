@@ -30,6 +30,7 @@ from pipeload.entry.loading import (
 )
 from pipeload.errors import CheckpointError, OptionError, UnsupportedModelError
 from pipeload.hf import library, marks, takeover
+from pipeload.hf.gguf import gguf_file_of
 from pipeload.system.mappings import let_go, mappings_are_told, mappings_of
 from pipeload.system.openmp import advise_openmp
 
@@ -102,7 +103,9 @@ def _refuse(model: nn.Module) -> None:
                 f"this {name} was spread over devices by accelerate, which moves its weights "
                 "itself. Load it without device_map= or offload_folder=, then wrap it."
             )
-    if getattr(model, "hf_quantizer", None) is not None:
+    # What a GGUF file was made into is floats, if it is of a kind that is streamed.
+    floats = bool(gguf_file_of(getattr(model, "config", None)))
+    if getattr(model, "hf_quantizer", None) is not None and not floats:
         raise UnsupportedModelError(
             f"this {name} is quantised, and only float weights can be wrapped (bf16, fp16, fp32). "
             "Load it with pipeload.from_pretrained."
@@ -126,12 +129,15 @@ def _open(
     source = checkpoint if checkpoint is not None else getattr(model, "name_or_path", "")
     if not str(source):
         return None
-    options = check_source(source, kwargs, wanted.device)
+    named = gguf_file_of(model.config) if checkpoint is None else {}
+    options = check_source(source, named | dict(kwargs), wanted.device)
     options.pop("config", None)  # the model has it
     commit = marks.commit_of(model.config)
     if checkpoint is None and commit and not Path(source).is_dir():
         options.setdefault("revision", commit)
     config = copy.deepcopy(model.config)
+    if "gguf_file" in options and getattr(config, "quantization_config", None) is not None:
+        del config.quantization_config  # the library makes it anew, and stumbles over its own
     if getattr(config, "quantization_config", None) is None:
         quantised = takeover.quantisation_of(source, options)
         if quantised is not None:

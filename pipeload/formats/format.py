@@ -50,6 +50,9 @@ class Stored(Protocol):
         There must be such a parameter.
         """
 
+    def dtype(self, name: str) -> torch.dtype:
+        """What the parameter `name` is in once it is loaded."""
+
     def parts(self, name: str) -> Mapping[str, TensorEntry]:
         """The stored tensors that belong to the parameter `name`, by what the library calls them.
 
@@ -167,6 +170,16 @@ class Format(Protocol):
             CheckpointError: one is missing, malformed or of another weight.
             ReadError: one could not be read.
         """
+
+    def tensors(
+        self, _stored: Stored, _entries: Iterable[TensorEntry], /
+    ) -> Mapping[str, torch.Tensor] | None:
+        """Read stored tensors that are not streamed, by name; None where the library can.
+
+        Raises:
+            ReadError: one could not be read.
+        """
+        return None
 
     def nearest_form(self, _config: Any, /) -> str:
         """Name what `pipeload quantize` makes that is nearest to it, as options are typed."""

@@ -34,7 +34,6 @@ REFUSED: Final[Mapping[str, str]] = {
     "fouroversix": _own_modules("fouroversix"),
     "fp_quant": _needs_gpu("fp_quant"),
     "gemma": "its Linears hold packed integers, for which there is no streaming yet",
-    "gguf": "a .gguf file is unpacked in memory as a whole",
     "gptq": _repacks("gptqmodel"),
     "higgs": _needs_gpu("flute-kernel"),
     "hqq": "transformers does not load what the package hqq has saved",

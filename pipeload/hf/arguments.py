@@ -84,13 +84,6 @@ def _refuse_state_dict(_name: str, _value: object) -> None:
     raise no_checkpoint()
 
 
-def _refuse_gguf(name: str, _value: object) -> None:
-    raise OptionError(
-        f"{name}= cannot be streamed: its weights are unpacked in memory. Convert it to "
-        "safetensors."
-    )
-
-
 def _refuse_parallel(name: str, value: object) -> None:
     raise OptionError(
         f"{name}={value!r} spreads a model over several processes, and a streamed one runs in one. "
@@ -118,7 +111,6 @@ def _check_bits(name: str, value: object) -> None:
 
 _CHECKS: dict[str, Callable[[str, Any], None]] = {
     "state_dict": _refuse_state_dict,
-    "gguf_file": _refuse_gguf,
     "use_safetensors": _check_safetensors,
     "load_in_4bit": _check_bits,
     "load_in_8bit": _check_bits,

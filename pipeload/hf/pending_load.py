@@ -22,7 +22,12 @@ from pipeload.hf import cache_layers  # noqa: F401 - passes of a loaded model ha
 from pipeload.hf.key_matching import match_keys, weights_made
 from pipeload.hf.library import quantised_by
 from pipeload.hf.recipes import Recipe
-from pipeload.hf.rest_loading import keep_placeholders, load_all_but, not_missing
+from pipeload.hf.rest_loading import (
+    keep_placeholders,
+    load_all_but,
+    load_tensors,
+    not_missing,
+)
 from pipeload.weights.arena import DTYPE_CODES, DTYPES
 from pipeload.weights.layout import Conversion, Weight
 from pipeload.weights.stored import read_whole
@@ -34,7 +39,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from pipeload.checkpoint.headers import Checkpoint, TensorEntry
-    from pipeload.formats.format import PackedWeight, Shown
+    from pipeload.formats.format import Format, PackedWeight, Shown
     from pipeload.weights.placement import Convert
 
 
@@ -47,14 +52,18 @@ class PendingLoad:
         checkpoint: Checkpoint,
         config: Any,
         read_timeout: float | None,
+        file_format: Format | None = None,
     ) -> None:
+        """`file_format` is that of the files, where they are not of safetensors."""
         self.model = model
         self.checkpoint = checkpoint
         self._config = config
         self._read_timeout = read_timeout
         self._mapping = deepcopy(config.weight_mapping or [])  # some renamings keep state
+        self._file_format = file_format
         quantizer = config.hf_quantizer
-        self.format = None if quantizer is None else format_of(quantizer.quantization_config)
+        said = None if quantizer is None else format_of(quantizer.quantization_config)
+        self.format = file_format or said
         """How the checkpoint is quantised, if in a way that is streamed."""
         unpacking = None if self.format is None else self.format.unpacking
         self._recipes = match_keys(model, checkpoint, self._mapping, unpacking)
@@ -81,7 +90,9 @@ class PendingLoad:
 
     def into(self, model: PreTrainedModel) -> PendingLoad:
         """Make the same load for another model of the same shape."""
-        return PendingLoad(model, self.checkpoint, self._config, self._read_timeout)
+        return PendingLoad(
+            model, self.checkpoint, self._config, self._read_timeout, self._file_format
+        )
 
     def of(self, checkpoint: Checkpoint) -> PendingLoad:
         """Make the same load of other tensors."""
@@ -114,6 +125,8 @@ class PendingLoad:
     @property
     def quantised_by(self) -> str | None:
         """What has quantised the checkpoint, None for floats."""
+        if self._file_format is not None:
+            return self._file_format.method
         return quantised_by(self._config.hf_quantizer)
 
     def plain_linears(self) -> dict[str, tuple[str, nn.Linear]]:
@@ -165,6 +178,10 @@ class PendingLoad:
     def source_of(self, name: str) -> TensorEntry:
         """Find the first stored tensor that a parameter is made of."""
         return self._recipes[name].sources[0][0]
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Find what the parameter `name` is in once it is loaded."""
+        return _target_dtype(self._config, name, self.model.get_parameter(name))
 
     def parts(self, name: str) -> dict[str, TensorEntry]:
         """Find the stored tensors of the parameter `name`: see `Stored` in `formats.format`."""
@@ -237,9 +254,14 @@ class PendingLoad:
             if first in taken_names
             for source, _ in recipe.sources
         }
-        info = load_all_but(
-            skip, self.model, self.files, self._config, disable_mmap=self.disable_mmap
-        )
+        left = (e for name, e in self.checkpoint.entries.items() if name not in skip)
+        tensors = None if self._file_format is None else self._file_format.tensors(self, left)
+        if tensors is not None:
+            info = load_tensors(tensors, self.model, self._config)
+        else:
+            info = load_all_but(
+                skip, self.model, self.files, self._config, disable_mmap=self.disable_mmap
+            )
         for name in taken_names & self.packed.keys():
             self.packed[name].leave_to_streaming()
         keep_placeholders(self.model)

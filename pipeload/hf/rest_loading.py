@@ -25,6 +25,13 @@ if TYPE_CHECKING:
     from pipeload.formats.format import PackedWeight
 
 
+def load_tensors(tensors: Mapping[str, Any], model: PreTrainedModel, config: Any) -> Any:
+    """Have the library load these tensors, by name; returns its report. See `load_all_but`."""
+    with _BAR:
+        info, _ = convert_and_load_state_dict_in_model(model, dict(tensors), config, None)
+    return info
+
+
 def load_all_but(
     skipped: Collection[str],
     model: PreTrainedModel,
@@ -49,9 +56,7 @@ def load_all_but(
             opened = stack.enter_context(safe_open(file, framework="pt", backend=backend))
             kept = [key for key in opened.keys() if key not in skipped]  # noqa: SIM118 - no dict
             rest.update((key, opened.get_slice(key)) for key in kept)
-        with _BAR:
-            info, _ = convert_and_load_state_dict_in_model(model, rest, config, None)
-    return info
+        return load_tensors(rest, model, config)
 
 
 def not_missing(

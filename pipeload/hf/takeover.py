@@ -19,7 +19,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
-from transformers import PreTrainedConfig, PreTrainedModel, modeling_utils
+from transformers import (
+    PreTrainedConfig,
+    PreTrainedModel,
+    modeling_gguf_pytorch_utils,
+    modeling_utils,
+)
 
 from pipeload.checkpoint.headers import open_checkpoint
 from pipeload.checkpoint.stalls import resolve_timeout
@@ -36,6 +41,8 @@ from pipeload.formats.registry import (
     packed_for_accelerator,
 )
 from pipeload.hf.arguments import check_devices, no_checkpoint
+from pipeload.hf.gguf import Translated, translate, whole_config
+from pipeload.hf.gguf_reader import light_reader
 from pipeload.hf.patched_name import Patch
 from pipeload.hf.pending_load import PendingLoad
 
@@ -68,7 +75,7 @@ def take_over_loading(
     return the library's loading report.
     """
     seconds = resolve_timeout(read_timeout)
-    with _LOAD, _QUANTIZER:
+    with _LOAD, _QUANTIZER, _GGUF:
         _thread.pending, _thread.where = stream, None if device is None else device.where
         _thread.read_timeout = seconds
         try:
@@ -111,7 +118,7 @@ def intercept_loading(intercept: Intercept) -> Iterator[None]:
     It is called with the library's own function, bound to the class, and what that was called with.
     Models that one loads while it is loaded are left to the library.
     """
-    with _FROM_PRETRAINED:
+    with _FROM_PRETRAINED, _GGUF:
         before = _scoped.get()
         _scoped.set(intercept)
         try:
@@ -127,8 +134,10 @@ def intercept_everywhere(intercept: Intercept | None) -> None:
     with _everywhere_lock:
         if intercept is not None and _everywhere is None:
             _FROM_PRETRAINED.install()
+            _GGUF.install()
         elif intercept is None and _everywhere is not None:
             _FROM_PRETRAINED.uninstall()
+            _GGUF.uninstall()
         _everywhere = intercept
 
 
@@ -155,7 +164,7 @@ def _from_pretrained(cls: type[PreTrainedModel], *args: Any, **kwargs: Any) -> A
 
 def _load(
     model: PreTrainedModel,
-    state_dict: dict[str, Any] | None,
+    state_dict: dict[str, Any] | Translated | None,
     checkpoint_files: list[str] | None,
     load_config: Any,
     expected_keys: list[str] | None = None,
@@ -165,7 +174,8 @@ def _load(
         load: _Loader = _LOAD.original.__func__
         return load(model, state_dict, checkpoint_files, load_config, expected_keys)
     _thread.pending = None  # one shot: models that this one loads inside are plain
-    if state_dict is not None or not checkpoint_files:
+    translated = state_dict if isinstance(state_dict, Translated) else None
+    if (state_dict is not None and translated is None) or not checkpoint_files:
         raise no_checkpoint()
     if load_config.hf_quantizer is not None:
         wanted = load_config.hf_quantizer.quantization_config
@@ -179,10 +189,31 @@ def _load(
         # What it loads itself belongs there, too. Not by an argument: quantizers choose otherwise,
         # and the library wants accelerate for one. The record is frozen, but read later.
         object.__setattr__(load_config, "device_map", {"": _thread.where})
-    _refuse_pickled(checkpoint_files)
-    index = (load_config.sharded_metadata or {}).get("weight_map")
-    checkpoint = open_checkpoint([Path(file) for file in checkpoint_files], index)
-    return stream(PendingLoad(model, checkpoint, load_config, _thread.read_timeout)), None
+    if translated is not None:
+        checkpoint, file_format = translated.checkpoint, translated.format
+    else:
+        _refuse_pickled(checkpoint_files)
+        index = (load_config.sharded_metadata or {}).get("weight_map")
+        checkpoint, file_format = open_checkpoint([Path(f) for f in checkpoint_files], index), None
+    timeout = _thread.read_timeout
+    return stream(PendingLoad(model, checkpoint, load_config, timeout, file_format)), None
+
+
+def _load_gguf(
+    path: str,
+    return_tensors: bool = False,
+    model_to_load: Any = None,
+    torch_dtype: torch.dtype | None = None,
+) -> dict[str, Any]:
+    """Answer for the library's reader of GGUF files: with no tensors where they are streamed."""
+    if return_tensors and getattr(_thread, "pending", None) is not None:
+        return {"tensors": translate(path, model_to_load)}
+    load: Callable[..., dict[str, Any]] = _GGUF.original
+    if return_tensors:
+        return load(path, return_tensors, model_to_load, torch_dtype)
+    with light_reader():
+        parsed = load(path)
+    return whole_config(path, parsed)
 
 
 def _get_quantizer(
@@ -196,8 +227,9 @@ def _get_quantizer(
     stored = getattr(config, "quantization_config", None)
     stored = stored or getattr(config.get_text_config(decoder=True), "quantization_config", None)
     # What the library does not know is for it to say.
-    if stored is None and quantization_config is not None and is_known(quantization_config):
-        raise _quantises(quantization_config)
+    asked = quantization_config if kwargs.get("gguf_file") is None else None
+    if stored is None and asked is not None and is_known(asked):
+        raise _quantises(asked)
     found = None if stored is None else check_config(stored)
     try:
         quantizer, config, places = get(config, quantization_config, device_map, *args, **kwargs)
@@ -236,6 +268,7 @@ def _has_accelerator() -> bool:
 
 
 _LOAD = Patch(PreTrainedModel, "_load_pretrained_model", staticmethod(_load))
+_GGUF = Patch(modeling_gguf_pytorch_utils, "load_gguf_checkpoint", _load_gguf)
 _QUANTIZER = Patch(modeling_utils, "get_hf_quantizer", _get_quantizer)
 _FROM_PRETRAINED = Patch(PreTrainedModel, "from_pretrained", classmethod(_from_pretrained))
 

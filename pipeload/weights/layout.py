@@ -11,7 +11,7 @@ to 64 bytes.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
 
 from pipeload.system.pages import PAGE, ceil_page, floor_page
 
@@ -30,13 +30,22 @@ _MAX_GAP_BYTES = PAGE
 
 
 class Repacking(Protocol):
-    """Makes a weight of bytes in another order, some of its rows at a time: as many bytes."""
+    """Makes a weight of bytes that are stored otherwise, some of its rows at a time."""
 
-    def rows(self, width: int) -> int:
-        """Say how many rows of `width` bytes to take at once; at most 4 MB."""
+    unpacks: ClassVar[bool]
+    """Whether it makes numbers of bytes, one row by itself. Else it only changes their order."""
+
+    def steps(self, rows: int, row_bytes: int) -> Iterable[tuple[int, int]]:
+        """Say which of so many rows to take at once, each of `row_bytes`: at most 4 MB stored."""
+
+    def part(self, start: int, stop: int) -> tuple[range, Repacking]:
+        """Say which stored rows the rows from `start` to `stop` come of, and how."""
 
     def fill(self, stored: torch.Tensor, out: torch.Tensor) -> None:
-        """Fill `out` with `stored`, both of the same dtype and [rows, width]."""
+        """Fill `out`, of [rows, width], with `stored`.
+
+        That is of the same shape and dtype or, if it `unpacks`, bytes of [stored rows, bytes].
+        """
 
 
 class Slices(NamedTuple):
@@ -74,7 +83,7 @@ class Weight:
     guarded: bool = False
     """Whether its module refuses to compute while it is evicted: integers have no NaN to show."""
     repacked: Repacking | None = None
-    """For bytes put into another order, for the processor, as they are read: how."""
+    """For bytes put into another order, or unpacked, as they are read: how."""
     slices: Slices | None = None
     """How a conversion's result comes slice by slice along its first dimension; None: it does not.
     """
@@ -83,6 +92,11 @@ class Weight:
     def raw(self) -> bool:
         """Whether the file's bytes are the model's bytes."""
         return self.group is None and self.sources[0].dtype == self.dtype and self.repacked is None
+
+    @property
+    def rows_alone(self) -> bool:
+        """Whether each row can be read by itself, wherever it is."""
+        return self.raw or (self.repacked is not None and self.repacked.unpacks)
 
     @property
     def read_bytes(self) -> int:
@@ -108,6 +122,9 @@ class Weight:
         (source,) = self.sources
         share = source.nbytes // self.shape[0]
         name, shape = f"[{start}:{stop}]", (stop - start, *self.shape[1:])
+        stored, repacked = range(start, stop), self.repacked
+        if repacked is not None:
+            stored, repacked = repacked.part(start, stop)
         return replace(
             self,
             name=self.name + name,
@@ -117,13 +134,14 @@ class Weight:
                 replace(
                     source,
                     name=source.name + name,
-                    shape=shape,
-                    start=source.start + start * share,
-                    stop=source.start + stop * share,
+                    shape=(len(stored), *self.shape[1:]),
+                    start=source.start + stored.start * share,
+                    stop=source.start + stored.stop * share,
                 ),
             ),
             whole=self.name,
             first_row=start,
+            repacked=repacked,
         )
 
 

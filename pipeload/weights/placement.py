@@ -120,10 +120,8 @@ class Placement:
         (source,) = cast.weight.sources
         if (repacked := cast.weight.repacked) is not None:
             rows = cast.weight.shape[0]
-            step = repacked.rows(cast.weight.nbytes // rows)
-            for start in range(0, rows, step):
-                stop = min(start + step, rows)
-                yield partial(self._read_repacked, cast, source, start, stop)
+            for start, stop in repacked.steps(rows, cast.weight.nbytes // max(1, rows)):
+                yield partial(self._read_repacked, cast, start, stop)
             return
         elements = cast.weight.nbytes // DTYPES[cast.weight.dtype].itemsize
         step = min(chunk_bytes, CAST_CHUNK_BYTES) // DTYPES[source.dtype].itemsize
@@ -140,19 +138,10 @@ class Placement:
         self.views[cast.weight.name].view(-1)[start:stop].copy_(stored)
         return count
 
-    def _read_repacked(
-        self, cast: Cast, source: TensorEntry, start: int, stop: int, scratch: Region | None
-    ) -> int:
-        repacked = cast.weight.repacked
-        assert repacked is not None  # noqa: S101 - only then there is such a job
-        rows, width = cast.weight.shape
-        row_bytes = cast.weight.nbytes // rows
-        scratch = scratch_of(scratch)
-        count, at = read_into(scratch, self._files, source, start * row_bytes, stop * row_bytes)
-        some, nbytes = (stop - start, width), (stop - start) * row_bytes
-        stored = scratch.tensor(at, cast.weight.dtype, some, nbytes)
-        repacked.fill(stored, self.views[cast.weight.name][start:stop])
-        return count
+    def _read_repacked(self, cast: Cast, start: int, stop: int, scratch: Region | None) -> int:
+        into = self.views[cast.weight.name][start:stop]
+        rows = range(start, stop)
+        return read_repacked(cast.weight, rows, into, self._files, scratch_of(scratch))
 
     def _run_conversion(self, conversion: Conversion, _scratch: Region | None) -> int:
         stored = {
@@ -181,6 +170,30 @@ def read_into(
     first, last = floor_page(begin), ceil_page(end)
     count = files.read_pages(source.file, first, last, scratch.buffer(0, last - first))
     return count, begin - first
+
+
+def read_repacked(
+    weight: Weight, rows: range, into: torch.Tensor, files: FileSet, scratch: Region
+) -> int:
+    """Read what rows of a weight are made of, and make them; returns the bytes read.
+
+    Args:
+        weight: one that is repacked.
+        rows: those of its rows that are wanted.
+        into: where to, contiguous.
+        files: where from.
+        scratch: for the stored rows.
+    """
+    assert weight.repacked is not None  # noqa: S101 - see above
+    (source,) = weight.sources
+    wanted, repacked = weight.repacked.part(rows.start, rows.stop)
+    row_bytes = source.nbytes // source.shape[0]
+    first, nbytes = wanted.start * row_bytes, len(wanted) * row_bytes
+    count, at = read_into(scratch, files, source, first, first + nbytes)
+    out = into.view(len(into), -1)
+    dtype, width = ("U8", row_bytes) if repacked.unpacks else (weight.dtype, out.shape[1])
+    repacked.fill(scratch.tensor(at, dtype, (len(wanted), width), nbytes), out)
+    return count
 
 
 SCRATCH_BYTES = CAST_CHUNK_BYTES + 2 * PAGE

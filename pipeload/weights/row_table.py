@@ -9,7 +9,9 @@ import torch
 
 from pipeload.checkpoint.reader_threads import run_jobs
 from pipeload.system.pages import PAGE, ceil_page, floor_page
+from pipeload.weights.arena import Arena
 from pipeload.weights.nan_arena import NanArena
+from pipeload.weights.placement import read_repacked
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -41,17 +43,18 @@ class RowTable:
         open.
 
         Raises:
-            ValueError: the weight is not a matrix whose bytes lie in one file as they are.
+            ValueError: the weight is not a matrix whose rows can be read one by one.
             MemoryError: the system refuses the address space.
         """
-        if not weight.raw or len(weight.shape) != 2:
+        if not weight.rows_alone or len(weight.shape) != 2:
             raise ValueError(f"{weight.name} is not a matrix that can be read by rows")
         (source,) = weight.sources
+        self._weight = weight
         self._files = files
         self._keep_bytes = keep_bytes
         self._path = source.file
         self._first = floor_page(source.start)
-        self._lead = source.start - self._first
+        self._lead = source.start - self._first if weight.raw else 0
         self._rows = weight.shape[0]
         self._row_bytes = weight.nbytes // max(1, self._rows)
         # Every row keeps its place in the page: see [Note: why a weight keeps its place in the
@@ -139,9 +142,24 @@ class RowTable:
             left.clear()  # after an interrupt the readers must not go on
 
     def _read_run(self, run: range) -> int:
+        if self._weight.repacked is not None:
+            return self._make_run(self._weight, run)
         first, stop = run.start * PAGE, run.stop * PAGE
         into = self._arena.buffer(first, stop - first)
         return self._files.read_pages(self._path, self._first + first, self._first + stop, into)
+
+    def _make_run(self, weight: Weight, run: range) -> int:
+        """Unpack the rows of a run of pages, and keep of the first and last what lies in them."""
+        first, stop = run.start * PAGE, min(run.stop * PAGE, weight.nbytes)
+        rows = range(first // self._row_bytes, -(-stop // self._row_bytes))
+        made = torch.empty((len(rows), weight.shape[1]), dtype=self.view.dtype)
+        nbytes = len(rows) * (weight.read_bytes // self._rows) + 2 * PAGE
+        stored = Arena(nbytes, device=torch.device("cpu"), huge=False)
+        count = read_repacked(weight, rows, made, self._files, stored.take(nbytes))
+        skipped = first - rows.start * self._row_bytes
+        into = torch.frombuffer(self._arena.buffer(first, stop - first), dtype=torch.uint8)
+        into.copy_(made.view(torch.uint8).view(-1)[skipped : skipped + stop - first])
+        return count
 
 
 def _drain(left: deque[range]) -> Iterable[range]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from pipeload.checkpoint.reader_threads import run_jobs
 from pipeload.system.mappings import mappings_of
 from pipeload.weights.arena import DTYPES
+from pipeload.weights.placement import make_scratch, read_repacked, scratch_of
 from pipeload.weights.stored import PIECE_BYTES, read_pieces, read_whole
 
 if TYPE_CHECKING:
@@ -16,6 +19,7 @@ if TYPE_CHECKING:
 
     from pipeload.checkpoint.files import FileSet
     from pipeload.checkpoint.headers import TensorEntry
+    from pipeload.weights.arena import Region
     from pipeload.weights.layout import Weight
     from pipeload.weights.placement import Convert
 
@@ -50,6 +54,9 @@ def differing(
             groups.setdefault(weight.group, []).append(weight)
         elif weight.shape != tuple(source.shape):
             yield name
+        elif weight.repacked is not None and weight.repacked.unpacks:
+            if not _unpacks_to(weight, tensor, files):
+                yield name
         elif weight.raw and tensor.is_contiguous():
             address = tensor.data_ptr()
             shown = any(m.holds(address, source.file, source.start) for m in mappings)
@@ -84,6 +91,28 @@ def _equal(source: TensorEntry, tensor: torch.Tensor, files: FileSet) -> bool:
         _same_bits(torch.frombuffer(piece, dtype=dtype).to(part.dtype), part)
         for part, piece in zip(parts, pieces, strict=False)
     )
+
+
+def _unpacks_to(weight: Weight, tensor: torch.Tensor, files: FileSet) -> bool:
+    """Compare some rows after the other."""
+    (scratch,) = make_scratch(1)
+    live = tensor.detach()
+    if live.dtype != DTYPES[weight.dtype] or live.shape != weight.shape:
+        return False
+    rows = weight.shape[0]
+    assert weight.repacked is not None  # noqa: S101 - nobody asks otherwise
+    for start, stop in weight.repacked.steps(rows, weight.nbytes // max(1, rows)):
+        made = torch.empty((stop - start, *weight.shape[1:]), dtype=live.dtype)
+        run_jobs([partial(_read, weight, range(start, stop), made, files)], [scratch], files.stalls)
+        if not _same_bits(made, live[start:stop]):
+            return False
+    return True
+
+
+def _read(
+    weight: Weight, rows: range, into: torch.Tensor, files: FileSet, scratch: Region | None
+) -> int:
+    return read_repacked(weight, rows, into, files, scratch_of(scratch))
 
 
 def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:

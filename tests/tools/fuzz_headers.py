@@ -33,7 +33,11 @@ ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 1.0
 SPARE_BYTES = 256 << 20
 MESSAGE_LETTERS = 4000
-PARSERS = ("checkpoint.headers", "checkpoint.untrusted_json", "checkpoint.folder")
+PARSERS = (
+    *("checkpoint.headers", "checkpoint.untrusted_json", "checkpoint.folder"),
+    *("checkpoint.gguf", "checkpoint.gguf_fields"),
+)
+KINDS = ("header", "gguf", "header", "index")  # of one input after the other
 NASTY: list[Any] = [
     *(None, True, False, 0, -1, 1, 2**31, 2**63, 2**64 - 1, 2**64, 10**300, -(2**70), 1.5, 1e308),
     *("", "F32", "BF16", "F4", "../x", "/etc/passwd", "\x1b[31m", "\ud800", "\u202e", "a" * 3000),
@@ -52,13 +56,19 @@ class FindingError(AssertionError):
 
 
 class Target:
-    """The two parsers, and a folder for what they read."""
+    """The parsers, and a folder for what they read."""
 
     def __init__(self, folder: Path) -> None:
-        from pipeload.checkpoint import headers
+        from pipeload.checkpoint import gguf, headers
         from pipeload.errors import CheckpointError
 
-        self._module, self._refusal = headers, CheckpointError
+        self._module, self._gguf, self._refusal = headers, gguf, CheckpointError
+        self._feeds = {
+            "header": self._feed_header,
+            "index": self._feed_index,
+            "gguf": self._feed_gguf,
+        }
+        self._blocks = folder / "model.gguf"
         self._header = folder / "header.safetensors"
         self._index = folder / "model.safetensors.index.json"
         self._shards = [folder / "a.safetensors", folder / "b.safetensors"]
@@ -69,19 +79,19 @@ class Target:
         self.outcomes: Counter[str] = Counter()
         self.slowest = 0.0
 
-    def feed(self, data: bytes, *, is_header: bool) -> None:
-        """One input; raises what is found."""
+    def feed(self, data: bytes, kind: str) -> None:
+        """One input for a parser of `KINDS`; raises what is found."""
         began = time.process_time()
         try:
             with alarm():
-                (self._feed_header if is_header else self._feed_index)(data)
-            kind = "read"
+                self._feeds[kind](data)
+            outcome = "read"
         except self._refusal as error:
             message = str(error)
             if not message.replace("\n", " ").isprintable() or len(message) > MESSAGE_LETTERS:
                 raise FindingError(f"a message that cannot be shown: {message[:200]!r}") from error
-            kind = "refused"
-        self.outcomes[f"{'header' if is_header else 'index'} {kind}"] += 1
+            outcome = "refused"
+        self.outcomes[f"{kind} {outcome}"] += 1
         self.slowest = max(self.slowest, time.process_time() - began)
 
     def _feed_header(self, data: bytes) -> None:
@@ -89,6 +99,18 @@ class Target:
         for entry in self._module.read_header(self._header).values():
             if not 8 <= entry.start <= entry.stop <= len(data):
                 raise FindingError(f"{entry} is not inside a file of {len(data)} bytes")
+
+    def _feed_gguf(self, data: bytes) -> None:
+        self._blocks.write_bytes(data)
+        found = self._gguf.open_gguf(self._blocks)
+        for entry in found.checkpoint.entries.values():
+            if not 0 <= entry.start <= entry.stop <= len(data):
+                raise FindingError(f"{entry} is not inside a file of {len(data)} bytes")
+        for value in found.metadata.values():
+            if isinstance(value, self._gguf.StringArray):
+                count = len(self._gguf.read_strings(self._blocks, value))
+                if count != value.count:
+                    raise FindingError(f"{value} has {count} strings")
 
     def _feed_index(self, data: bytes) -> None:
         self._index.write_bytes(data)
@@ -169,6 +191,30 @@ class Mutator:
         self._spoil_table(made)
         return self._spoil_bytes(json.dumps(made).encode()) if pick.random() < 0.7 else b""
 
+    def gguf(self) -> bytes:
+        from tests.support import gguf_files as files
+
+        pick = self._random
+        tensors = [
+            files.Tensor(
+                pick.choice(("a", f"blk.{at}.w", "\x1b[31m")),
+                pick.choice(((2, 32), (4, 256), (3,), (0, 32), (1, 2, 3, 32))),
+                pick.choice(("F32", "F16", "Q4_0")),
+                pick.choice((*[None] * 9, 9, 30, 99, 2**32 - 1)),
+                pick.choice((*[None] * 9, 0, 32, 2**63)),
+            )
+            for at in range(pick.randrange(4))
+        ]
+        numbers = [struct.pack("<I", pick.choice((0, 1, 32, 2**31))) for _ in range(2)]
+        pairs = [
+            files.pair("k", files.ARRAY, files.strings("a", "bc", "")),
+            files.pair("general.alignment", files.U32, numbers[0]),
+            files.pair("split.count", files.U32, numbers[1]),
+            files.pair("v", files.ARRAY, struct.pack("<IQ", files.BOOL, 2) + b"\0\1"),
+        ]
+        chosen = [files.ARCHITECTURE, *(pair for pair in pairs if pick.random() < 0.3)]
+        return self._spoil_bytes(files.pack(tensors, chosen, cut=pick.choice((0, 0, 0, 1, 40))))
+
     def _spoil_table(self, made: dict[str, Any]) -> None:
         pick = self._random
         for _ in range(pick.choice((0, 1, 1, 2))):
@@ -208,13 +254,13 @@ class Mutator:
 
 
 def mutate(target: Target, count: int, seed: int) -> None:
-    """Feed so many mutations, three headers to an index."""
+    """Feed so many mutations, of each kind in its turn."""
     mutator, began = Mutator(seed), time.monotonic()
     for number in range(count):
-        is_header = number % 4 != 3
-        data = mutator.header() if is_header else mutator.index()
+        kind = KINDS[number % len(KINDS)]
+        data: bytes = getattr(mutator, kind)()
         try:
-            target.feed(data, is_header=is_header)
+            target.feed(data, kind)
         except BaseException:
             print(f"finding at input {number} of seed {seed}: {data!r}")
             raise
@@ -232,6 +278,7 @@ def guided(target: Target, count: int, corpus: Path) -> None:
         (corpus / f"h{number}").write_bytes(b"h" + mutator.header())
         (corpus / f"l{number}").write_bytes(b"l" + mutator.header()[8:])
         (corpus / f"i{number}").write_bytes(b"i" + mutator.index())
+        (corpus / f"g{number}").write_bytes(b"g" + mutator.gguf())
     words = (
         "".join(f"{chr(92)}x{byte:02x}" for byte in token) for token in TOKENS if len(token) < 50
     )
@@ -243,7 +290,7 @@ def guided(target: Target, count: int, corpus: Path) -> None:
         kind, rest = data[:1], data[1:]
         if kind == b"l":
             rest = pack(rest)
-        target.feed(rest, is_header=kind != b"i")
+        target.feed(rest, {b"i": "index", b"g": "gguf"}.get(kind, "header"))
 
     options = [f"-runs={count}", f"-dict={dictionary}", "-max_len=4096", "-rss_limit_mb=2048"]
     atheris.Setup([sys.argv[0], *options, "-print_final_stats=1", str(corpus)], one)

@@ -188,7 +188,7 @@ def test_a_pickled_checkpoint(folder: Path, tmp_path: Path) -> None:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
-    "gguf": ({"gguf_file": "model.gguf"}, OptionError, "gguf_file= cannot be streamed"),
+    "gguf": ({"gguf_file": "model.gguf"}, CheckpointError, "model.gguf.*does not exist"),
     "state_dict": ({"state_dict": {"x": torch.ones(1)}}, OptionError, "state_dict= cannot be"),
     "cuda": ({"device_map": {"": "cuda"}}, OptionError, "device_map puts modules on cuda"),
     "meta": ({"device_map": {"": "meta"}}, OptionError, "device_map puts modules on meta"),

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from pipeload.demo.model import _find_gguf
+
 README = Path(__file__).resolve().parents[3] / "README.md"
 PAGES = [README, *sorted((README.parent / "docs").glob("*.md"))]
 _FENCED = re.compile(r"^```(\w+)\n(.*?)^```$\n*", re.MULTILINE | re.DOTALL)
@@ -59,6 +61,8 @@ def place(tmp_path_factory: pytest.TempPathFactory, smollm2_bf16: Path) -> Path:
 def make_place(folder: Path, model: Path, command: str = " -m pipeload") -> Path:
     """The same in `folder`, where `pipeload` is what `python COMMAND` runs."""
     (folder / "smollm2").symlink_to(model)
+    (folder / "gguf").mkdir()
+    (folder / "gguf" / "smollm2-Q4_1.gguf").symlink_to(_find_gguf())
     for name in ("examples", "LICENSE"):
         (folder / name).symlink_to(README.parent / name)
     (folder / "bin").mkdir()

@@ -309,9 +309,8 @@ ROWS = {
     "gguf_file": Row(
         "gguf_file",
         {"gguf_file": "model.gguf"},
-        error=OptionError,
-        words="gguf_file= cannot be streamed.*Convert it to safetensors",
-        kind=LlamaForCausalLM,  # the auto class would look at the file first
+        error=CheckpointError,
+        words="model.gguf.*does not exist",
     ),
     "state_dict": Row(
         "state_dict",

@@ -38,7 +38,6 @@ def test_what_spreads_a_model_is_dropped(dropped: dict[str, Any]) -> None:
     ("kwargs", "error", "message"),
     [
         ({"state_dict": {}}, OptionError, "state_dict= cannot be streamed"),
-        ({"gguf_file": "a.gguf"}, OptionError, "gguf_file= cannot be streamed"),
         ({"use_safetensors": False}, CheckpointError, "asks for pickled weights"),
         ({"load_in_4bit": True}, UnsupportedModelError, "--method nf4"),
         ({"load_in_8bit": True}, UnsupportedModelError, "--method int8"),

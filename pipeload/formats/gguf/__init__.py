@@ -1,0 +1,1 @@
+"""GGUF: blocks of values in the files of llama.cpp."""
