@@ -75,7 +75,7 @@ def _same_random_numbers() -> None:
 @pytest.fixture(autouse=True, scope="module")
 def _nothing_streams_after_its_file() -> Iterator[None]:
     """A model that something still refers to would set the limit for the tests of later files."""
-    from pipeload.budget.accounts import ACCOUNTANT
+    from pipeload.budget.shared_limit import ACCOUNTANT
 
     yield
     ACCOUNTANT.forget_all()

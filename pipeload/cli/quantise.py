@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from pipeload._sizes import format_size
+from pipeload.cli.load_model import check_model
 from pipeload.cli.log_lines import silence_libraries
-from pipeload.cli.model import check_model
 from pipeload.cli.progress_bar import BytesBar, LateBar, ProgressBar
 from pipeload.entry.texts import first_line
 from pipeload.errors import CheckpointError, PipeloadError

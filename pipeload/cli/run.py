@@ -14,14 +14,14 @@ import torch
 import pipeload
 from pipeload._sizes import counted
 from pipeload.cli.answer import Answer, StopAt
-from pipeload.cli.log_lines import log, silence_libraries
-from pipeload.cli.model import (
+from pipeload.cli.load_model import (
     DTYPES,
     check_model,
     load_whole,
 )
+from pipeload.cli.log_lines import log, silence_libraries
 from pipeload.cli.progress_bar import first_pass
-from pipeload.cli.report import count, describe_plan
+from pipeload.cli.run_report import count, describe_plan
 from pipeload.entry.texts import check_tokens, first_line, load_tokenizer
 from pipeload.errors import OptionError
 

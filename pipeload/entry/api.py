@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import transformers
 
-from pipeload.budget.accounts import ACCOUNTANT
-from pipeload.devices.accounts import account_of
+from pipeload.budget.shared_limit import ACCOUNTANT
+from pipeload.devices.shared_device_limit import account_of
 from pipeload.engine.forks import give_back_inherited
 from pipeload.engine.handle import Handle
 from pipeload.entry.loading import Loading, check_source, needs_of, plan_pending

@@ -9,33 +9,33 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeload._sizes import format_size
-from pipeload.budget.accounts import ACCOUNTANT
+from pipeload.budget import limit_errors
 from pipeload.budget.cut import Divider, NothingToStreamError, Touched
-from pipeload.budget.cuttings import Cuttings
+from pipeload.budget.cut_fineness import Cuttings
 from pipeload.budget.host_memory import HostMemory
 from pipeload.budget.make_plan import make_plan
-from pipeload.budget.measured import measure
+from pipeload.budget.measured_host import measure
 from pipeload.budget.pass_needs import PassNeeds
 from pipeload.budget.reserve import reserve_bytes
+from pipeload.budget.shared_limit import ACCOUNTANT
 from pipeload.budget.trial_run import probe_usage
 from pipeload.checkpoint.headers import check_folder
-from pipeload.devices.accounts import account_of
-from pipeload.devices.backend import make_target
+from pipeload.devices.device_backend import make_target
 from pipeload.devices.device_memory import DeviceMemory
-from pipeload.devices.measured import measure_device
+from pipeload.devices.measured_device import measure_device
+from pipeload.devices.shared_device_limit import account_of
 from pipeload.engine.assembly import Assembly
 from pipeload.engine.forks import give_back_inherited
 from pipeload.entry.notebook_bar import show_first_pass
 from pipeload.entry.prepare_process import prepare_process
 from pipeload.errors import MemoryLimitError, UnsupportedModelError
 from pipeload.hf import arguments, takeover
-from pipeload.hf.experts import experts_apart
+from pipeload.hf.expert_modules import experts_apart
 from pipeload.system.library_pages import lower_floor
 from pipeload.system.memory import rss_bytes
-from pipeload.system.openmp import advise_openmp
+from pipeload.system.openmp_hint import advise_openmp
 from pipeload.weights.arena import DTYPE_CODES, DTYPES
-from pipeload.weights.device import aligned
+from pipeload.weights.device_interface import aligned
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from pipeload.budget.make_plan import Build
     from pipeload.entry.request import Request
     from pipeload.hf.pending_load import PendingLoad
-    from pipeload.weights.device import Device
+    from pipeload.weights.device_interface import Device
     from pipeload.weights.layout import Weight
 
 _log = logging.getLogger("pipeload")
@@ -102,13 +102,7 @@ class Loading:
         nbytes = sum(p.numel() * p.element_size() for p in pending.model.parameters())
         limit, held = self.request.options.memory_limit, rss_bytes()
         if held + nbytes > limit:
-            raise MemoryLimitError(
-                f"{name} has nothing that could be streamed, and takes {format_size(nbytes)} "
-                f"beside {format_size(held)} in use, over the limit of {limit} bytes. Set at least "
-                f"{held + nbytes} bytes.",
-                limit=limit,
-                smallest_limit=held + nbytes,
-            ) from error
+            raise limit_errors.whole_model_too_large(limit, name, nbytes, held) from error
         _log.info("%s has nothing that could be streamed: loaded as a whole", name)
         return pending.load_rest(())
 
@@ -286,7 +280,7 @@ def plan_model(
 ) -> Build:
     """Plan how a model is streamed.
 
-    Nothing changes: see [Note: planning looks, loading acts] in measured.py.
+    Nothing changes: see [Note: planning looks, loading acts] in measured_host.py.
 
     Args:
         model: what is to be streamed.

@@ -51,9 +51,21 @@ KNOWN_IN = {
 # Pure: sizes, byte ranges and records. They can be used, and tested, without torch.
 WITHOUT_TORCH = {
     *("errors", "_sizes", "_text_tables", "system", "checkpoint"),
-    *("weights.layout", "weights.device", "weights.kept", "formats.registry", "hf.arguments"),
-    *("budget.expert_cache", "budget.experts_share"),
-    *("budget.plan", "budget.residency", "budget.counters", "budget.accounts", "prefetch.slots"),
+    *(
+        "weights.layout",
+        "weights.device_interface",
+        "weights.kept_pieces",
+        "formats.registry",
+        "hf.arguments",
+    ),
+    *("budget.expert_cache", "budget.experts_in_plan"),
+    *(
+        "budget.plan",
+        "budget.residency",
+        "budget.read_counters",
+        "budget.shared_limit",
+        "prefetch.buffers",
+    ),
     *("engine.stats", "engine.own_weights", "entry.script", "evaluate.text_windows"),
     *("quantiser.shards", "quantiser.model_card"),
 }

@@ -118,9 +118,9 @@ class _Finder:
         """By its plain name, here or imported, as a method, or through its module's name."""
         name, path = _name(call), module.path
         if isinstance(call.func, ast.Attribute):
-            owner = ast.unparse(call.func.value)
-            path = path if owner == "self" else f"pipeload/{owner}.py"
-            name = call.func.attr
+            owner, name = ast.unparse(call.func.value), call.func.attr
+            package, module_name = module.imported.get(owner, ("", owner))
+            path = path if owner == "self" else f"{package.removesuffix('.py')}/{module_name}.py"
         elif name in module.imported:
             path, name = module.imported[name]
         return self._factories.get((path, name))

@@ -13,12 +13,12 @@ from hypothesis.stateful import run_state_machine_as_test
 from pipeload.budget.plan import UnitPlan
 from pipeload.budget.residency import Residency, UnitSpec
 from pipeload.checkpoint.headers import TensorEntry
-from pipeload.checkpoint.stalls import Stalls
+from pipeload.checkpoint.hung_reads import Stalls
 from pipeload.errors import ReadError
 from pipeload.prefetch.prefetcher import Prefetcher
 from pipeload.prefetch.unit import Unit, UnitState
 from pipeload.weights.arena import Arena, Region
-from pipeload.weights.kept import KeptPieces
+from pipeload.weights.kept_pieces import KeptPieces
 from pipeload.weights.layout import Conversion, Layout, Weight, lay_out
 from pipeload.weights.placement import Placement
 from tests.support.streaming import WAIT_SECONDS, finish_messages
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
     from hypothesis.stateful import RuleBasedStateMachine
 
-    from pipeload.checkpoint.files import FileSet
-    from pipeload.prefetch.order import Order
+    from pipeload.checkpoint.file_reads import FileSet
+    from pipeload.prefetch.read_order import Order
 
 STREAMED, RESIDENT = Path("streamed"), Path("resident")
 UNIT_BYTES = 8192

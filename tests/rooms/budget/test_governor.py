@@ -13,14 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeload import MemoryLimitError
-from pipeload.budget.accounts import ACCOUNTANT, Accountant
-from pipeload.budget.counters import Counters
 from pipeload.budget.governor import Governor
 from pipeload.budget.host_ledger import HostLedger
 from pipeload.budget.pass_shape import PassShape
 from pipeload.budget.plan import Plan
+from pipeload.budget.read_counters import Counters
 from pipeload.budget.reserve import WARM_UP_BYTES, PassHint, page_table_bytes
 from pipeload.budget.residency import Residency, UnitSpec
+from pipeload.budget.shared_limit import ACCOUNTANT, Accountant
 from pipeload.checkpoint.headers import TensorEntry
 from pipeload.weights.layout import Weight
 

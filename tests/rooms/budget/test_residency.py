@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from pipeload import MemoryLimitError
 from pipeload.budget.buffer_count import BUFFER_COUNT
 from pipeload.budget.cut import Divider, Grain, Touched
-from pipeload.budget.cuttings import Cuttings
+from pipeload.budget.cut_fineness import Cuttings
 from pipeload.budget.host_memory import HostMemory
 from pipeload.budget.make_plan import make_plan
-from pipeload.budget.options import Options
-from pipeload.budget.parts import Parts
+from pipeload.budget.model_parts import Parts
+from pipeload.budget.plan_options import Options
 from pipeload.budget.reserve import page_table_bytes
 from pipeload.budget.residency import Choice, Residency, UnitSpec, _hold_bytes, is_tiny
 from pipeload.system.pages import PAGE

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from pipeload.bench import measure
 from pipeload.bench.report import legend
-from pipeload.checkpoint.files import FileSet
+from pipeload.checkpoint.file_reads import FileSet
 from pipeload.cli.answer import Answer, StopAt, _Cut
 from pipeload.engine.stats import work_rows
 from pipeload.errors import ReadError

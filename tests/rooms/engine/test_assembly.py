@@ -11,8 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import pipeload
-from pipeload.budget.accounts import ACCOUNTANT
-from pipeload.checkpoint.files import FileSet
+from pipeload.budget.shared_limit import ACCOUNTANT
+from pipeload.checkpoint.file_reads import FileSet
 from pipeload.engine.assembly import Assembly
 from pipeload.engine.backend import CpuTarget
 from pipeload.entry.loading import needs_of, plan_pending

@@ -511,7 +511,7 @@ def test_a_disk_that_fails(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     def broken(*_args: object) -> int:
         raise ReadError("the disk failed")
 
-    monkeypatch.setattr("pipeload.checkpoint.files.FileSet.read_pages", broken)
+    monkeypatch.setattr("pipeload.checkpoint.file_reads.FileSet.read_pages", broken)
     with pytest.raises(ReadError, match="the disk failed"):
         pipeload.wrap(model, tight(folder))
     monkeypatch.undo()

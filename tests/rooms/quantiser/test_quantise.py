@@ -28,7 +28,7 @@ from pipeload.errors import (
     OptionError,
     UnsupportedModelError,
 )
-from pipeload.formats.forms import FORMS as METHODS
+from pipeload.formats.form_names import FORMS as METHODS
 from pipeload.formats.integers.linear import Int4Linear, Int8Linear, PackedLinear
 from pipeload.formats.integers.order import ORDERS, kernel_order
 from pipeload.quantiser.shards import MANIFEST

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
 
-from pipeload.checkpoint.files import FileSet, resolve_io_mode
+from pipeload.checkpoint.file_reads import FileSet, resolve_io_mode
 from pipeload.checkpoint.headers import TensorEntry
 from pipeload.errors import OptionError, ReadError
 from pipeload.system.pages import PAGE
@@ -366,7 +366,7 @@ import torch
 from torch.nn import functional
 from pipeload.checkpoint.headers import TensorEntry
 from pipeload.weights.layout import Weight
-from pipeload.checkpoint.files import FileSet
+from pipeload.checkpoint.file_reads import FileSet
 from pipeload.weights.row_table import RowTable
 
 path, mode = Path(sys.argv[1]), sys.argv[2]

@@ -1,0 +1,245 @@
+"""The files of a checkpoint, read a piece at a time. Blocking reads only; no policy.
+
+Three ways to read: "direct" (O_DIRECT, past the page cache), "buffered" (through it), and
+"uncached" (through it, then dropped from it), for file systems that refuse direct reads.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import sys
+import weakref
+from typing import TYPE_CHECKING
+
+from pipeload.checkpoint.hung_reads import DEFAULT_SECONDS, Stalls
+from pipeload.checkpoint.open_file import OpenFile, open_file
+from pipeload.checkpoint.reader_threads import run_jobs
+from pipeload.errors import CheckpointChangedError, OptionError, ReadError
+from pipeload.system.mounts import warn_of_network
+from pipeload.system.pages import PAGE
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+IO_MODES = ("auto", "direct", "buffered", "uncached")
+_log = logging.getLogger("pipeload")
+# What a process of torch has open beside a checkpoint, and half of that again.
+_OTHER_FILES = 64
+
+
+class FileSet:
+    """The shards of a checkpoint, open until `close` or until nobody can read them any more.
+
+    A shard that is replaced by rename is still read through its descriptor; one that is changed in
+    place is noticed by `check_unchanged`.
+    """
+
+    def __init__(
+        self,
+        files: Sequence[Path],
+        io_mode: str,
+        read_timeout: float | None = DEFAULT_SECONDS,
+        stamps: Mapping[Path, tuple[int, int]] | None = None,
+    ) -> None:
+        """Open every file.
+
+        Args:
+            files: paths.
+            io_mode: "direct", "buffered" or "uncached".
+            read_timeout: seconds after which a read is taken to hang; None: never.
+            stamps: size and time of change (ns) that a file had when its header was read.
+
+        Raises:
+            ReadError: a file cannot be opened, or refuses the mode.
+            CheckpointChangedError: a file is not the one any more whose header was read.
+        """
+        self.io_mode = io_mode
+        self.stalls = Stalls(read_timeout)
+        self._remote = warn_of_network(files)
+        self._forget = _forget if io_mode == "uncached" else None
+        self._files: dict[Path, OpenFile] = {}
+        self._closer = weakref.finalize(self, _close_all, self._files)
+        self._closer.atexit = (
+            False  # readers may still run then, and the system closes files anyway
+        )
+        try:
+            for path in files:
+                self._files[path] = open_file(path, direct=io_mode == "direct")
+        except OSError as error:
+            self.close()
+            if error.errno == errno.EMFILE:
+                raise ReadError(
+                    f"cannot open all {len(files)} files of the checkpoint at once: "
+                    f"{error.strerror}. Raise the limit on open files, in the shell by "
+                    f"`ulimit -n {len(files) + _OTHER_FILES}`."
+                ) from error
+            raise ReadError(
+                f"cannot open checkpoint file {str(path)!r} for {io_mode} reads: {error}. Check "
+                "that it is there and may be read."
+            ) from error
+        for path, stamp in (stamps or {}).items():
+            if (self._files[path].nbytes, self._files[path].modified_ns) != stamp:
+                self.close()
+                raise CheckpointChangedError(
+                    f"checkpoint file {str(path)!r} was replaced or changed while the model was "
+                    "being loaded. Load the model again."
+                )
+
+    def read_pages(self, path: Path, first: int, stop: int, into: memoryview) -> int:
+        """Fill `into` with the bytes `first` to `stop` of a file; both lie on page borders.
+
+        The last page of a file may be cut short by its end. Returns the bytes read.
+
+        Raises:
+            ReadError: the disk failed, or the file ends before its size when it was opened.
+        """
+        file = self._files[path]
+        wanted = min(stop, file.nbytes) - first
+        got = 0
+        while got < wanted:
+            try:
+                with self.stalls.reading(path, first + got):
+                    count = file.read(into[got : stop - first], first + got)
+            except OSError as error:
+                raise ReadError(
+                    f"reading {str(path)!r} at byte {first + got} failed: {error}. Check the disk, "
+                    "then do the same again."
+                ) from error
+            if count == 0:
+                raise ReadError(
+                    f"{str(path)!r} ended at byte {first + got}, {wanted - got} bytes early: it "
+                    "was cut short after it was opened. Restore the file, then begin again."
+                )
+            got += count
+        if self._forget is not None:
+            self._forget(file.descriptor, first, stop - first)
+        return wanted
+
+    def check_unchanged(self) -> None:
+        """Compare every open file with what it was when opened.
+
+        Raises:
+            CheckpointChangedError: one has another size or modification time.
+            ReadError: they are on a network mount, and it does not answer.
+        """
+        if self._remote:
+            run_jobs([lambda _scratch: self._check_unchanged()], [None], self.stalls)
+        else:
+            self._check_unchanged()
+
+    def _check_unchanged(self) -> int:
+        for path, file in self._files.items():
+            with self.stalls.reading(path, 0):
+                status = os.fstat(file.descriptor)
+            if (status.st_size, status.st_mtime_ns) != (file.nbytes, file.modified_ns):
+                raise CheckpointChangedError(
+                    f"checkpoint file {str(path)!r} was changed in place while the model was "
+                    f"using it ({file.nbytes} bytes when opened, {status.st_size} now). Load the "
+                    "model again."
+                )
+        return 0
+
+    def reopen_name(self, path: Path) -> str:
+        """A name that opens the very file that was opened, even if another took its place since.
+
+        Raises:
+            CheckpointChangedError: another did, and this system has no name for the one before.
+        """
+        if path not in self._files:
+            return str(path)  # closed
+        descriptor = self._files[path].descriptor
+        link = f"/proc/self/fd/{descriptor}"
+        if os.path.exists(link):  # noqa: PTH110 - a magic link, not a path
+            return link
+        # Windows lets nobody take an open file's place.
+        if sys.platform != "win32" and not _is_open_as(path, descriptor):
+            raise CheckpointChangedError(
+                f"checkpoint file {str(path)!r} was replaced or removed while the model was using "
+                "it, and this system (no /proc) cannot open it again. The model still streams; put "
+                "the file back, or load the model again."
+            )
+        return str(path)
+
+    def close(self) -> None:
+        """Close all descriptors. May be called again."""
+        self._closer()
+
+
+def _close_all(files: dict[Path, OpenFile]) -> None:
+    while files:
+        _, file = files.popitem()
+        file.close()
+
+
+def _forget(descriptor: int, first: int, nbytes: int) -> None:
+    os.posix_fadvise(descriptor, first, nbytes, os.POSIX_FADV_DONTNEED)
+
+
+def _is_open_as(path: Path, descriptor: int) -> bool:
+    try:
+        return os.path.samestat(path.stat(), os.fstat(descriptor))
+    except OSError:
+        return False
+
+
+def resolve_io_mode(requested: str, files: Sequence[Path], fits_cache: bool) -> str:
+    """The mode that "auto" means for these files, which are asked where that counts.
+
+    Raises:
+        OptionError: the name is unknown, or the files refuse the mode that was asked for.
+    """
+    asked = requested == "direct" or (requested == "auto" and not fits_cache)
+    refusal = direct_refusal(files) if asked else None
+    return choose_io_mode(requested, files, refusal, fits_cache=fits_cache)
+
+
+def choose_io_mode(
+    requested: str, files: Sequence[Path], refusal: str | None, *, fits_cache: bool
+) -> str:
+    """The mode that "auto" means for files that refuse direct reads so.
+
+    Args:
+        requested: one of `IO_MODES`.
+        files: paths, for the error alone.
+        refusal: as `direct_refusal` gives it.
+        fits_cache: whether the page cache has room for all that is streamed.
+
+    Raises:
+        OptionError: the name is unknown, or the files refuse the mode that was asked for.
+    """
+    if requested not in IO_MODES:
+        raise OptionError(f"io_mode={requested!r} is unknown. Choose one of {', '.join(IO_MODES)}.")
+    if requested == "buffered" or (requested == "auto" and fits_cache):
+        return "buffered"
+    if requested != "uncached" and refusal is None:
+        return "direct"
+    if requested == "direct":
+        raise OptionError(
+            f"io_mode='direct' does not work for {str(files[0])!r}: {refusal}. "
+            "Use io_mode='auto', or 'uncached' for reads that leave no page cache behind."
+        )
+    if hasattr(os, "posix_fadvise"):
+        return "uncached"
+    _log.info("this system has neither direct reads nor advice on its page cache: buffered reads")
+    return "buffered"
+
+
+def direct_refusal(files: Sequence[Path]) -> str | None:
+    """Why direct reads do not work, None when they do. Reads one page."""
+    if not hasattr(os, "O_DIRECT") or not hasattr(os, "preadv"):
+        return "this system has no direct reads"
+    import mmap
+
+    with mmap.mmap(-1, PAGE) as page:
+        try:
+            descriptor = os.open(files[0], os.O_RDONLY | os.O_DIRECT)
+            try:
+                os.preadv(descriptor, [page], 0)
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            return str(error)
+    return None
