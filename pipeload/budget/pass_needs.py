@@ -28,7 +28,7 @@ from pipeload.budget.pass_shape import (
     read_shape,
     reads_text_alone,
 )
-from pipeload.budget.pass_trace import PassTrace, Trial, trace_of
+from pipeload.budget.pass_trial import PassTrace, Trial, trace_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -18,7 +18,7 @@ from pipeload.budget.measured_host import measure
 from pipeload.budget.pass_needs import PassNeeds
 from pipeload.budget.reserve import reserve_bytes
 from pipeload.budget.shared_limit import ACCOUNTANT
-from pipeload.budget.trial_run import probe_usage
+from pipeload.budget.usage_trial import probe_usage
 from pipeload.checkpoint.headers import check_folder
 from pipeload.devices.device_backend import make_target
 from pipeload.devices.device_memory import DeviceMemory

@@ -14,10 +14,10 @@ import torch
 from transformers import ChameleonConfig, ClvpDecoderConfig, ClvpForCausalLM, LlamaConfig
 
 import pipeload.hf.cache_layers  # noqa: F401 - caches are read by it
-from pipeload.budget import pass_trace
+from pipeload.budget import pass_trial
 from pipeload.budget.pass_needs import PassNeeds, PassShape
 from pipeload.budget.pass_shape import reads_text_alone
-from pipeload.budget.pass_trace import PassTrace
+from pipeload.budget.pass_trial import PassTrace
 from pipeload_hooks import try_out
 from tests.rooms.budget.test_pass_needs import ids
 from tests.support.children import printed_by
@@ -117,7 +117,7 @@ def test_a_size_is_tried_once() -> None:
         {"input_ids": ids(32), "output_hidden_states": True},
     ]
     tried = []
-    with mock.patch.object(pass_trace, "try_out", wraps=try_out) as run:
+    with mock.patch.object(pass_trial, "try_out", wraps=try_out) as run:
         for call in [*calls, *calls]:
             needs.for_pass((), call)
             tried.append(run.call_count)
@@ -145,7 +145,7 @@ def test_decoders_that_are_known_are_not_tried() -> None:
         config = tiny_config(family, hidden_size=96)
         model = random_model(config, torch.bfloat16, seed=1)
         needs = PassNeeds(model, config)
-        with mock.patch.object(pass_trace, "try_out") as run:
+        with mock.patch.object(pass_trial, "try_out") as run:
             needs.for_pass((), {"input_ids": ids(40)})
         assert not run.called, family
 
@@ -162,7 +162,7 @@ def test_what_sampling_takes_is_no_difference() -> None:
         (on_meta(OPTForCausalLM, opt).to(torch.bfloat16), True),
     ):
         needs = PassNeeds(model, model.config)
-        with mock.patch.object(pass_trace, "try_out", wraps=try_out) as run:
+        with mock.patch.object(pass_trial, "try_out", wraps=try_out) as run:
             needs.for_pass((), {"input_ids": ids(40)})
         assert run.called == tried, type(model)
 
@@ -176,7 +176,7 @@ def test_words_that_come_again_beside_their_cache_are_tried() -> None:
     with torch.inference_mode():
         caches = [model(input_ids=ids(seen)).past_key_values for seen in (8, 9)]
     needs = PassNeeds(bert(), bert().config)
-    with mock.patch.object(pass_trace, "try_out", wraps=try_out) as run:
+    with mock.patch.object(pass_trial, "try_out", wraps=try_out) as run:
         for cache in (*caches, *caches):
             needs.for_pass((), {"input_ids": ids(12), "past_key_values": cache})
         assert run.call_count >= 2
@@ -194,7 +194,7 @@ def test_the_next_token_is_not_tried() -> None:
     needs = PassNeeds(model, config)
     with torch.inference_mode():
         cache = model(input_ids=ids(8)).past_key_values
-    with mock.patch.object(pass_trace, "try_out") as run:
+    with mock.patch.object(pass_trial, "try_out") as run:
         assert needs.for_pass((), {"input_ids": ids(1), "past_key_values": cache}) > 0
     assert not run.called
 
@@ -218,7 +218,7 @@ def test_caches_of_fixed_sizes() -> None:
     held = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
     assert taken[1] - taken[0] > 0.9 * held
     assert taken[1] - needs.for_pass((), call) > 0.9 * held
-    copied = pass_trace._without_values(cache)
+    copied = pass_trial._without_values(cache)
     assert all(layer.keys.is_meta and layer.values.is_meta for layer in copied.layers)
 
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from pipeload.budget import trial_run
-from pipeload.budget.trial_run import meta_inputs, probe_usage
+from pipeload.budget import usage_trial
 from pipeload.budget.twin_blocks import twin_lists
+from pipeload.budget.usage_trial import meta_inputs, probe_usage
 from pipeload.hf.takeover import take_over_loading
 from tests.support.models import FAMILIES, tiny_config
 
@@ -155,10 +155,10 @@ def test_few_layers_tell_of_all(name: str) -> None:
     )
     lists = twin_lists(model)
     assert {(len(t.groups), t.kept) for t in lists} == {(LAYERS, KINDS_WITHIN.get(name, 2))}
-    with mock.patch.object(trial_run, "_observe", wraps=trial_run._observe) as observe:
+    with mock.patch.object(usage_trial, "_observe", wraps=usage_trial._observe) as observe:
         few = probe_usage(model)
     assert all(call.args[2] for call in observe.call_args_list), "it ran whole"
-    with mock.patch.object(trial_run, "twin_lists", return_value=[]):
+    with mock.patch.object(usage_trial, "twin_lists", return_value=[]):
         assert few == probe_usage(model)
 
 

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from pipeload.budget.kv_cache import is_cache, private_parts, self_and_cross
-from pipeload.budget.trial_run import like_lists, with_float_products
 from pipeload.budget.twin_blocks import bare_memo, short_copy
+from pipeload.budget.usage_trial import like_lists, with_float_products
 from pipeload_hooks import (
     MOST_COMPUTED,
     Repeated,
