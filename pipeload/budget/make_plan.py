@@ -16,7 +16,7 @@ from pipeload.budget.buffer_count import BUFFER_COUNT
 from pipeload.budget.experts_in_plan import ExpertsShare
 from pipeload.budget.plan import Plan
 from pipeload.budget.residency import Residency
-from pipeload.checkpoint.file_reads import choose_io_mode
+from pipeload.checkpoint.io_mode import choose_io_mode
 from pipeload.checkpoint.reader_threads import reader_count
 from pipeload.weights.layout import lay_out
 from pipeload.weights.mapped import can_map

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from pipeload.budget.shared_limit import ACCOUNTANT
-from pipeload.checkpoint.file_reads import direct_refusal
+from pipeload.checkpoint.io_mode import direct_refusal
 from pipeload.system.library_pages import droppable_bytes
 from pipeload.system.memory import allowed_bytes, free_page_cache_bytes, rss_bytes
 from pipeload.weights.mapped import MappedFiles

@@ -15,7 +15,8 @@ import torch
 
 import pipeload
 from pipeload._sizes import format_size
-from pipeload.checkpoint.file_reads import FileSet, resolve_io_mode
+from pipeload.checkpoint.file_reads import FileSet
+from pipeload.checkpoint.io_mode import resolve_io_mode
 from pipeload.checkpoint.reader_threads import run_jobs
 from pipeload.cli.load_model import DTYPES, check_model, explained
 from pipeload.cli.log_lines import log, silence_libraries

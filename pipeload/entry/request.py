@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from pipeload.budget.plan_options import Options
 from pipeload.budget.reserve import PassHint
 from pipeload.budget.shared_limit import ACCOUNTANT, host_limit_alone
-from pipeload.checkpoint.file_reads import IO_MODES
 from pipeload.checkpoint.hung_reads import resolve_timeout
+from pipeload.checkpoint.io_mode import IO_MODES
 from pipeload.devices.open_device import open_device
 from pipeload.devices.shared_device_limit import account_of, device_limit
 from pipeload.errors import OptionError

@@ -33,7 +33,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 1.0
 SPARE_BYTES = 256 << 20
 MESSAGE_LETTERS = 4000
-PARSERS = ("checkpoint.headers", "checkpoint.untrusted_json", "checkpoint.folder")
+PARSERS = ("checkpoint.headers", "checkpoint.untrusted_json", "checkpoint.folder_and_index")
 NASTY: list[Any] = [
     *(None, True, False, 0, -1, 1, 2**31, 2**63, 2**64 - 1, 2**64, 10**300, -(2**70), 1.5, 1e308),
     *("", "F32", "BF16", "F4", "../x", "/etc/passwd", "\x1b[31m", "\ud800", "\u202e", "a" * 3000),

@@ -16,7 +16,8 @@ import torch
 import pipeload
 from pipeload.bench import reader
 from pipeload.budget import cut, host_memory
-from pipeload.checkpoint.file_reads import FileSet, resolve_io_mode
+from pipeload.checkpoint.file_reads import FileSet
+from pipeload.checkpoint.io_mode import resolve_io_mode
 from pipeload.engine import assembly
 from pipeload.entry.spill import Spill
 from pipeload.errors import (

@@ -18,8 +18,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
 
-from pipeload.checkpoint.file_reads import FileSet, resolve_io_mode
+from pipeload.checkpoint.file_reads import FileSet
 from pipeload.checkpoint.headers import TensorEntry
+from pipeload.checkpoint.io_mode import resolve_io_mode
 from pipeload.errors import OptionError, ReadError
 from pipeload.system.pages import PAGE
 from pipeload.weights.arena import DTYPES

@@ -12,7 +12,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipeload_hooks import AttentionAside, _aside
+from pipeload_hooks import AttentionAside, _attention_thread
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 @pytest.fixture
 def aside(monkeypatch: pytest.MonkeyPatch) -> Iterator[AttentionAside]:
     """On a processor where kernels stay, for all that is here; active."""
-    monkeypatch.setattr(_aside, "kernels_stay", lambda dtype: dtype is torch.bfloat16)
+    monkeypatch.setattr(_attention_thread, "kernels_stay", lambda dtype: dtype is torch.bfloat16)
     mode = AttentionAside()
     mode.begin()
     yield mode
@@ -63,7 +63,7 @@ def test_the_bits_are_those_of_the_call_itself(aside: AttentionAside) -> None:
 @torch.no_grad()
 def test_a_thread_ends_after_some_lengths(aside: AttentionAside) -> None:
     before, seen = threads(), set()
-    most = _aside._MOST_KEPT // torch.get_num_threads()
+    most = _attention_thread._MOST_KEPT // torch.get_num_threads()
     for length in range(2, 2 + 2 * most + 1):
         attend(length)
         assert len(threads() - before) == 1
