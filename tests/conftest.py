@@ -26,6 +26,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 settings.register_profile("untimed", deadline=None)
 # The same examples at every run, for where a failure must be of what has changed.
 settings.register_profile("repeatable", deadline=None, derandomize=True)
+# While one works: the whole suite tries many more.
+settings.register_profile("quick", deadline=None, max_examples=15)
 settings.load_profile("untimed")
 
 MARKERS = (

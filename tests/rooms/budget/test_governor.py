@@ -23,6 +23,7 @@ from pipeload.budget.residency import Residency, UnitSpec
 from pipeload.budget.shared_limit import ACCOUNTANT, Accountant
 from pipeload.checkpoint.headers import TensorEntry
 from pipeload.weights.layout import Weight
+from tests.support.examples import examples
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -365,7 +366,7 @@ def test_two_share_and_one_limit_holds_both(bench: Bench, monkeypatch: pytest.Mo
     assert first.budget < RESIDENCY.everything
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=examples(40))
 @given(
     st.lists(
         st.tuples(st.integers(1, 90), st.integers(0, 250), st.integers(0, 150)),

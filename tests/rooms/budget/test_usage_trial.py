@@ -67,7 +67,7 @@ HYBRIDS: dict[str, dict[str, Any]] = {
     },
     "gpt_oss": _SMALL | {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8},
 }
-LAYERS = 12
+LAYERS = 8
 # How many of them it takes to see every kind of layer; two if all are alike.
 KINDS_WITHIN = {"gemma3_text": 6, "jamba": 5, "qwen3_next": 4, "gpt_oss": 2, "deepseek_v3": 2}
 

@@ -28,6 +28,7 @@ from pipeload.weights.device_interface import aligned
 from pipeload.weights.kept_pieces import KeptPieces
 from pipeload.weights.layout import lay_out
 from pipeload.weights.placement import SCRATCH_BYTES, scratch_bytes
+from tests.support.examples import examples
 from tests.support.fake_device import FakeDevice, FakeEvent
 from tests.support.fake_disk import RESIDENT, STREAMED, FakeFiles, convert, weight
 from tests.support.streaming import finish_messages
@@ -157,7 +158,7 @@ def test_each_block_computes_with_its_own_weights(kinds: str) -> None:
     rig.end()
 
 
-@settings(max_examples=15)
+@settings(max_examples=examples(15))
 @given(st.lists(st.integers(0, 5), min_size=6, max_size=30), st.integers(0, 1000))
 def test_any_order_at_any_speed(order: list[int], seed: int) -> None:
     """Surprises evict what was copied ahead, whose copies may not have begun."""

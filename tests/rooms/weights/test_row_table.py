@@ -26,6 +26,7 @@ from pipeload.system.pages import PAGE
 from pipeload.weights.arena import DTYPES
 from pipeload.weights.layout import Weight
 from pipeload.weights.row_table import RowTable
+from tests.support.examples import examples
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -109,7 +110,7 @@ def lookups(draw: st.DrawFn) -> tuple[int, list[torch.Tensor]]:
 
 
 @pytest.mark.parametrize("mode", MODES)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     lookups=lookups(),
     columns=st.one_of(st.integers(1, 40), st.integers(900, 1100), st.sampled_from([2048, 5001])),
