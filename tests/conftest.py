@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 from typing import TYPE_CHECKING, Protocol
 
 import pytest
@@ -57,11 +58,15 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Take what was imported out of garbage collection.
+    """Have trials remembered, and take what was imported out of garbage collection.
 
     Half a million objects of torch, transformers and the tests themselves: to go through them takes
     half a second, and many tests collect garbage.
     """
+    if "pipeload.entry.loading" in sys.modules:
+        from tests.support.known_models import remember
+
+        remember()
     gc.collect()
     gc.freeze()
 

@@ -159,7 +159,9 @@ def assemble(pending: PendingLoad, request: Request) -> tuple[Assembly, Any]:
     Returns it, hooks to come, and the library's loading report.
     """
     needs = needs_of(pending, request.options.device)
-    build = plan_to_load(partial(plan_pending, pending, needs, request), request.options.device)
+    touched = touched_of(pending.model, pending.model)
+    plan = partial(plan_pending, pending, needs, touched, request)
+    build = plan_to_load(plan, request.options.device)
     assembly = Assembly(
         pending, build, make_target(build), needs, request.hint, pressure=request.pressure
     )
@@ -218,7 +220,9 @@ def _plan_beside_others(make: Callable[[], Build], device: Device | None) -> Bui
         raise
 
 
-def plan_pending(pending: PendingLoad, needs: PassNeeds, request: Request) -> Build:
+def plan_pending(
+    pending: PendingLoad, needs: PassNeeds, touched: Touched | None, request: Request
+) -> Build:
     """Plan a model that is on the meta device."""
     model = pending.model
     tied = model.all_tied_weights_keys or {}
@@ -231,7 +235,7 @@ def plan_pending(pending: PendingLoad, needs: PassNeeds, request: Request) -> Bu
         model,
         pending.weights(),
         tied,
-        model,
+        touched,
         pending.files,
         needs=needs,
         request=request,
@@ -270,7 +274,7 @@ def plan_model(
     model: nn.Module,
     weights: Mapping[str, Weight],
     tied: Mapping[str, str],
-    probed: nn.Module | None,
+    touched: Touched | None,
     files: Sequence[Path],
     *,
     needs: PassNeeds,
@@ -286,7 +290,7 @@ def plan_model(
         model: what is to be streamed.
         weights: what can be read of it, by name.
         tied: names of parameters that share another one's memory, and that one's.
-        probed: the same on the meta device, None if there is no such thing.
+        touched: how it uses its weights, as `touched_of` gives it.
         files: the checkpoint's.
         needs: of its passes.
         request: what the user asked for.
@@ -302,7 +306,6 @@ def plan_model(
     device = options.device
     if device is not None:
         _refuse_dtypes(model, weights, device)
-    touched = _touched(model, probed)
     divider = Divider(
         model,
         weights,
@@ -326,8 +329,12 @@ def plan_model(
     return make_plan(cuttings, measured, options, there, files)
 
 
-def _touched(model: nn.Module, probed: nn.Module | None) -> Touched | None:
-    """How a trial run uses the model's weights; None where it cannot be tried."""
+def touched_of(model: nn.Module, probed: nn.Module | None) -> Touched | None:
+    """How a trial run uses the model's weights; None where it cannot be tried.
+
+    Plans are made several times where models share a limit; this takes longest, and is done once.
+    `probed`: the same model on the meta device, None if there is no such thing.
+    """
     usage = probe_usage(probed) if probed is not None else None
     if usage is None:
         return None

@@ -27,6 +27,7 @@ from pipeload.entry.loading import (
     fuses,
     plan_model,
     plan_to_load,
+    touched_of,
 )
 from pipeload.errors import CheckpointError, OptionError, UnsupportedModelError
 from pipeload.hf import library, marks, takeover
@@ -156,7 +157,7 @@ def _stream(
         model,
         live.weights,
         tied_names(model),
-        _on_meta(model),
+        touched_of(model, _on_meta(model)),
         live.files,
         needs=needs,
         request=request,
