@@ -117,7 +117,7 @@ class HostShare:
         Units that stay as they are keep theirs. `budget`: in bytes; the one in force if None.
         """
         units = host_within(plan.units, self.budget if budget is None else budget)
-        # See [Note: buffers of another size] in slots.py.
+        # See [Note: buffers of another size] in device_buffers.py.
         resized = plan.slot_bytes != before.slot_bytes
         units = tuple(
             old if not resized and _alike(old, new) else dataclasses.replace(new)

@@ -26,7 +26,7 @@ from pipeload.hf.takeover import peek
 from pipeload.quantiser import calibration, model_card
 from pipeload.quantiser.calibration_text import find_text
 from pipeload.quantiser.options import choose, make_form
-from pipeload.quantiser.shards import Output, Step, divide, shard_name
+from pipeload.quantiser.resumable_shards import Output, Step, divide, shard_name
 from pipeload.quantiser.tensor import Reading, copied
 from pipeload.system.memory import parse_limit, rss_bytes
 from pipeload.weights.read_tensor import PIECE_BYTES

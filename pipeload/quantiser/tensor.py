@@ -12,7 +12,7 @@ from pipeload.checkpoint.writer import Tensor
 from pipeload.errors import CheckpointError
 from pipeload.formats.integers.linear import Int4Linear, Int8Linear
 from pipeload.formats.integers.order import BLOCK_ROWS, pack
-from pipeload.quantiser.shards import Step
+from pipeload.quantiser.resumable_shards import Step
 from pipeload.weights.arena import DTYPES
 from pipeload.weights.read_tensor import read_pieces
 

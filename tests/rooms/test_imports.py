@@ -68,7 +68,7 @@ WITHOUT_TORCH = {
         "prefetch.buffers",
     ),
     *("engine.stats", "engine.own_weights", "entry.script", "evaluate.text_windows"),
-    *("quantiser.shards", "quantiser.model_card"),
+    *("quantiser.resumable_shards", "quantiser.model_card"),
 }
 
 

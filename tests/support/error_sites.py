@@ -7,6 +7,7 @@ arguments in the message. What is only known at run time becomes `<name>`.
 from __future__ import annotations
 
 import ast
+import functools
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -65,11 +66,16 @@ class _Factory:
 
 def find_sites() -> list[Site]:
     """All of them, by file and line."""
+    return list(_sites())
+
+
+@functools.cache  # to read all files takes seconds
+def _sites() -> tuple[Site, ...]:
     files = chain.from_iterable(sorted(folder.rglob("*.py")) for folder in PRODUCT)
     modules = [Module(f.relative_to(ROOT).as_posix(), f.read_text(encoding="utf-8")) for f in files]
     finder = _Finder(modules)
     sites = chain.from_iterable(finder.sites_in(module) for module in modules)
-    return sorted(sites, key=lambda site: (site.file, site.first, site.message))
+    return tuple(sorted(sites, key=lambda site: (site.file, site.first, site.message)))
 
 
 class _Finder:
