@@ -25,9 +25,9 @@ PYTEST := $(BIN)/python -m pytest --numprocesses auto --dist loadfile --no-loads
 test: dev
 	$(PYTEST) $(PYTEST_OPTIONS)
 
-# While one works: what the files do by themselves, in four minutes on two processors.
+# While one works: what the files do by themselves, with few examples of hypothesis' own.
 quick: dev
-	$(PYTEST) -m "not slow" tests/rooms $(PYTEST_OPTIONS)
+	$(PYTEST) -m "not slow" --hypothesis-profile=quick tests/rooms $(PYTEST_OPTIONS)
 
 # Apart from the tests, which tracing makes half as slow again.
 coverage: PYTEST_OPTIONS += --cov --cov-report=

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 from typing import TYPE_CHECKING, Protocol
 
 import pytest
@@ -26,6 +27,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 settings.register_profile("untimed", deadline=None)
 # The same examples at every run, for where a failure must be of what has changed.
 settings.register_profile("repeatable", deadline=None, derandomize=True)
+# While one works: the whole suite tries many more.
+settings.register_profile("quick", deadline=None, max_examples=15)
 settings.load_profile("untimed")
 
 MARKERS = (
@@ -55,11 +58,15 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Take what was imported out of garbage collection.
+    """Have trials remembered, and take what was imported out of garbage collection.
 
     Half a million objects of torch, transformers and the tests themselves: to go through them takes
     half a second, and many tests collect garbage.
     """
+    if "pipeload.entry.loading" in sys.modules:
+        from tests.support.known_models import remember
+
+        remember()
     gc.collect()
     gc.freeze()
 
@@ -75,7 +82,7 @@ def _same_random_numbers() -> None:
 @pytest.fixture(autouse=True, scope="module")
 def _nothing_streams_after_its_file() -> Iterator[None]:
     """A model that something still refers to would set the limit for the tests of later files."""
-    from pipeload.budget.accounts import ACCOUNTANT
+    from pipeload.budget.shared_limit import ACCOUNTANT
 
     yield
     ACCOUNTANT.forget_all()

@@ -7,8 +7,8 @@ supplies the weights; `attach` calls it around every block.
 from __future__ import annotations
 
 from pipeload_hooks._answers import MOST_COMPUTED, UnknownValueError
-from pipeload_hooks._aside import AttentionAside, kernels_stay
 from pipeload_hooks._attach import Attachment, attach, inside_compiled_call
+from pipeload_hooks._attention_thread import AttentionAside, kernels_stay
 from pipeload_hooks._binding import (
     Binding,
     Bound,

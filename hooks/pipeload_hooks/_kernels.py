@@ -15,7 +15,7 @@ from torch._prims_common import suggest_memory_format
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from pipeload_hooks._ledger import Ledger
+    from pipeload_hooks._live_bytes import Ledger
 
 _COLOURS = 3  # so few channels are read as they lie
 _ATTENTION_OPTIONS = ("attn_mask", "dropout_p", "is_causal")

@@ -21,7 +21,7 @@ from pipeload_hooks._answers import (
     without_values,
 )
 from pipeload_hooks._kernels import attend, beside
-from pipeload_hooks._ledger import Ledger
+from pipeload_hooks._live_bytes import Ledger
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence

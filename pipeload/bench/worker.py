@@ -30,11 +30,11 @@ from pipeload_hooks import find_blocks
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pipeload.budget.device_share import DeviceShare
+    from pipeload.budget.device_in_plan import DeviceShare
     from pipeload.budget.plan import Plan, UnitPlan
     from pipeload.engine.handle import Handle
     from pipeload.engine.stats import Stats
-    from pipeload.weights.device import Device
+    from pipeload.weights.device_interface import Device
 
 
 class _Stamps(BaseStreamer):

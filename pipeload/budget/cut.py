@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from torch import nn
 
 from pipeload.budget.grouped_products import products_are_grouped
-from pipeload.budget.parts import Bank, Parts, Site, Table
+from pipeload.budget.model_parts import Bank, Parts, Site, Table
 from pipeload.budget.residency import UnitSpec, is_tiny
 from pipeload.errors import UnsupportedModelError
 from pipeload.weights.arena import DTYPES
@@ -24,7 +24,7 @@ from pipeload_hooks import can_split, find_blocks, takes_ids
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    from pipeload.budget.parts import ExpertsModule
+    from pipeload.budget.model_parts import ExpertsModule
     from pipeload.weights.layout import Weight
 
 _TABLE_BYTES = 1 << 20

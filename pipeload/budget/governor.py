@@ -12,11 +12,10 @@ import dataclasses
 import weakref
 from typing import TYPE_CHECKING, Any
 
-from pipeload._sizes import format_size
+from pipeload.budget import limit_errors
+from pipeload.budget.eviction_policy import Patience
 from pipeload.budget.ledger import TooLarge
-from pipeload.budget.planner import Planner
-from pipeload.budget.policy import Patience
-from pipeload.errors import MemoryLimitError
+from pipeload.budget.plan_for_limit import Planner
 from pipeload.system.memory import PeakSince
 
 if TYPE_CHECKING:
@@ -200,7 +199,8 @@ class Governor:
             room = self._room(self._limit, other) - pending - nbytes
             if room < self._planner.smallest:
                 limit = self.plan.memory_limit
-                raise _needed_whole(name, nbytes, limit, self._planner.wanted(limit, room))
+                wanted = self._planner.wanted(limit, room)
+                raise limit_errors.weight_needed_whole(name, nbytes, limit, wanted)
             self._patience.lower(room)
             if room < self._budget:
                 self._aim(room)
@@ -226,7 +226,8 @@ class Governor:
         other -= min(self.ledger.taken_by_pass(other), self.running_bytes())
         room = min(planner.cap(limit, others), planner.room(limit, other, others))
         if room < planner.smallest:
-            self.ledger.refuse_limit(limit, planner.wanted(limit, room))
+            smallest = planner.wanted(limit, room)
+            raise limit_errors.new_limit_too_small(limit, smallest, self.ledger.device)
 
     def take_limit(self, limit: int) -> None:
         """Plan for another limit; what is over it goes now, or before the next site of a pass."""
@@ -291,14 +292,3 @@ def _weakly(adopt: Callable[[Plan], bool]) -> Callable[[Plan], bool]:
         return method is not None and method(plan)
 
     return adopt_weakly
-
-
-def _needed_whole(name: str, nbytes: int, limit: int, wanted: int) -> MemoryLimitError:
-    return MemoryLimitError(
-        f"the forward of {name!r} was replaced after loading, so its weight is needed "
-        f"as a whole: {nbytes} bytes ({format_size(nbytes)}) that memory_limit={limit} "
-        f"does not leave. Set a limit of at least {wanted} bytes "
-        f"({format_size(wanted)}), or replace it before pipeload.wrap(model).",
-        limit=limit,
-        smallest_limit=wanted,
-    )

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pipeload.budget.pass_shape import SAMPLES
-from pipeload.budget.pass_trace import Trial
-from pipeload.budget.trial_run import CACHES
+from pipeload.budget.pass_trial import Trial
+from pipeload.budget.usage_trial import CACHES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
     from pipeload.budget.pass_shape import PassShape
-    from pipeload.budget.pass_trace import PassTrace
+    from pipeload.budget.pass_trial import PassTrace
 
 _WORDS, _PICTURES, _SOUNDS = "input_ids", "pictures", "sounds"
 _PIXELS = 224

@@ -4,32 +4,29 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from pipeload._sizes import format_size
-from pipeload.budget.accounts import ACCOUNTANT, host_limit_alone
-from pipeload.budget.pass_limit_error import PassMemoryLimitError
-from pipeload.budget.policy import Correction
+from pipeload.budget import limit_errors
+from pipeload.budget.eviction_policy import Correction
 from pipeload.budget.reserve import KERNEL_BYTES, WARM_UP_BYTES, limit_for, page_table_bytes
-from pipeload.errors import MemoryLimitError
+from pipeload.budget.shared_limit import ACCOUNTANT, host_limit_alone
 from pipeload.system.memory import parse_limit
 from pipeload.system.pressure import PressureGauge
 
 if TYPE_CHECKING:
-    from pipeload.budget.counters import Counters
     from pipeload.budget.ledger import Owner, TooLarge
     from pipeload.budget.make_plan import Build
     from pipeload.budget.pass_needs import PassNeeds
-    from pipeload.budget.pass_shape import PassShape
     from pipeload.budget.plan import Plan
+    from pipeload.budget.read_counters import Counters
 
 _KEPT_OF_CHUNKS_BYTES = 8_000_000
 """What a process keeps of chunks that have run: kernels for their shapes, holes in the heap."""
-_SMALLEST_CHUNK = 16  # tokens: each chunk reads the whole model
 
 
 class HostLedger:
     """A `Ledger`: everything that the process holds is measured. Sizes in bytes."""
 
     looks_inside = True
+    device = None
     account = ACCOUNTANT
 
     def __init__(self, build: Build, counters: Counters, *, pressure: bool) -> None:
@@ -165,57 +162,12 @@ class HostLedger:
 
     # -- refusals --------------------------------------------------------------------------------
 
-    def refuse_limit(self, limit: int, smallest: int) -> NoReturn:
-        """Say that a limit is too small, and one that works.
-
-        Raises:
-            MemoryLimitError: always.
-        """
-        raise MemoryLimitError(
-            f"memory_limit={limit} bytes ({format_size(limit)}) is too small for this model as "
-            f"it was loaded; {smallest} bytes ({format_size(smallest)}) work now. "
-            "Loaded again, it may be cut more finely and take less.",
-            limit=limit,
-            smallest_limit=smallest,
-        )
-
     def refuse_pass(self, found: TooLarge, needs: PassNeeds, limit: int) -> NoReturn:
         """Say that a pass is too large, and what would fit.
 
         Raises:
             PassMemoryLimitError: always.
         """
-        shape, need, free, wanted = found
-        chunk = needs.prefill_chunk(free - _KEPT_OF_CHUNKS_BYTES, shape) or 0
-        cures = f"A limit of {wanted} bytes ({format_size(wanted)}) makes it fit"
-        if chunk >= _SMALLEST_CHUNK:
-            cures += (
-                f", and so does prefill_chunk_size={chunk} in generate(), which may change the "
-                "last bits"
-            )
+        chunk = needs.prefill_chunk(found.free - _KEPT_OF_CHUNKS_BYTES, found.shape) or 0
         grown = self._other_at_begin - self._floor - WARM_UP_BYTES
-        if grown > 0:
-            cures = (
-                f"Beside the model the process holds {grown} bytes ({format_size(grown)}) more "
-                f"than was planned when it was loaded: free what you can. {cures}"
-            )
-        raise PassMemoryLimitError(
-            f"this pass ({shape}) needs {need} bytes ({format_size(need)}) beside the weights, and "
-            f"with nothing resident {max(0, free)} ({format_size(max(0, free))}) are free within "
-            f"memory_limit={limit}: it would run out of memory. What fits: "
-            f"{_largest(needs, free, shape)}. {cures}.",
-            limit=limit,
-            smallest_limit=wanted,
-        )
-
-
-def _largest(needs: PassNeeds, free: int, shape: PassShape) -> str:
-    """The passes of `free` bytes that are most like one of `shape`."""
-    batch = needs.largest_batch(free, shape.tokens + shape.cached)
-    if shape.sizes:  # how much of what it is may be left out is for the model to know
-        return f"the largest batch that fits of the usual size is {batch}"
-    tokens = needs.longest_tokens(free, shape.batch)
-    return (
-        f"the longest prompt that fits at this batch is {tokens} tokens, the largest batch at "
-        f"this length {batch}"
-    )
+        raise limit_errors.pass_too_large(found, needs, limit, chunk=chunk, grown=grown)

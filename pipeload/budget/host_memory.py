@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NoReturn
 
-from pipeload._sizes import format_size, show_limit
+from pipeload.budget import limit_errors
 from pipeload.budget.make_plan import Costs
 from pipeload.budget.reserve import limit_for, page_table_bytes
-from pipeload.errors import MemoryLimitError
-from pipeload.weights.arena import DTYPES, HUGE_PAGE
+from pipeload.weights.arena import HUGE_PAGE
 from pipeload.weights.layout import lay_out
 from pipeload.weights.placement import scratch_bytes
 from pipeload.weights.whole_shape import WINDOW_BYTES
@@ -16,12 +15,12 @@ from pipeload.weights.whole_shape import WINDOW_BYTES
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pipeload.budget.device_share import DeviceShare
+    from pipeload.budget.device_in_plan import DeviceShare
     from pipeload.budget.make_plan import CostedCut
-    from pipeload.budget.measured import Measured
-    from pipeload.budget.options import Options
-    from pipeload.budget.parts import Parts
+    from pipeload.budget.measured_host import Measured
+    from pipeload.budget.model_parts import Parts
     from pipeload.budget.plan import UnitPlan
+    from pipeload.budget.plan_options import Options
 
 TABLE_KEEP_BYTES = 4 << 20
 """How much of an embedding table stays once its rows were read."""
@@ -57,25 +56,20 @@ class HostMemory:
         return limit_for(needed - page_table_bytes(self.limit)) + self._measured.growth_bytes
 
     def refuse(self, smallest: int, cut: CostedCut) -> NoReturn:
-        """Say that the limit is too small, and sizes that add up to the smallest one.
+        """Say that the limit is too small.
 
         Raises:
             MemoryLimitError: always.
         """
-        largest = max(cut.parts.specs, key=lambda spec: sum(w.nbytes for w in spec.weights))
-        floor, reserve, buffers = self.floor_bytes, self.reserve_bytes, cut.residency.smallest
-        pinned = cut.costs.pinned
-        rest = smallest - floor - reserve - pinned - buffers
-        raise MemoryLimitError(
-            f"memory_limit={show_limit(self.limit)} is too small. This process holds "
-            f"{format_size(floor)} already, a pass needs {format_size(reserve)}, weights that are "
-            f"always resident take {format_size(pinned)}, two buffers for the largest unit, "
-            f"{largest.name!r}, {format_size(buffers)}, and all else "
-            f"{format_size(rest)}. The smallest limit that works here is {smallest} bytes "
-            f"({format_size(smallest)}); fewer tokens or sequences at once (tokens=, batch=) lower "
-            f"it.{_uncut(cut, self._measured.threads)}{origin_of(self._options, self._measured)}",
-            limit=self.limit,
-            smallest_limit=smallest,
+        threads = self._measured.threads
+        raise limit_errors.process_too_small(
+            self.limit,
+            smallest,
+            cut,
+            floor=self.floor_bytes,
+            reserve=self.reserve_bytes,
+            more=limit_errors.uncut(cut, threads)
+            + limit_errors.origin(self._options, self._measured),
         )
 
     def share(
@@ -83,27 +77,3 @@ class HostMemory:
     ) -> tuple[Sequence[UnitPlan], DeviceShare | None]:
         """The units as they are: no other memory has a part in them."""
         return units, None
-
-
-def origin_of(options: Options, measured: Measured) -> str:
-    """For a refusal: what a limit is made of that nobody named."""
-    if not options.found_out:
-        return ""
-    return (
-        f' Nobody named it: "auto" leaves a part of the {format_size(measured.allowed_bytes)} that '
-        "this process may use to everything else; name one to use more."
-    )
-
-
-def _uncut(cut: CostedCut, threads: int) -> str:
-    """What could be smaller on another processor."""
-    weights = [w for spec in cut.parts.specs for w in spec.weights if w.name in cut.parts.uncut]
-    if not weights:
-        return ""
-    largest = max(weights, key=lambda weight: weight.nbytes)
-    return (
-        f" {largest.name!r} ({format_size(largest.nbytes)}) is read as a whole: with the kernels "
-        f"that this processor has for {DTYPES[largest.dtype]} and {threads} "
-        "threads, ranges of its rows would give other bits. Another dtype= or number of threads "
-        "may let it be cut."
-    )

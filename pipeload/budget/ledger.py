@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol
 
-from pipeload.budget.accounts import Client
+from pipeload.budget.shared_limit import Client
 
 if TYPE_CHECKING:
-    from pipeload.budget.accounts import Accountant
     from pipeload.budget.pass_needs import PassNeeds
     from pipeload.budget.pass_shape import PassShape
     from pipeload.budget.plan import Plan
+    from pipeload.budget.shared_limit import Accountant
 
 
 class Owner(Client, Protocol):
@@ -53,6 +53,10 @@ class Ledger(Protocol):
     @property
     def looks_inside(self) -> bool:
         """Whether it is measured before each site of a pass, too."""
+
+    @property
+    def device(self) -> str | None:
+        """Whose memory it is; None: the process's."""
 
     # -- arithmetic --
 
@@ -137,13 +141,6 @@ class Ledger(Protocol):
         """What `Stats` shows of a device: nothing on the CPU."""
 
     # -- refusals --
-
-    def refuse_limit(self, limit: int, smallest: int, /) -> NoReturn:
-        """Say that a limit is too small, and one that works.
-
-        Raises:
-            MemoryLimitError: always.
-        """
 
     def refuse_pass(self, found: TooLarge, needs: PassNeeds, limit: int, /) -> NoReturn:
         """Say that a pass is too large, and what would fit.

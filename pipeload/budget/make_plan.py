@@ -13,10 +13,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple, NoReturn, Protocol
 
 from pipeload.budget.buffer_count import BUFFER_COUNT
-from pipeload.budget.experts_share import ExpertsShare
+from pipeload.budget.experts_in_plan import ExpertsShare
 from pipeload.budget.plan import Plan
 from pipeload.budget.residency import Residency
-from pipeload.checkpoint.files import choose_io_mode
+from pipeload.checkpoint.io_mode import choose_io_mode
 from pipeload.checkpoint.reader_threads import reader_count
 from pipeload.weights.layout import lay_out
 from pipeload.weights.mapped import can_map
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
     from pathlib import Path
 
-    from pipeload.budget.cuttings import Cutting, Cuttings
-    from pipeload.budget.device_share import DeviceShare
-    from pipeload.budget.measured import Measured
-    from pipeload.budget.options import Options
-    from pipeload.budget.parts import Parts
+    from pipeload.budget.cut_fineness import Cutting, Cuttings
+    from pipeload.budget.device_in_plan import DeviceShare
+    from pipeload.budget.measured_host import Measured
+    from pipeload.budget.model_parts import Parts
     from pipeload.budget.plan import UnitPlan
+    from pipeload.budget.plan_options import Options
     from pipeload.budget.residency import Choice, Takes
-    from pipeload.weights.device import Device
+    from pipeload.weights.device_interface import Device
 
 MAPPED = "mapped"
 """How a model that fits is read: `Plan.io_mode`, not an option of the user's."""

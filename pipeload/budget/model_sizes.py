@@ -12,10 +12,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import nn
 
-from pipeload.budget.kv_cache import DYNAMIC, NO_ROWS, SLIDING, LayerSize, private_parts
+from pipeload.budget.kv_cache import private_parts
+from pipeload.budget.kv_cache_sizes import heads_of, key_heads_of, layer_sizes, size_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Mapping
+
+    from pipeload.budget.kv_cache import LayerSize
 
 _PROJECTION = re.compile(r"\.(\d+)\.(?:\w+\.)*(q_proj|k_proj|v_proj)$")
 _TOWERS = re.compile(r"vision|visual|image|audio|video")
@@ -25,7 +28,6 @@ _DECODER_NAMES = {
     "decoder_layers": "num_hidden_layers",
     "decoder_attention_heads": "num_attention_heads",
 }
-_STATE_LAYERS = {"linear_attention", "conv", "mamba"}
 
 
 class Widths(NamedTuple):
@@ -72,8 +74,8 @@ def read_widths(model: nn.Module, config: Any) -> Widths:
     item = max((p.element_size() for p in model.parameters() if p.is_floating_point()), default=4)
     found = _projections(model, encoder_decoder=bool(getattr(config, "is_encoder_decoder", False)))
     hidden = size_of(text, "hidden_size", "d_model")
-    heads, head_dim = _heads(text)
-    layers = tuple(_layers(text, found, item))
+    heads, head_dim = heads_of(text)
+    layers = tuple(layer_sizes(text, found, item))
     latent = size_of(text, "kv_lora_rank")
     nope, rope = size_of(text, "qk_nope_head_dim"), size_of(text, "qk_rope_head_dim")
     query = heads * (nope + rope) if latent else heads * head_dim
@@ -83,7 +85,7 @@ def read_widths(model: nn.Module, config: Any) -> Widths:
         hidden=hidden,
         query=query,
         heads=heads,
-        key_heads=heads if latent else _key_heads(text, heads),
+        key_heads=heads if latent else key_heads_of(text, heads),
         same_heads=not size_of(text, "v_head_dim"),
         unfolded=heads * (2 * nope + rope + size_of(text, "v_head_dim")) if latent else 0,
         normed_queries=any(name.endswith("q_norm") for name, _ in model.named_modules()),
@@ -132,18 +134,6 @@ def _decoder_of(config: Any) -> Any:
     return text
 
 
-def size_of(config: Any, *names: str) -> int:
-    """The first of these sizes that this architecture has; 0 where it has none, or a list."""
-    for name in names:
-        try:
-            value = getattr(config, name, None)
-        except RuntimeError:  # one per layer, and this is the configuration of all
-            continue
-        if isinstance(value, int) and not isinstance(value, bool):
-            return value
-    return 0
-
-
 def _projections(model: nn.Module, *, encoder_decoder: bool) -> Mapping[int, dict[str, int]]:
     """Output features of q_proj, k_proj and v_proj of each layer, where they are so called."""
     found: dict[int, dict[str, int]] = defaultdict(dict)
@@ -156,90 +146,6 @@ def _projections(model: nn.Module, *, encoder_decoder: bool) -> Mapping[int, dic
             continue
         found[int(match[1])][match[2]] = features
     return found
-
-
-def _layers(text: Any, found: Mapping[int, dict[str, int]], item: int) -> Iterator[LayerSize]:
-    count = size_of(text, "num_decoder_layers", "decoder_layers", "num_hidden_layers")
-    state = _state_bytes(text, item)
-    # A configuration of no such layers has no such list either, and raises when asked.
-    listed = count and size_of(text, "num_hidden_layers") == count
-    each = (listed and getattr(text, "per_layer_config", None)) or [text] * count
-    for index, (kind, own) in enumerate(zip(_kinds(text, each), each, strict=False)):
-        window = size_of(own, "attention_chunk_size" if kind == "chunked" else "sliding_window")
-        sliding = kind in ("sliding", "chunked", "hybrid_sliding") and window > 0
-        key, value = _row(own, found.get(index, {}))
-        if kind == "none":
-            yield LayerSize(NO_ROWS, 0, 0, 0)
-        elif kind == "state":
-            yield LayerSize(NO_ROWS, 0, 0, 0, state)
-        else:
-            yield LayerSize(
-                SLIDING if sliding else DYNAMIC,
-                window if sliding else 0,
-                key * item,
-                value * item,
-                state if kind.startswith("hybrid") else 0,
-            )
-
-
-def _row(text: Any, projections: Mapping[str, int]) -> tuple[int, int]:
-    """Elements of the keys and of the values that a layer caches of one position."""
-    if rank := size_of(text, "kv_lora_rank"):  # latent attention: what both are made of
-        return rank, size_of(text, "qk_rope_head_dim")
-    heads, head_dim = _heads(text)
-    both = _key_heads(text, heads) * head_dim
-    return projections.get("k_proj", both), projections.get("v_proj", both)
-
-
-def _heads(text: Any) -> tuple[int, int]:
-    """Heads of the queries, and the size of one."""
-    heads = max(1, size_of(text, "decoder_attention_heads", "num_attention_heads"))
-    return heads, size_of(text, "head_dim", "d_kv") or size_of(text, "hidden_size") // heads
-
-
-def _key_heads(text: Any, heads: int) -> int:
-    if getattr(text, "multi_query", False) and not getattr(text, "new_decoder_architecture", False):
-        return 1
-    return size_of(text, "num_key_value_heads", "num_kv_heads") or heads
-
-
-def _kinds(text: Any, each: Sequence[Any]) -> list[str]:
-    """One of full, sliding, chunked, state, hybrid, hybrid_sliding, none for each layer."""
-    types = getattr(text, "layer_types", None)
-    if types is None:
-        windows = {"sliding": "sliding_window", "chunked": "attention_chunk_size"}
-        return [
-            next((kind for kind, name in windows.items() if size_of(own, name)), "full")
-            for own in each
-        ]
-    names = {"sliding_attention": "sliding", "chunked_attention": "chunked", "moe": "none"}
-    names |= {"mlp": "none", "hybrid": "hybrid", "hybrid_sliding": "hybrid_sliding"}
-    names |= dict.fromkeys(_STATE_LAYERS, "state")
-    kinds = [names.get(kind, "full") for kind in types]
-    sharing = getattr(text, "kv_sharing_modes", None)
-    if sharing is not None:
-        kinds = [
-            "none" if mode == "reuse" else kind for kind, mode in zip(kinds, sharing, strict=False)
-        ]
-    return kinds
-
-
-def _state_bytes(text: Any, item: int) -> int:
-    """State of a linear-attention layer for one sequence: gated delta, short convolution, mamba."""
-    if values := size_of(text, "linear_num_value_heads"):
-        keys = size_of(text, "linear_num_key_heads") * size_of(text, "linear_key_head_dim")
-        width = values * size_of(text, "linear_value_head_dim")
-        convolution = (2 * keys + width) * size_of(text, "linear_conv_kernel_dim") * item
-        return convolution + width * size_of(text, "linear_key_head_dim") * 4  # its rule is fp32
-    if kernel := size_of(text, "conv_L_cache"):
-        return size_of(text, "hidden_size") * kernel * item
-    inner = size_of(text, "mamba_d_ssm") or (
-        size_of(text, "mamba_expand", "expand") * size_of(text, "hidden_size")
-    )
-    depth = size_of(text, "mamba_d_state", "state_size", "ssm_state_size")
-    kernel = size_of(text, "mamba_d_conv", "conv_kernel")
-    groups = size_of(text, "mamba_n_groups", "n_groups")
-    return (inner + 2 * groups * depth) * kernel * item + inner * depth * 4 if depth else 0
 
 
 def _inner(model: nn.Module, text: Any, hidden: int) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from pipeload.budget.attention_memory import attention, mask_elements, rotated
 from pipeload.budget.hint_pass import hinted_calls, hinted_trial, main_input
 from pipeload.budget.kv_cache import (
     NO_ROWS,
@@ -27,8 +28,7 @@ from pipeload.budget.pass_shape import (
     read_shape,
     reads_text_alone,
 )
-from pipeload.budget.pass_trace import PassTrace, Trial, trace_of
-from pipeload.budget.phases import attention, mask_elements, rotated
+from pipeload.budget.pass_trial import PassTrace, Trial, trace_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

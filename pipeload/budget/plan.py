@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 from pipeload._sizes import counted, format_size
 from pipeload._text_tables import Row, Tabled
 from pipeload.budget.buffer_count import BUFFER_COUNT
-from pipeload.budget.device_share import worth_hosting
+from pipeload.budget.device_in_plan import worth_hosting
 
 if TYPE_CHECKING:
-    from pipeload.budget.device_share import DeviceShare
-    from pipeload.budget.experts_share import ExpertsShare
+    from pipeload.budget.device_in_plan import DeviceShare
+    from pipeload.budget.experts_in_plan import ExpertsShare
     from pipeload.weights.layout import Layout, Weight
 
 

@@ -13,7 +13,7 @@ from pathlib import Path, PurePosixPath
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, TypeGuard
 
-from pipeload.checkpoint.folder import check_folder
+from pipeload.checkpoint.folder_and_index import check_folder
 from pipeload.checkpoint.untrusted_json import (
     MAX_JSON_BYTES,
     is_text_map,

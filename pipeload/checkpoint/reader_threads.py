@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 from pipeload.errors import UnsupportedOperationError
 
 if TYPE_CHECKING:
-    from pipeload.checkpoint.stalls import Stalls
+    from pipeload.checkpoint.hung_reads import Stalls
 
 Scratch = TypeVar("Scratch")
 Job = Callable[[Scratch], int]

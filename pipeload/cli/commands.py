@@ -241,7 +241,7 @@ def bench(
     with reported(debug=debug, quiet=json):
         from pipeload.bench import measure as benchmark
         from pipeload.cli import plan as cli_plan
-        from pipeload.cli.model import check_model
+        from pipeload.cli.load_model import check_model
 
         chosen = model or cli_plan.make_demo_model()
         check_model(chosen)

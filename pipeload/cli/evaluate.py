@@ -14,15 +14,15 @@ import transformers
 
 import pipeload
 from pipeload._sizes import format_size
-from pipeload.cli.log_lines import log, silence_libraries
-from pipeload.cli.model import (
+from pipeload.cli.load_model import (
     DTYPES,
     check_model,
     explained,
     load_whole,
 )
+from pipeload.cli.log_lines import log, silence_libraries
 from pipeload.cli.progress_bar import ProgressBar
-from pipeload.cli.report import describe_limits
+from pipeload.cli.run_report import describe_limits
 from pipeload.entry.loading import check_source, needs_of, refuse_quantised
 from pipeload.entry.options import GivenOptions
 from pipeload.entry.request import make_request
@@ -32,9 +32,9 @@ from pipeload.errors import CheckpointError, MemoryLimitError, OptionError
 from pipeload.evaluate import report
 from pipeload.evaluate.compare import FirstLogits
 from pipeload.evaluate.perplexity import measure, tokens_to_hint
-from pipeload.evaluate.text import Encoded, encode
+from pipeload.evaluate.progress import all_passes
 from pipeload.evaluate.text_windows import default_stride, default_window, slide
-from pipeload.evaluate.token_count import all_passes
+from pipeload.evaluate.tokenized_text import Encoded, encode
 from pipeload.hf.takeover import peek
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
     from pipeload.budget.pass_needs import PassNeeds
     from pipeload.evaluate.text_windows import Window
-    from pipeload.weights.device import Device
+    from pipeload.weights.device_interface import Device
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

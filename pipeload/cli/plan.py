@@ -15,11 +15,12 @@ import torch
 
 import pipeload
 from pipeload._sizes import format_size
-from pipeload.checkpoint.files import FileSet, resolve_io_mode
+from pipeload.checkpoint.file_reads import FileSet
 from pipeload.checkpoint.gguf import open_gguf
+from pipeload.checkpoint.io_mode import resolve_io_mode
 from pipeload.checkpoint.reader_threads import run_jobs
+from pipeload.cli.load_model import DTYPES, check_model, explained
 from pipeload.cli.log_lines import log, silence_libraries
-from pipeload.cli.model import DTYPES, check_model, explained
 from pipeload.cli.plan_text import shown
 from pipeload.demo.model import STAMP, default_model_folder, make_smollm2
 from pipeload.devices.open_device import open_device

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from rich.progress import Progress, ProgressColumn
 
-    from pipeload.engine.first_pass import FirstPass
+    from pipeload.engine.first_pass_progress import FirstPass
 
 _SECONDS_BETWEEN_LINES = 5.0
 
@@ -24,7 +24,7 @@ _SECONDS_BETWEEN_LINES = 5.0
 @contextlib.contextmanager
 def first_pass(model: Any) -> Iterator[FirstPass]:
     """Show how many blocks of the first pass are done; ends with it, or at the first token."""
-    from pipeload.engine.first_pass import FirstPass  # late: it loads torch
+    from pipeload.engine.first_pass_progress import FirstPass  # late: it loads torch
 
     shown = FirstPass(model, ProgressBar("first pass", "layers"))
     try:

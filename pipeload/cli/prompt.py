@@ -1,12 +1,18 @@
-"""The prompt of `pipeload run`: typed, from a file, or from standard input. Loads no torch."""
+"""The prompt of `pipeload run`: typed, from a file, or from standard input; then as tokens.
+
+Loads no torch by itself: a prompt that cannot be read is refused at once.
+"""
 
 from __future__ import annotations
 
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import typer
+
+from pipeload.errors import OptionError
 
 _NO_TEXT = "the prompt is no text in UTF-8"
 
@@ -52,6 +58,51 @@ def _typed_in() -> str:
         end = "Ctrl-Z and Enter" if os.name == "nt" else "Ctrl-D"
         typer.echo(f"Type the prompt, then {end} on a line of its own.", err=True)
     return sys.stdin.read()
+
+
+def encode(
+    tokenizer: Any, prompt: str, *, system: str | None, chat_template: bool
+) -> dict[str, Any]:
+    """The model's inputs for a prompt, in the model's chat template if it has one.
+
+    Args:
+        tokenizer: the model's.
+        prompt: what the user says.
+        system: what the system says before; None: nothing.
+        chat_template: whether to use a template.
+
+    Raises:
+        OptionError: there is no place for `system`, the template fails, or no token comes of it.
+    """
+    if chat_template and tokenizer.chat_template:
+        messages = [{"role": "user", "content": prompt}]
+        if system is not None:
+            messages.insert(0, {"role": "system", "content": system})
+        encoded = _apply_template(tokenizer, messages)
+    elif system is not None:
+        raise OptionError(
+            "--system was given, but the model's tokenizer has no chat template to put it in. "
+            "Leave it out."
+        )
+    else:
+        encoded = tokenizer(prompt, return_tensors="pt")
+    if encoded["input_ids"].shape[1] == 0:
+        raise OptionError("the tokenizer makes no token of this prompt. Give another one.")
+    return {name: encoded[name] for name in ("input_ids", "attention_mask") if name in encoded}
+
+
+def _apply_template(tokenizer: Any, messages: list[dict[str, str]]) -> Any:
+    try:
+        return tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
+    except Exception as error:  # a template is a program
+        from pipeload.entry.texts import first_line
+
+        raise OptionError(
+            f"the model's chat template does not take this ({first_line(error)}). Leave --system "
+            "out, or pass --no-chat-template."
+        ) from error
 
 
 def _refusal(message: str) -> typer.BadParameter:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from pipeload._sizes import format_size
+from pipeload.cli.load_model import DTYPES, check_model, explained
 from pipeload.cli.log_lines import silence_libraries
-from pipeload.cli.model import DTYPES, check_model, explained
 from pipeload.cli.progress_bar import BytesBar, LateBar, ProgressBar
 from pipeload.quantiser import convert as take_over
 from pipeload.quantiser import quantise

@@ -14,15 +14,16 @@ import torch
 import pipeload
 from pipeload._sizes import counted
 from pipeload.cli.answer import Answer, StopAt
-from pipeload.cli.log_lines import log, silence_libraries
-from pipeload.cli.model import (
+from pipeload.cli.load_model import (
     DTYPES,
     check_model,
     load_whole,
 )
+from pipeload.cli.log_lines import log, silence_libraries
 from pipeload.cli.progress_bar import first_pass
-from pipeload.cli.report import count, describe_plan
-from pipeload.entry.texts import check_tokens, first_line, load_tokenizer
+from pipeload.cli.prompt import encode
+from pipeload.cli.run_report import count, describe_plan
+from pipeload.entry.texts import check_tokens, load_tokenizer
 from pipeload.errors import OptionError
 
 
@@ -66,7 +67,7 @@ def run(asked: Arguments, *, debug: bool) -> None:
     silence_libraries(debug=debug)
     check_model(asked.model, files=True)
     tokenizer = load_tokenizer(asked.model)
-    inputs = _encode(tokenizer, asked)
+    inputs = encode(tokenizer, asked.prompt, system=asked.system, chat_template=asked.chat_template)
     prompt_tokens = int(inputs["input_ids"].shape[1])
     if asked.samples and asked.seed is None:
         asked = replace(asked, seed=secrets.randbelow(1 << 32))
@@ -100,36 +101,6 @@ def run(asked: Arguments, *, debug: bool) -> None:
                 f"ask for fewer tokens: --max-new-tokens {max(1, beyond - prompt_tokens)}."
             ) from error
     _report(asked, answer, prompt_tokens, loaded - started, loaded)
-
-
-def _encode(tokenizer: Any, asked: Arguments) -> dict[str, torch.Tensor]:
-    if asked.chat_template and tokenizer.chat_template:
-        messages = [{"role": "user", "content": asked.prompt}]
-        if asked.system is not None:
-            messages.insert(0, {"role": "system", "content": asked.system})
-        encoded = _apply_template(tokenizer, messages)
-    elif asked.system is not None:
-        raise OptionError(
-            "--system was given, but the model's tokenizer has no chat template to put it in. "
-            "Leave it out."
-        )
-    else:
-        encoded = tokenizer(asked.prompt, return_tensors="pt")
-    if encoded["input_ids"].shape[1] == 0:
-        raise OptionError("the tokenizer makes no token of this prompt. Give another one.")
-    return {name: encoded[name] for name in ("input_ids", "attention_mask") if name in encoded}
-
-
-def _apply_template(tokenizer: Any, messages: list[dict[str, str]]) -> Any:
-    try:
-        return tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
-        )
-    except Exception as error:  # a template is a program
-        raise OptionError(
-            f"the model's chat template does not take this ({first_line(error)}). Leave --system "
-            "out, or pass --no-chat-template."
-        ) from error
 
 
 def _load(asked: Arguments, *, tokens: int) -> Any:

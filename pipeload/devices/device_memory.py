@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NoReturn
 
-from pipeload._sizes import format_size, show_limit
+from pipeload.budget import limit_errors
 from pipeload.budget.buffer_count import BUFFER_COUNT
-from pipeload.budget.device_share import DeviceShare
-from pipeload.budget.host_memory import origin_of
+from pipeload.budget.device_in_plan import DeviceShare
 from pipeload.budget.make_plan import Costs
 from pipeload.budget.reserve import limit_for, page_table_bytes, process_bytes
 from pipeload.devices.host_tier import host_within
-from pipeload.devices.views import device_bytes
-from pipeload.errors import MemoryLimitError
-from pipeload.weights.device import aligned
+from pipeload.devices.weights_on_device import device_bytes
+from pipeload.weights.device_interface import aligned
 from pipeload.weights.layout import lay_out
 from pipeload.weights.placement import scratch_bytes
 
@@ -21,11 +19,11 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pipeload.budget.make_plan import CostedCut
-    from pipeload.budget.measured import Measured
-    from pipeload.budget.options import Options
-    from pipeload.budget.parts import Parts
+    from pipeload.budget.measured_host import Measured
+    from pipeload.budget.model_parts import Parts
     from pipeload.budget.plan import UnitPlan
-    from pipeload.devices.measured import MeasuredDevice
+    from pipeload.budget.plan_options import Options
+    from pipeload.devices.measured_device import MeasuredDevice
     from pipeload.weights.layout import Weight
 
 
@@ -79,17 +77,13 @@ class DeviceMemory:
         Raises:
             MemoryLimitError: always.
         """
-        floor, reserve, pinned = self.floor_bytes, self.reserve_bytes, cut.costs.pinned
-        name = self._found.name
-        raise MemoryLimitError(
-            f"memory_limit={show_limit(self.limit)} of {name} is too small. "
-            f"{format_size(floor)} are in use there, a pass needs {format_size(reserve)}, "
-            f"embeddings, head and small weights take {format_size(pinned)}, and two buffers for "
-            f"the largest block must fit. Set at least {smallest} bytes ({format_size(smallest)}); "
-            "fewer tokens or sequences at once (tokens=, batch=) lower that.",
-            limit=self.limit,
-            smallest_limit=smallest,
-            device=name,
+        raise limit_errors.device_too_small(
+            self.limit,
+            smallest,
+            self._found.name,
+            floor=self.floor_bytes,
+            reserve=self.reserve_bytes,
+            pinned=cut.costs.pinned,
         )
 
     def share(
@@ -109,7 +103,10 @@ class DeviceMemory:
         needed = floor + reserve + staging + scratch
         smallest = limit_for(needed - page_table_bytes(limit)) + self._measured.growth_bytes
         if needed > limit:
-            raise self._host_refusal(smallest, staging)
+            more = limit_errors.origin(self._options, self._measured)
+            raise limit_errors.staging_too_large(
+                limit, smallest, floor=floor, staging=staging, more=more
+            )
         budget = 0 if self._found.unified else limit - needed
         share = DeviceShare(
             device=self._found.name,
@@ -125,18 +122,6 @@ class DeviceMemory:
             slack_bytes=self._found.slack_bytes,
         )
         return host_within(units, budget), share
-
-    def _host_refusal(self, smallest: int, staging: int) -> MemoryLimitError:
-        limit, floor = self._options.memory_limit, self._measured.floor_bytes
-        return MemoryLimitError(
-            f"host_memory_limit={show_limit(limit)} is too small. This process holds "
-            f"{format_size(floor)} already, and the staging between disk and device takes "
-            f"{format_size(staging)}. Set at least {smallest} bytes ({format_size(smallest)}); "
-            "with a larger memory_limit less is enough."
-            f"{origin_of(self._options, self._measured)}",
-            limit=limit,
-            smallest_limit=smallest,
-        )
 
 
 def _converted_bytes(units: Sequence[UnitPlan]) -> int:

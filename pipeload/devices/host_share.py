@@ -6,21 +6,20 @@ import dataclasses
 import weakref
 from typing import TYPE_CHECKING
 
-from pipeload._sizes import format_size
-from pipeload.budget.accounts import ACCOUNTANT
-from pipeload.budget.policy import Patience, step_bytes
+from pipeload.budget import limit_errors
+from pipeload.budget.eviction_policy import Patience, step_bytes
 from pipeload.budget.reserve import KERNEL_BYTES, WARM_UP_BYTES, limit_for, page_table_bytes
+from pipeload.budget.shared_limit import ACCOUNTANT
 from pipeload.devices.host_tier import host_within
-from pipeload.errors import MemoryLimitError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pipeload.budget.device_share import DeviceShare
+    from pipeload.budget.device_in_plan import DeviceShare
     from pipeload.budget.ledger import Owner
     from pipeload.budget.plan import Plan, UnitPlan
+    from pipeload.devices.device_buffers import DeviceSlot
     from pipeload.devices.host_tier import Hosting
-    from pipeload.devices.slots import DeviceSlot
 
 
 def share_of(plan: Plan) -> DeviceShare:
@@ -118,7 +117,7 @@ class HostShare:
         Units that stay as they are keep theirs. `budget`: in bytes; the one in force if None.
         """
         units = host_within(plan.units, self.budget if budget is None else budget)
-        # See [Note: buffers of another size] in slots.py.
+        # See [Note: buffers of another size] in device_buffers.py.
         resized = plan.slot_bytes != before.slot_bytes
         units = tuple(
             old if not resized and _alike(old, new) else dataclasses.replace(new)
@@ -143,14 +142,9 @@ class HostShare:
         """
         room = self.room(limit)
         if room < 0:
-            need = limit_for(limit - page_table_bytes(limit) - room)
-            raise MemoryLimitError(
-                f"host_memory_limit={limit} bytes ({format_size(limit)}) is too small for the "
-                f"staging of a model that streams to {share_of(self.plan).device}. Set at least "
-                f"{need} bytes ({format_size(need)}).",
-                limit=limit,
-                smallest_limit=need,
-            )
+            smallest = limit_for(limit - page_table_bytes(limit) - room)
+            device = share_of(self.plan).device
+            raise limit_errors.new_limit_below_staging(limit, smallest, device)
 
     def take_limit(self, limit: int) -> None:
         """Keep what it holds, as far as another limit of the process allows."""

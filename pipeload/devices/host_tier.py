@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pipeload.devices.slots import DevicePlacement, lock
-from pipeload.devices.views import fail
+from pipeload.devices.device_buffers import DevicePlacement, lock
+from pipeload.devices.weights_on_device import fail
 from pipeload.system.memory import physical_bytes
 from pipeload.weights.arena import Arena
 from pipeload.weights.placement import Placement
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pipeload.budget.plan import UnitPlan
-    from pipeload.checkpoint.files import FileSet
-    from pipeload.devices.slots import DeviceSlot
+    from pipeload.checkpoint.file_reads import FileSet
+    from pipeload.devices.device_buffers import DeviceSlot
     from pipeload.weights.arena import Region, Work
-    from pipeload.weights.device import Device
+    from pipeload.weights.device_interface import Device
     from pipeload.weights.placement import Convert
 
 _CPU = torch.device("cpu")

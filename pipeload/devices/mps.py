@@ -35,7 +35,7 @@ from pipeload.system.memory import room_bytes
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pipeload.weights.device import Event
+    from pipeload.weights.device_interface import Event
 
 _PAGE = 16 << 10
 _HEAPS = ((1 << 20, 8 << 20), (10 << 20, 32 << 20), (512 << 20, 1 << 30))

@@ -32,12 +32,12 @@ import torch
 from pipeload._sizes import format_size
 from pipeload.system.library_pages import droppable_bytes, lower_floor
 from pipeload.weights.arena import Arena
-from pipeload.weights.device import ALIGN, aligned
+from pipeload.weights.device_interface import ALIGN, aligned
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from pipeload.weights.device import Event
+    from pipeload.weights.device_interface import Event
 
 _WARM_UP_SIDE = 256
 _SEGMENTS = ((1 << 20, 2 << 20), ((10 << 20) - ALIGN, 20 << 20))

@@ -10,9 +10,9 @@ import weakref
 from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
-from pipeload.engine.calls import MERGING, has_all
-from pipeload.engine.guards import take_off
-from pipeload.engine.undo import Undo
+from pipeload.engine.calling_code import MERGING, has_all
+from pipeload.engine.guarded_methods import take_off
+from pipeload.engine.teardown import Undo
 from pipeload.errors import UnsupportedOperationError
 from pipeload_hooks import TreeWatch, is_placeholder
 

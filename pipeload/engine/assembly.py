@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 from pipeload.budget.governor import Governor
 from pipeload.budget.host_memory import TABLE_KEEP_BYTES
 from pipeload.budget.make_plan import MAPPED, Build
-from pipeload.checkpoint.files import FileSet
+from pipeload.checkpoint.file_reads import FileSet
 from pipeload.checkpoint.headers import stamps_of
 from pipeload.checkpoint.reader_threads import run_jobs
-from pipeload.engine import forks, guards
+from pipeload.engine import forks, guarded_methods
 from pipeload.engine.adapter_watch import Adapters
-from pipeload.engine.edits import Edits
-from pipeload.engine.experts import Experts
+from pipeload.engine.edited_weights import Edits
+from pipeload.engine.expert_routing import Experts
 from pipeload.engine.handle import Handle
 from pipeload.engine.hooking import Hooks
 from pipeload.engine.module_copies import allow_copies
@@ -24,15 +24,15 @@ from pipeload.engine.passes import Passes
 from pipeload.engine.replan import Replan
 from pipeload.engine.session import Session
 from pipeload.engine.streamer import Streamer
-from pipeload.engine.table_seats import TableSeat
-from pipeload.engine.undo import Undo
+from pipeload.engine.table_parameters import TableSeat
+from pipeload.engine.teardown import Undo
 from pipeload.hf import library
 from pipeload.hf.marks import mark_initialised
 from pipeload.prefetch.prefetcher import Prefetcher
 from pipeload.prefetch.unit import Unit
 from pipeload.system.pressure import watch
 from pipeload.weights.arena import DTYPES
-from pipeload.weights.kept import KeptPieces
+from pipeload.weights.kept_pieces import KeptPieces
 from pipeload.weights.layout import Weight, lay_out
 from pipeload.weights.placement import make_scratch, scratch_bytes
 from pipeload.weights.row_table import RowTable
@@ -55,10 +55,10 @@ if TYPE_CHECKING:
 
     from pipeload.budget.pass_needs import PassNeeds
     from pipeload.budget.reserve import PassHint
-    from pipeload.checkpoint.stalls import Stalls
+    from pipeload.checkpoint.hung_reads import Stalls
     from pipeload.engine.backend import PlaceMaker, Target
-    from pipeload.engine.seats import Seat
-    from pipeload.engine.undo import Step
+    from pipeload.engine.site_parameters import Seat
+    from pipeload.engine.teardown import Step
     from pipeload.formats.format import Shown
     from pipeload.weights.placement import Convert, Place
 
@@ -245,15 +245,15 @@ class Assembly:
             note_changes(parameter)
         session = self._stream(modules, adapters, weights)
         sites = [site.module for site in self._build.parts.sites]
-        undo.push_all(guards.install(model, modules, sites, weights))
+        undo.push_all(guarded_methods.install(model, modules, sites, weights))
         undo.push_all(allow_copies(model, weights))
         for name in (library.AUTO_COMPILE, "pipeload"):
-            undo.push(partial(guards.take_off, weakref.ref(model), name))
+            undo.push(partial(guarded_methods.take_off, weakref.ref(model), name))
         library.disable_auto_compile(model)
         self._governor.put_into_force_by(session.passes.adopt)
         if self._pressure:
             watch(self._governor.look_around)
-        undo.push_all(guards.guard_packed(model, self._companions))
+        undo.push_all(guarded_methods.guard_packed(model, self._companions))
         restore = self._target.restorer(self._places, session, self._filled, self._companions)
         object.__setattr__(model, "pipeload", Handle(model, session, restore))
 

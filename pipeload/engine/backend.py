@@ -13,12 +13,12 @@ import torch
 from pipeload.budget.buffer_count import BUFFER_COUNT
 from pipeload.budget.host_ledger import HostLedger
 from pipeload.engine.restore import Restorer
-from pipeload.engine.seats import Seat
+from pipeload.engine.site_parameters import Seat
 from pipeload.prefetch.prefetcher import place_streamed
 from pipeload.weights.arena import Arena, Region
 from pipeload.weights.layout import lay_out
 from pipeload.weights.placement import make_scratch
-from pipeload.weights.residents import ResidentMemory
+from pipeload.weights.resident_memory import ResidentMemory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from pipeload.budget.counters import Counters
     from pipeload.budget.ledger import Ledger
     from pipeload.budget.make_plan import Build
     from pipeload.budget.plan import Plan
-    from pipeload.checkpoint.files import FileSet
-    from pipeload.engine.undo import Step
+    from pipeload.budget.read_counters import Counters
+    from pipeload.checkpoint.file_reads import FileSet
+    from pipeload.engine.teardown import Step
+    from pipeload.prefetch.buffers import Buffer
     from pipeload.prefetch.dispatcher import MakePlace
-    from pipeload.prefetch.slots import Buffer
     from pipeload.weights.layout import Layout, Weight
     from pipeload.weights.placement import Convert, Place
 

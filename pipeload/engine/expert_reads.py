@@ -25,9 +25,9 @@ from pipeload.weights.expert_bank import READERS
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from pipeload.budget.counters import Counters
+    from pipeload.budget.read_counters import Counters
+    from pipeload.checkpoint.hung_reads import Stalls
     from pipeload.checkpoint.reader_threads import Outcome
-    from pipeload.checkpoint.stalls import Stalls
     from pipeload.weights.arena import Region, Work
 
 _JOIN_SECONDS = 5.0

@@ -12,7 +12,7 @@ import os
 import weakref
 from typing import Protocol
 
-from pipeload.budget import accounts  # noqa: F401 - its lock is to be renewed first
+from pipeload.budget import shared_limit  # noqa: F401 - its lock is to be renewed first
 
 
 class Streaming(Protocol):

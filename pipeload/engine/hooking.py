@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import nn
 
-from pipeload.engine.expert_seats import ExpertsSource
-from pipeload.engine.table_seats import TableSource
+from pipeload.engine.expert_parameters import ExpertsSource
+from pipeload.engine.table_parameters import TableSource
 from pipeload_hooks import Attachment, SplitSource, attach, attach_split
 
 if TYPE_CHECKING:
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
     from torch.utils.hooks import RemovableHandle
 
-    from pipeload.engine.expert_seats import ExpertSeat
-    from pipeload.engine.seats import Seat
-    from pipeload.engine.table_seats import TableSeat
+    from pipeload.engine.expert_parameters import ExpertSeat
+    from pipeload.engine.site_parameters import Seat
+    from pipeload.engine.table_parameters import TableSeat
 
 
 class Source(SplitSource, TableSource, ExpertsSource, Protocol):

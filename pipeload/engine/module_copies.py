@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from pipeload.engine.guards import take_off
+from pipeload.engine.guarded_methods import take_off
 from pipeload.errors import UnsupportedOperationError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from pipeload.engine.own_weights import OwnWeights
-    from pipeload.engine.undo import Step
+    from pipeload.engine.teardown import Step
 
 _NAME = "__deepcopy__"
 

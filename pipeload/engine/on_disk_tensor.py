@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import nn
 
-from pipeload.engine.calls import called_by_adapter, makes_parameter, name_call
+from pipeload.engine.calling_code import called_by_adapter, makes_parameter, name_call
 from pipeload.errors import UnsupportedOperationError
 from pipeload_hooks import BESIDE, placeholder
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pipeload.engine.refusals import is_single
+from pipeload.engine.pass_refusals import is_single
 from pipeload_hooks import AttentionAside, kernels_stay
 
 if TYPE_CHECKING:
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from pipeload.engine.refusals import FirstCalls
+    from pipeload.engine.pass_refusals import FirstCalls
 
 
 class PassModes:

@@ -15,7 +15,12 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from pipeload.engine.direct_calls import DirectCalls
 from pipeload.engine.pass_log import PassLog
 from pipeload.engine.pass_modes import PassModes
-from pipeload.engine.refusals import FirstCalls, arguments_alone, refuse_compiled, refuse_recording
+from pipeload.engine.pass_refusals import (
+    FirstCalls,
+    arguments_alone,
+    refuse_compiled,
+    refuse_recording,
+)
 from pipeload_hooks import PassGate, arguments_of, discard_ended, inside_compiled_call
 
 if TYPE_CHECKING:
@@ -25,7 +30,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from pipeload.budget.plan import Plan
-    from pipeload.checkpoint.files import FileSet
+    from pipeload.checkpoint.file_reads import FileSet
     from pipeload.engine.adapter_watch import Adapters
     from pipeload.engine.replan import Replan
     from pipeload.engine.streamer import Streamer

@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
     from pipeload.budget.governor import Governor
     from pipeload.budget.plan import Plan
-    from pipeload.engine.edits import Edits
-    from pipeload.engine.experts import Experts
+    from pipeload.engine.edited_weights import Edits
+    from pipeload.engine.expert_routing import Experts
     from pipeload.engine.hooking import Hooks
-    from pipeload.engine.seats import Seat
+    from pipeload.engine.site_parameters import Seat
     from pipeload.prefetch.prefetcher import Prefetcher
     from pipeload.weights.layout import Weight
 

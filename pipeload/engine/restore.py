@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pipeload._sizes import format_size
-from pipeload.errors import MemoryLimitError, UnsupportedOperationError
+from pipeload.budget import limit_errors
+from pipeload.errors import UnsupportedOperationError
 from pipeload.system.memory import rss_bytes
 from pipeload.weights.arena import DTYPES
 from pipeload.weights.mapped import MappedFiles
@@ -86,13 +86,7 @@ class Restorer:
         need += sum(experts.missing_bytes(layer) for layer, names in stacked.items() if names)
         limit, held = self._session.governor.plan.memory_limit, rss_bytes()
         if need and held + need > limit:
-            raise MemoryLimitError(
-                f"remove() must hold {format_size(need)} of cast or converted weights beside "
-                f"{format_size(held)} in use, over the limit of {limit} bytes. The model still "
-                f"streams; load it with at least {held + need} bytes.",
-                limit=limit,
-                smallest_limit=held + need,
-            )
+            raise limit_errors.removal_too_large(limit, need, held)
         made = self._fill_tables()
         for layer, names in stacked.items():
             made.update(experts.have_all(layer, names))

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from pipeload.budget.governor import Governor
-    from pipeload.checkpoint.files import FileSet
+    from pipeload.checkpoint.file_reads import FileSet
     from pipeload.checkpoint.reader_threads import PinnedRead
-    from pipeload.engine.experts import Experts
+    from pipeload.engine.expert_routing import Experts
     from pipeload.engine.passes import Passes
     from pipeload.engine.streamer import Streamer
-    from pipeload.engine.undo import Undo
+    from pipeload.engine.teardown import Undo
     from pipeload.prefetch.prefetcher import Prefetcher
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING, NoReturn
 
-from pipeload.engine.refusals import refuse_recording
-from pipeload.weights.residents import whole_tensor
+from pipeload.engine.pass_refusals import refuse_recording
+from pipeload.weights.resident_memory import whole_tensor
 from pipeload_hooks import computes_linear, restore_split
 
 if TYPE_CHECKING:
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from torch import nn
 
     from pipeload.engine.replan import Replan
-    from pipeload.engine.seats import Seat
-    from pipeload.engine.table_seats import TableSeat
+    from pipeload.engine.site_parameters import Seat
+    from pipeload.engine.table_parameters import TableSeat
     from pipeload.weights.layout import Weight
 
 

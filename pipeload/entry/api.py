@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import transformers
 
-from pipeload.budget.accounts import ACCOUNTANT
-from pipeload.devices.accounts import account_of
+from pipeload.budget.shared_limit import ACCOUNTANT
+from pipeload.devices.shared_device_limit import account_of
 from pipeload.engine.forks import give_back_inherited
 from pipeload.engine.handle import Handle
-from pipeload.entry.loading import Loading, check_source, needs_of, plan_pending
+from pipeload.entry.loading import Loading, check_source, needs_of, plan_pending, touched_of
 from pipeload.entry.options import GivenOptions
 from pipeload.entry.request import make_request
 from pipeload.entry.wrap import wrap as wrap_model
@@ -271,7 +271,8 @@ def plan(
     pending = peek(lambda: auto.from_pretrained(pretrained, *args, **passed_on), where)
     if pending is None:
         raise _nothing_loaded(pretrained, auto_class)
-    return plan_pending(pending, needs_of(pending, where), request).plan
+    touched = touched_of(pending.model, pending.model)
+    return plan_pending(pending, needs_of(pending, where), touched, request).plan
 
 
 def smallest_limit(

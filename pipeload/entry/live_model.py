@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from pipeload.budget.cut import ADAPTED
-from pipeload.checkpoint.files import FileSet
+from pipeload.checkpoint.file_reads import FileSet
 from pipeload.checkpoint.headers import stamps_of
 from pipeload.entry.spill import Spill
 from pipeload.errors import CheckpointError

@@ -9,34 +9,34 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeload._sizes import format_size
-from pipeload.budget.accounts import ACCOUNTANT
+from pipeload.budget import limit_errors
 from pipeload.budget.cut import Divider, NothingToStreamError, Touched
-from pipeload.budget.cuttings import Cuttings
+from pipeload.budget.cut_fineness import Cuttings
 from pipeload.budget.host_memory import HostMemory
 from pipeload.budget.make_plan import make_plan
-from pipeload.budget.measured import measure
+from pipeload.budget.measured_host import measure
 from pipeload.budget.pass_needs import PassNeeds
 from pipeload.budget.reserve import reserve_bytes
-from pipeload.budget.trial_run import probe_usage
+from pipeload.budget.shared_limit import ACCOUNTANT
+from pipeload.budget.usage_trial import probe_usage
 from pipeload.checkpoint.headers import check_folder
-from pipeload.devices.accounts import account_of
-from pipeload.devices.backend import make_target
+from pipeload.devices.device_backend import make_target
 from pipeload.devices.device_memory import DeviceMemory
-from pipeload.devices.measured import measure_device
+from pipeload.devices.measured_device import measure_device
+from pipeload.devices.shared_device_limit import account_of
 from pipeload.engine.assembly import Assembly
 from pipeload.engine.forks import give_back_inherited
 from pipeload.entry.notebook_bar import show_first_pass
 from pipeload.entry.prepare_process import prepare_process
 from pipeload.errors import MemoryLimitError, UnsupportedModelError
 from pipeload.hf import arguments, takeover
-from pipeload.hf.experts import experts_apart
+from pipeload.hf.expert_modules import experts_apart
 from pipeload.hf.gguf import check_gguf
 from pipeload.system.library_pages import lower_floor
 from pipeload.system.memory import rss_bytes
-from pipeload.system.openmp import advise_openmp
+from pipeload.system.openmp_hint import advise_openmp
 from pipeload.weights.arena import DTYPE_CODES, DTYPES
-from pipeload.weights.device import aligned
+from pipeload.weights.device_interface import aligned
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from pipeload.budget.make_plan import Build
     from pipeload.entry.request import Request
     from pipeload.hf.pending_load import PendingLoad
-    from pipeload.weights.device import Device
+    from pipeload.weights.device_interface import Device
     from pipeload.weights.layout import Weight
 
 _log = logging.getLogger("pipeload")
@@ -103,13 +103,7 @@ class Loading:
         nbytes = sum(p.numel() * p.element_size() for p in pending.model.parameters())
         limit, held = self.request.options.memory_limit, rss_bytes()
         if held + nbytes > limit:
-            raise MemoryLimitError(
-                f"{name} has nothing that could be streamed, and takes {format_size(nbytes)} "
-                f"beside {format_size(held)} in use, over the limit of {limit} bytes. Set at least "
-                f"{held + nbytes} bytes.",
-                limit=limit,
-                smallest_limit=held + nbytes,
-            ) from error
+            raise limit_errors.whole_model_too_large(limit, name, nbytes, held) from error
         _log.info("%s has nothing that could be streamed: loaded as a whole", name)
         return pending.load_rest(())
 
@@ -169,7 +163,9 @@ def assemble(pending: PendingLoad, request: Request) -> tuple[Assembly, Any]:
     Returns it, hooks to come, and the library's loading report.
     """
     needs = needs_of(pending, request.options.device)
-    build = plan_to_load(partial(plan_pending, pending, needs, request), request.options.device)
+    touched = touched_of(pending.model, pending.model)
+    plan = partial(plan_pending, pending, needs, touched, request)
+    build = plan_to_load(plan, request.options.device)
     assembly = Assembly(
         pending, build, make_target(build), needs, request.hint, pressure=request.pressure
     )
@@ -228,7 +224,9 @@ def _plan_beside_others(make: Callable[[], Build], device: Device | None) -> Bui
         raise
 
 
-def plan_pending(pending: PendingLoad, needs: PassNeeds, request: Request) -> Build:
+def plan_pending(
+    pending: PendingLoad, needs: PassNeeds, touched: Touched | None, request: Request
+) -> Build:
     """Plan a model that is on the meta device."""
     model = pending.model
     tied = model.all_tied_weights_keys or {}
@@ -241,7 +239,7 @@ def plan_pending(pending: PendingLoad, needs: PassNeeds, request: Request) -> Bu
         model,
         pending.weights(),
         tied,
-        model,
+        touched,
         pending.files,
         needs=needs,
         request=request,
@@ -280,7 +278,7 @@ def plan_model(
     model: nn.Module,
     weights: Mapping[str, Weight],
     tied: Mapping[str, str],
-    probed: nn.Module | None,
+    touched: Touched | None,
     files: Sequence[Path],
     *,
     needs: PassNeeds,
@@ -290,13 +288,13 @@ def plan_model(
 ) -> Build:
     """Plan how a model is streamed.
 
-    Nothing changes: see [Note: planning looks, loading acts] in measured.py.
+    Nothing changes: see [Note: planning looks, loading acts] in measured_host.py.
 
     Args:
         model: what is to be streamed.
         weights: what can be read of it, by name.
         tied: names of parameters that share another one's memory, and that one's.
-        probed: the same on the meta device, None if there is no such thing.
+        touched: how it uses its weights, as `touched_of` gives it.
         files: the checkpoint's.
         needs: of its passes.
         request: what the user asked for.
@@ -312,7 +310,6 @@ def plan_model(
     device = options.device
     if device is not None:
         _refuse_dtypes(model, weights, device)
-    touched = _touched(model, probed)
     divider = Divider(
         model,
         weights,
@@ -336,8 +333,12 @@ def plan_model(
     return make_plan(cuttings, measured, options, there, files)
 
 
-def _touched(model: nn.Module, probed: nn.Module | None) -> Touched | None:
-    """How a trial run uses the model's weights; None where it cannot be tried."""
+def touched_of(model: nn.Module, probed: nn.Module | None) -> Touched | None:
+    """How a trial run uses the model's weights; None where it cannot be tried.
+
+    Plans are made several times where models share a limit; this takes longest, and is done once.
+    `probed`: the same model on the meta device, None if there is no such thing.
+    """
     usage = probe_usage(probed) if probed is not None else None
     if usage is None:
         return None

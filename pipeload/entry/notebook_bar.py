@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
-from pipeload.engine.first_pass import FirstPass
+from pipeload.engine.first_pass_progress import FirstPass
 from pipeload.hf import library
 
 if TYPE_CHECKING:

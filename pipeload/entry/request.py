@@ -6,19 +6,19 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pipeload.budget.accounts import ACCOUNTANT, host_limit_alone
-from pipeload.budget.options import Options
+from pipeload.budget.plan_options import Options
 from pipeload.budget.reserve import PassHint
-from pipeload.checkpoint.files import IO_MODES
-from pipeload.checkpoint.stalls import resolve_timeout
-from pipeload.devices.accounts import account_of, device_limit
+from pipeload.budget.shared_limit import ACCOUNTANT, host_limit_alone
+from pipeload.checkpoint.hung_reads import resolve_timeout
+from pipeload.checkpoint.io_mode import IO_MODES
 from pipeload.devices.open_device import open_device
+from pipeload.devices.shared_device_limit import account_of, device_limit
 from pipeload.errors import OptionError
 from pipeload.system.memory import parse_limit
 
 if TYPE_CHECKING:
     from pipeload.entry.options import GivenOptions
-    from pipeload.weights.device import Device
+    from pipeload.weights.device_interface import Device
 
 LIMIT_VARIABLE = "PIPELOAD_MEMORY_LIMIT"
 """The environment variable that says what "auto" means."""

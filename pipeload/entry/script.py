@@ -22,6 +22,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Literal, NamedTuple, NoReturn
 
 from pipeload._sizes import parse_share, parse_size
+from pipeload.checkpoint.io_mode import IO_MODES
 from pipeload.entry.everywhere import stream_when_imported
 from pipeload.entry.script_end import ScriptEnd
 from pipeload.errors import OptionError, PipeloadError
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
     from types import TracebackType
 
 _BEHIND: dict[Literal["-m", "-c"], str] = {"-m": "the name of a module", "-c": "code"}
-IO_MODES = ("auto", "direct", "buffered", "uncached")
 
 
 class Program(NamedTuple):

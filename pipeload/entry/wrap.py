@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from pipeload.budget.cut import NothingToStreamError
 from pipeload.budget.pass_needs import PassNeeds
 from pipeload.budget.twin_blocks import bare_memo
-from pipeload.devices.backend import make_target
+from pipeload.devices.device_backend import make_target
 from pipeload.engine.assembly import Assembly
 from pipeload.engine.handle import Handle
 from pipeload.entry.live_model import Live, check_values, match, refuse_missing, tied_names
@@ -27,12 +27,13 @@ from pipeload.entry.loading import (
     fuses,
     plan_model,
     plan_to_load,
+    touched_of,
 )
 from pipeload.errors import CheckpointError, OptionError, UnsupportedModelError
 from pipeload.hf import library, marks, takeover
 from pipeload.hf.gguf import gguf_file_of
 from pipeload.system.mappings import let_go, mappings_are_told, mappings_of
-from pipeload.system.openmp import advise_openmp
+from pipeload.system.openmp_hint import advise_openmp
 
 if TYPE_CHECKING:
     import os
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from pipeload.budget.options import Options
+    from pipeload.budget.plan_options import Options
     from pipeload.entry.request import Request
     from pipeload.entry.spill import Spill
     from pipeload.hf.pending_load import PendingLoad
@@ -162,7 +163,7 @@ def _stream(
         model,
         live.weights,
         tied_names(model),
-        _on_meta(model),
+        touched_of(model, _on_meta(model)),
         live.files,
         needs=needs,
         request=request,

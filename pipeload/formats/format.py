@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from pipeload.errors import UnsupportedModelError
-from pipeload.formats.forms import INT8
+from pipeload.formats.form_names import INT8
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Final
 from pipeload.formats.bitnet import BITNET
 from pipeload.formats.bitsandbytes.format import BITSANDBYTES
 from pipeload.formats.compressed_tensors import COMPRESSED_TENSORS
+from pipeload.formats.form_names import CONVERTED, INT8
 from pipeload.formats.format import named, refusal, setting
-from pipeload.formats.forms import CONVERTED, INT8
 from pipeload.formats.fp8 import FP8, MXFP8
 from pipeload.formats.gguf.format import GGUF
 from pipeload.formats.integers.format import INTEGERS

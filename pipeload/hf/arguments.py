@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from pipeload.errors import CheckpointError, OptionError, UnsupportedModelError
-from pipeload.formats.forms import INT8, NF4
+from pipeload.formats.form_names import INT8, NF4
 
 if TYPE_CHECKING:
     from collections.abc import Callable

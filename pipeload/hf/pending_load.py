@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from transformers.core_model_loading import build_glob_alternation
 
-from pipeload.checkpoint.files import FileSet
+from pipeload.checkpoint.file_reads import FileSet
 from pipeload.checkpoint.headers import stamps_of
 from pipeload.formats.registry import format_of
 from pipeload.hf import cache_layers  # noqa: F401 - passes of a loaded model have caches
@@ -30,7 +30,7 @@ from pipeload.hf.rest_loading import (
 )
 from pipeload.weights.arena import DTYPE_CODES, DTYPES
 from pipeload.weights.layout import Conversion, Weight
-from pipeload.weights.stored import read_whole
+from pipeload.weights.read_tensor import read_whole
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -27,7 +27,7 @@ from transformers import (
 )
 
 from pipeload.checkpoint.headers import open_checkpoint
-from pipeload.checkpoint.stalls import resolve_timeout
+from pipeload.checkpoint.hung_reads import resolve_timeout
 from pipeload.errors import CheckpointError, PipeloadError, UnsupportedModelError
 from pipeload.formats.registry import (
     check_config,
@@ -49,7 +49,7 @@ from pipeload.hf.pending_load import PendingLoad
 if TYPE_CHECKING:
     import os
 
-    from pipeload.weights.device import Device
+    from pipeload.weights.device_interface import Device
 
 _Loader = Callable[..., tuple[Any, Any]]
 Intercept = Callable[..., Any]

@@ -17,21 +17,21 @@ import queue
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from pipeload.budget.counters import Counters
+from pipeload.budget.read_counters import Counters
 from pipeload.checkpoint.reader_threads import READER_DIED, Outcome, forget_frames, reader_died
 from pipeload.errors import UnsupportedOperationError
+from pipeload.prefetch.buffers import Slots
 from pipeload.prefetch.fault_messages import name_block, name_fault, no_buffer
-from pipeload.prefetch.reads import Reads
-from pipeload.prefetch.slots import Slots
+from pipeload.prefetch.reads_in_flight import Reads
 from pipeload.prefetch.unit import Load, Split, Ticket, Unit, UnitState
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from pipeload.budget.plan import UnitPlan
-    from pipeload.checkpoint.files import FileSet
-    from pipeload.prefetch.order import Order
-    from pipeload.prefetch.slots import Buffer
+    from pipeload.checkpoint.file_reads import FileSet
+    from pipeload.prefetch.buffers import Buffer
+    from pipeload.prefetch.read_order import Order
     from pipeload.weights.arena import Region
     from pipeload.weights.placement import Convert, Place
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from pipeload.errors import ReadError, UnsupportedOperationError
 from pipeload.prefetch.dispatcher import Dispatcher, dispatch
 from pipeload.prefetch.fault_messages import name_block
-from pipeload.prefetch.order import LastSeen
+from pipeload.prefetch.read_order import LastSeen
 from pipeload.prefetch.unit import Split, Ticket
 from pipeload.weights.placement import Placement
 
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     import queue
     from collections.abc import Callable, Sequence
 
-    from pipeload.budget.counters import Counters
     from pipeload.budget.plan import UnitPlan
-    from pipeload.checkpoint.files import FileSet
+    from pipeload.budget.read_counters import Counters
+    from pipeload.checkpoint.file_reads import FileSet
+    from pipeload.prefetch.buffers import Buffer
     from pipeload.prefetch.dispatcher import MakePlace
-    from pipeload.prefetch.order import Order
-    from pipeload.prefetch.slots import Buffer
+    from pipeload.prefetch.read_order import Order
     from pipeload.prefetch.unit import Unit
     from pipeload.weights.arena import Region
     from pipeload.weights.placement import Convert, Place

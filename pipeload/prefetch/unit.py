@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from pipeload.budget.plan import UnitPlan
-    from pipeload.checkpoint.stalls import Stalls
-    from pipeload.weights.kept import KeptPieces
+    from pipeload.checkpoint.hung_reads import Stalls
+    from pipeload.weights.kept_pieces import KeptPieces
     from pipeload.weights.placement import Place
 
 

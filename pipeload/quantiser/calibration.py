@@ -26,7 +26,7 @@ from safetensors.torch import load, save
 from pipeload.entry.api import from_pretrained
 from pipeload.errors import MemoryLimitError
 from pipeload.quantiser.calibration_text import WINDOW
-from pipeload.quantiser.shards import SUMS_FILE
+from pipeload.quantiser.resumable_shards import SUMS_FILE
 
 if TYPE_CHECKING:
     import os
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from pipeload.quantiser.calibration_text import CalibrationText
-    from pipeload.quantiser.shards import Output
+    from pipeload.quantiser.resumable_shards import Output
 
     Advance = Callable[[int, int], None]
 

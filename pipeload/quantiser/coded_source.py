@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import transformers
 
-from pipeload.checkpoint.files import FileSet
+from pipeload.checkpoint.file_reads import FileSet
 from pipeload.checkpoint.headers import Checkpoint, TensorEntry, lacking, stamps_of
-from pipeload.checkpoint.stalls import resolve_timeout
+from pipeload.checkpoint.hung_reads import resolve_timeout
 from pipeload.entry.loading import check_source
 from pipeload.errors import CheckpointError, UnsupportedModelError
 from pipeload.formats.codes.coded_weight import columns_by_group
@@ -25,7 +25,7 @@ from pipeload.formats.integers.linear import Int4Linear, Int8Linear
 from pipeload.formats.integers.rounding import GROUPS
 from pipeload.hf.takeover import peek
 from pipeload.weights.arena import DTYPE_CODES
-from pipeload.weights.stored import read_whole
+from pipeload.weights.read_tensor import read_whole
 
 if TYPE_CHECKING:
     import os

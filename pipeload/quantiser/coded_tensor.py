@@ -11,15 +11,15 @@ from pipeload.checkpoint.writer import Tensor
 from pipeload.errors import UnsupportedModelError
 from pipeload.formats.codes.coded_weight import MIDDLE, USE_FLOATS
 from pipeload.formats.integers.order import BLOCK_ROWS, pack
-from pipeload.quantiser.shards import Step
+from pipeload.quantiser.resumable_shards import Step
 from pipeload.quantiser.tensor import bytes_of, copied, made, part_stems
 from pipeload.weights.arena import DTYPE_CODES, DTYPES
-from pipeload.weights.stored import read_pieces, read_whole
+from pipeload.weights.read_tensor import read_pieces, read_whole
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from pipeload.checkpoint.files import FileSet
+    from pipeload.checkpoint.file_reads import FileSet
     from pipeload.checkpoint.headers import TensorEntry
     from pipeload.formats.codes.coded_weight import CodedWeight, Codes, Grid
     from pipeload.quantiser.tensor import Reading

@@ -18,16 +18,16 @@ from pipeload.quantiser.coded_tensor import Kernel, as_floats, as_integers, cast
 from pipeload.quantiser.folder import check_result, write_rest, write_weights
 from pipeload.quantiser.forms import PART_BYTES
 from pipeload.quantiser.quantise import Made
-from pipeload.quantiser.shards import Output, divide
+from pipeload.quantiser.resumable_shards import Output, divide
 from pipeload.quantiser.tensor import Reading
 from pipeload.system.memory import parse_limit, rss_bytes
-from pipeload.weights.stored import PIECE_BYTES
+from pipeload.weights.read_tensor import PIECE_BYTES
 
 if TYPE_CHECKING:
     import os
 
     from pipeload.quantiser.folder import Progress
-    from pipeload.quantiser.shards import Step
+    from pipeload.quantiser.resumable_shards import Step
 
 DTYPES = ("bfloat16", "float16", "float32", "auto")
 """Of scales and floats; the first by default."""

@@ -10,7 +10,7 @@ import transformers
 
 from pipeload.errors import CheckpointError, UnsupportedModelError
 from pipeload.hf.takeover import peek
-from pipeload.quantiser.shards import Output, Step, shard_name
+from pipeload.quantiser.resumable_shards import Output, Step, shard_name
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

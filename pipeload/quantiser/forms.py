@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from pipeload.checkpoint.headers import TensorEntry
-    from pipeload.quantiser.shards import Step
+    from pipeload.quantiser.resumable_shards import Step
     from pipeload.quantiser.tensor import Reading
 
 

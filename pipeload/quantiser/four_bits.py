@@ -13,7 +13,7 @@ import torch
 
 from pipeload.checkpoint.writer import Tensor
 from pipeload.errors import OptionError
-from pipeload.quantiser.shards import Step
+from pipeload.quantiser.resumable_shards import Step
 from pipeload.quantiser.tensor import bytes_of, read_weight
 from pipeload.weights.arena import DTYPE_CODES
 

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import transformers
 
 from pipeload._sizes import format_size, parse_size
-from pipeload.checkpoint.files import FileSet
+from pipeload.checkpoint.file_reads import FileSet
 from pipeload.checkpoint.headers import lacking, stamps_of
-from pipeload.checkpoint.stalls import resolve_timeout
+from pipeload.checkpoint.hung_reads import resolve_timeout
 from pipeload.entry.loading import check_source
 from pipeload.errors import (
     CheckpointError,
@@ -24,12 +24,12 @@ from pipeload.formats.integers.order import BLOCK_ROWS
 from pipeload.hf.takeover import peek
 from pipeload.quantiser import calibration, model_card
 from pipeload.quantiser.calibration_text import find_text
-from pipeload.quantiser.choice import choose, make_form, make_head_form
 from pipeload.quantiser.folder import check_result, write_rest, write_weights
-from pipeload.quantiser.shards import Output, divide
+from pipeload.quantiser.options import choose, make_form, make_head_form
+from pipeload.quantiser.resumable_shards import Output, divide
 from pipeload.quantiser.tensor import Reading, copied
 from pipeload.system.memory import parse_limit, rss_bytes
-from pipeload.weights.stored import PIECE_BYTES
+from pipeload.weights.read_tensor import PIECE_BYTES
 
 if TYPE_CHECKING:
     import os

@@ -12,14 +12,14 @@ from pipeload.checkpoint.writer import Tensor
 from pipeload.errors import CheckpointError
 from pipeload.formats.integers.linear import Int4Linear, Int8Linear
 from pipeload.formats.integers.order import BLOCK_ROWS, pack
-from pipeload.quantiser.shards import Step
+from pipeload.quantiser.resumable_shards import Step
 from pipeload.weights.arena import DTYPES
-from pipeload.weights.stored import read_pieces
+from pipeload.weights.read_tensor import read_pieces
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from pipeload.checkpoint.files import FileSet
+    from pipeload.checkpoint.file_reads import FileSet
     from pipeload.checkpoint.headers import TensorEntry
     from pipeload.formats.integers.rounding import Rounding
     from pipeload.weights.row_cuts import RowRange

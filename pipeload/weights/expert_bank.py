@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from pipeload.checkpoint.files import FileSet
+    from pipeload.checkpoint.file_reads import FileSet
     from pipeload.checkpoint.headers import TensorEntry
     from pipeload.weights.arena import Region, Work
     from pipeload.weights.layout import Weight

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
     from pathlib import Path
 
-    from pipeload.checkpoint.stalls import Stalls
+    from pipeload.checkpoint.hung_reads import Stalls
     from pipeload.weights.arena import Region, Work
     from pipeload.weights.layout import Layout
 

@@ -14,7 +14,7 @@ from pipeload.weights.arena import DTYPES, Arena, Region
 from pipeload.weights.layout import Cast, Conversion, Extent, Layout, Weight
 
 if TYPE_CHECKING:
-    from pipeload.checkpoint.files import FileSet
+    from pipeload.checkpoint.file_reads import FileSet
     from pipeload.checkpoint.headers import TensorEntry
     from pipeload.weights.arena import Work
 

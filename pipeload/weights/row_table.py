@@ -16,7 +16,7 @@ from pipeload.weights.placement import read_repacked
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from pipeload.checkpoint.files import FileSet
+    from pipeload.checkpoint.file_reads import FileSet
     from pipeload.weights.arena import Region
     from pipeload.weights.layout import Weight
 

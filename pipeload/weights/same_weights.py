@@ -11,13 +11,13 @@ from pipeload.checkpoint.reader_threads import run_jobs
 from pipeload.system.mappings import mappings_of
 from pipeload.weights.arena import DTYPES
 from pipeload.weights.placement import make_scratch, read_repacked, scratch_of
-from pipeload.weights.stored import PIECE_BYTES, read_pieces, read_whole
+from pipeload.weights.read_tensor import PIECE_BYTES, read_pieces, read_whole
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
-    from pipeload.checkpoint.files import FileSet
+    from pipeload.checkpoint.file_reads import FileSet
     from pipeload.checkpoint.headers import TensorEntry
     from pipeload.weights.arena import Region
     from pipeload.weights.layout import Weight

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 import pipeload
-from pipeload.budget.accounts import ACCOUNTANT
+from pipeload.budget.shared_limit import ACCOUNTANT
 from pipeload.cli.commands import app
 from pipeload.demo.model import make_smollm2
 from pipeload.entry.spill import Spill

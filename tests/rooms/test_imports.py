@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import subprocess
 import sys
 from graphlib import TopologicalSorter
@@ -51,11 +52,23 @@ KNOWN_IN = {
 # Pure: sizes, byte ranges and records. They can be used, and tested, without torch.
 WITHOUT_TORCH = {
     *("errors", "_sizes", "_text_tables", "system", "checkpoint"),
-    *("weights.layout", "weights.device", "weights.kept", "formats.registry", "hf.arguments"),
-    *("budget.expert_cache", "budget.experts_share"),
-    *("budget.plan", "budget.residency", "budget.counters", "budget.accounts", "prefetch.slots"),
+    *(
+        "weights.layout",
+        "weights.device_interface",
+        "weights.kept_pieces",
+        "formats.registry",
+        "hf.arguments",
+    ),
+    *("budget.expert_cache", "budget.experts_in_plan"),
+    *(
+        "budget.plan",
+        "budget.residency",
+        "budget.read_counters",
+        "budget.shared_limit",
+        "prefetch.buffers",
+    ),
     *("engine.stats", "engine.own_weights", "entry.script", "evaluate.text_windows"),
-    *("quantiser.shards", "quantiser.model_card"),
+    *("quantiser.resumable_shards", "quantiser.model_card"),
 }
 
 
@@ -69,7 +82,8 @@ MODULES = {module_of(file): file for file in FILES if file.is_relative_to(PRODUC
 PURE = sorted(module for module in MODULES if {module, module.partition(".")[0]} & WITHOUT_TORCH)
 
 
-def imports_of(file: Path, *, typing: bool = True) -> set[str]:
+@functools.cache
+def imports_of(file: Path, *, typing: bool = True) -> frozenset[str]:
     """Full names of all that a file imports, wherever in it; `typing`: also for type checkers."""
     found: set[str] = set()
     todo: list[ast.AST] = [ast.parse(file.read_text(encoding="utf-8"))]
@@ -84,10 +98,10 @@ def imports_of(file: Path, *, typing: bool = True) -> set[str]:
             todo += node.orelse
         else:
             todo += ast.iter_child_nodes(node)
-    return found
+    return frozenset(found)
 
 
-def ours(names: set[str]) -> set[str]:
+def ours(names: frozenset[str]) -> set[str]:
     """The modules of `pipeload` that hold these names."""
     found = set()
     for name in names:

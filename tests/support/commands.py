@@ -16,7 +16,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from typer.testing import CliRunner
 
-from pipeload.budget.accounts import ACCOUNTANT
+from pipeload.budget.shared_limit import ACCOUNTANT
 from pipeload.cli.commands import app
 
 if TYPE_CHECKING:

@@ -7,6 +7,7 @@ arguments in the message. What is only known at run time becomes `<name>`.
 from __future__ import annotations
 
 import ast
+import functools
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -65,11 +66,16 @@ class _Factory:
 
 def find_sites() -> list[Site]:
     """All of them, by file and line."""
+    return list(_sites())
+
+
+@functools.cache  # to read all files takes seconds
+def _sites() -> tuple[Site, ...]:
     files = chain.from_iterable(sorted(folder.rglob("*.py")) for folder in PRODUCT)
     modules = [Module(f.relative_to(ROOT).as_posix(), f.read_text(encoding="utf-8")) for f in files]
     finder = _Finder(modules)
     sites = chain.from_iterable(finder.sites_in(module) for module in modules)
-    return sorted(sites, key=lambda site: (site.file, site.first, site.message))
+    return tuple(sorted(sites, key=lambda site: (site.file, site.first, site.message)))
 
 
 class _Finder:
@@ -118,9 +124,9 @@ class _Finder:
         """By its plain name, here or imported, as a method, or through its module's name."""
         name, path = _name(call), module.path
         if isinstance(call.func, ast.Attribute):
-            owner = ast.unparse(call.func.value)
-            path = path if owner == "self" else f"pipeload/{owner}.py"
-            name = call.func.attr
+            owner, name = ast.unparse(call.func.value), call.func.attr
+            package, module_name = module.imported.get(owner, ("", owner))
+            path = path if owner == "self" else f"{package.removesuffix('.py')}/{module_name}.py"
         elif name in module.imported:
             path, name = module.imported[name]
         return self._factories.get((path, name))

@@ -84,8 +84,10 @@ class Scope:
         return text
 
     def _either(self, value: ast.IfExp) -> str:
-        if isinstance(value.test, ast.Name) and value.test.id in self.known:
-            return self.text(value.body if self.known[value.test.id] else value.orelse)
+        tested = self.known.get(value.test.id) if isinstance(value.test, ast.Name) else None
+        if tested is not None and not tested.startswith("<"):
+            given = tested not in {"", "0", "False", "None"}
+            return self.text(value.body if given else value.orelse)
         first, second = (self.text(part) for part in (value.body, value.orelse))
         if "None" in (first, second):
             return first if second == "None" else second

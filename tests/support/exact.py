@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import pipeload
-from pipeload.budget.accounts import Accountant
+from pipeload.budget.shared_limit import Accountant
 from pipeload.errors import MemoryLimitError
 from pipeload.hf import recipes
 from pipeload.system.pages import PAGE

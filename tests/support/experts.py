@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedConfig
 
-    from pipeload.engine.experts import Experts
+    from pipeload.engine.expert_routing import Experts
 
 LAYERS, EXPERTS, ROUTED = 3, 32, 4
 _TOKENS = {"bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0}

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pipeload.weights.device import ALIGN
+from pipeload.weights.device_interface import ALIGN
 from tests.support.streaming import WAIT_SECONDS
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     import pytest
 
-    from pipeload.weights.device import Event
+    from pipeload.weights.device_interface import Event
 
 
 class FakeEvent:

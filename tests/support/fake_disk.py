@@ -13,14 +13,15 @@ from hypothesis.stateful import run_state_machine_as_test
 from pipeload.budget.plan import UnitPlan
 from pipeload.budget.residency import Residency, UnitSpec
 from pipeload.checkpoint.headers import TensorEntry
-from pipeload.checkpoint.stalls import Stalls
+from pipeload.checkpoint.hung_reads import Stalls
 from pipeload.errors import ReadError
 from pipeload.prefetch.prefetcher import Prefetcher
 from pipeload.prefetch.unit import Unit, UnitState
 from pipeload.weights.arena import Arena, Region
-from pipeload.weights.kept import KeptPieces
+from pipeload.weights.kept_pieces import KeptPieces
 from pipeload.weights.layout import Conversion, Layout, Weight, lay_out
 from pipeload.weights.placement import Placement
+from tests.support.examples import examples
 from tests.support.streaming import WAIT_SECONDS, finish_messages
 
 if TYPE_CHECKING:
@@ -28,8 +29,8 @@ if TYPE_CHECKING:
 
     from hypothesis.stateful import RuleBasedStateMachine
 
-    from pipeload.checkpoint.files import FileSet
-    from pipeload.prefetch.order import Order
+    from pipeload.checkpoint.file_reads import FileSet
+    from pipeload.prefetch.read_order import Order
 
 STREAMED, RESIDENT = Path("streamed"), Path("resident")
 UNIT_BYTES = 8192
@@ -260,12 +261,12 @@ def in_use(prefetcher: Prefetcher, index: int) -> bool:
     return unit.state is UnitState.IN_USE or (prefetcher._taken == index and unit.ready)
 
 
-def run_machine(machine: type[RuleBasedStateMachine], examples: int) -> None:
+def run_machine(machine: type[RuleBasedStateMachine], count: int) -> None:
     """Have hypothesis try that many orders of a machine's events."""
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=examples,
+            max_examples=examples(count),
             stateful_step_count=30,
             deadline=None,
             suppress_health_check=list(HealthCheck),

@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
-from pipeload.budget import measured
-from pipeload.budget.measured import Measured, measure
+from pipeload.budget import measured_host
+from pipeload.budget.measured_host import Measured, measure
 from pipeload.entry import loading
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def given(**figures: Any) -> Iterator[None]:
     """
 
     def stand_in(*args: Any, **options: Any) -> Measured:
-        with mock.patch.object(measured, "droppable_bytes", return_value=0):
+        with mock.patch.object(measured_host, "droppable_bytes", return_value=0):
             return replace(measure(*args, **options), **figures)
 
     with (

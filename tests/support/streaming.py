@@ -13,8 +13,8 @@ import torch
 
 import pipeload
 from pipeload.budget import cut, residency
-from pipeload.budget.accounts import ACCOUNTANT
-from pipeload.checkpoint.files import FileSet
+from pipeload.budget.shared_limit import ACCOUNTANT
+from pipeload.checkpoint.file_reads import FileSet
 from pipeload.entry import loading
 from pipeload.prefetch.unit import UnitState
 from pipeload.system import pages

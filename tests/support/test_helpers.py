@@ -4,14 +4,25 @@ from __future__ import annotations
 
 import sys
 from itertools import combinations
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import nn
+from transformers import AutoModelForCausalLM
 
+from pipeload.budget.usage_trial import probe_usage
 from tests.support.cgroups import drop_caches, peak_rss_bytes
-from tests.support.models import FAMILIES, data_start, load_plain, save_random, tensor_files
+from tests.support.known_models import fingerprint, known_usage
+from tests.support.models import (
+    FAMILIES,
+    data_start,
+    load_plain,
+    save_random,
+    tensor_files,
+    tiny_config,
+)
 from tests.tools.make_llama import LlamaShape, main, make_llama
 
 if TYPE_CHECKING:
@@ -141,6 +152,37 @@ def test_a_group_ends_with_what_runs_in_it(cgroup: Cgroup) -> None:
         usage = group.usage_bytes()
         assert usage < 100 * MB
     assert child.wait(5) == -9
+
+
+def test_models_that_trials_see_differently_are_told_apart() -> None:
+    """By dtype, size, setting, mode, and by what their modules run; made again, one is the same."""
+
+    def made(**options: Any) -> Any:
+        config = tiny_config("llama", **options)
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config)
+
+    def with_another_forward() -> Any:
+        model = made()
+        model.lm_head.__class__ = type("Head", (nn.Linear,), {})
+        return model
+
+    models = [
+        made(),
+        made().to(torch.bfloat16),
+        made(intermediate_size=64),
+        made(use_cache=False),
+        made(attn_implementation="eager"),
+        made().eval(),
+        with_another_forward(),
+    ]
+    prints = [fingerprint(model) for model in models]
+    assert len(set(prints)) == len(prints)
+    assert fingerprint(made()) == prints[0]
+    rebound = made()
+    rebound.lm_head.forward = rebound.lm_head.forward
+    assert fingerprint(rebound) is fingerprint(nn.Linear(1, 1)) is None
+    assert known_usage(models[0]) == known_usage(made()) == probe_usage(models[0])
 
 
 def test_caches_of_a_file_can_be_dropped(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ if __name__ == "__main__":
 import torch
 
 import pipeload
-from pipeload.budget.accounts import ACCOUNTANT
+from pipeload.budget.shared_limit import ACCOUNTANT
 from pipeload.devices.host_tier import choose_hosted
 from tests.support.fake_device import FakeDevice
 from tests.support.models import load_plain, save_random

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
+from pipeload.formats.form_names import FP4, INT8
 from pipeload.formats.format import AS_STORED, Format, named, setting
-from pipeload.formats.forms import FP4, INT8
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -17,7 +17,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from pipeload.errors import OptionError
-from pipeload.formats.forms import CONVERTED
+from pipeload.formats.form_names import CONVERTED
 from pipeload.formats.integers.format import METHOD
 from pipeload.formats.integers.linear import Int4Linear, Int8Linear, PackedLinear, PartedLinear
 from pipeload.formats.integers.order import BLOCK_ROWS, ORDERS, kernel_order

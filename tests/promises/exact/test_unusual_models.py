@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 import pipeload
-from pipeload.budget.accounts import ACCOUNTANT
 from pipeload.budget.pass_shape import read_shape
-from pipeload.engine import table_seats
+from pipeload.budget.shared_limit import ACCOUNTANT
+from pipeload.engine import table_parameters
 from tests.support.models import randomize, save_random, tiny_config
 from tests.support.streaming import logits, session_of
 from tests.tools.model_types import configs
@@ -144,7 +144,7 @@ def test_a_table_as_a_matrix(tmp_path: Path) -> None:
         assert torch.equal(streamed(IDS), plain(IDS))
         (table,) = session_of(streamed).streamer.tables
         with (
-            mock.patch.object(table_seats, "rss_bytes", return_value=1 << 60),
+            mock.patch.object(table_parameters, "rss_bytes", return_value=1 << 60),
             pytest.raises(pipeload.MemoryLimitError, match=r"table 'words\.weight'"),
         ):
             streamed(IDS, pixel_values=PIXELS)

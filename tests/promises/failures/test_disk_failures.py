@@ -15,10 +15,10 @@ import torch
 
 import pipeload
 from pipeload import CheckpointChangedError, ReadError
-from pipeload.checkpoint.files import FileSet
+from pipeload.checkpoint.file_reads import FileSet
 from pipeload.engine import assembly
 from pipeload.prefetch.unit import UnitState
-from pipeload.weights import residents
+from pipeload.weights import resident_memory
 from pipeload.weights.mapped import MappedFiles
 from tests.support.models import load_plain, save_random
 from tests.support.streaming import (
@@ -289,7 +289,7 @@ def test_a_file_replaced_before_it_is_mapped(
             other.replace(file)
         return MappedFiles(*args)
 
-    monkeypatch.setattr(residents, "MappedFiles", map_late)
+    monkeypatch.setattr(resident_memory, "MappedFiles", map_late)
     monkeypatch.setattr(map_late, "supported", MappedFiles.supported, raising=False)
     model = load_streamed(folder, spare=10_000_000)
     assert model.pipeload.plan.io_mode == "mapped"

@@ -22,7 +22,8 @@ from transformers.quantizers.base import HfQuantizer
 
 import pipeload
 from pipeload.bench import measure
-from pipeload.checkpoint.files import FileSet, resolve_io_mode
+from pipeload.checkpoint.file_reads import FileSet
+from pipeload.checkpoint.io_mode import resolve_io_mode
 from pipeload.cli import plan
 from pipeload.engine import row_products
 from pipeload.entry import wrap

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import pipeload
-from pipeload.checkpoint.files import FileSet
+from pipeload.checkpoint.file_reads import FileSet
 from tests.support.experts import experts_of, save_moe
 from tests.support.models import load_plain
 from tests.support.streaming import assert_nothing_held, load_streamed, logits

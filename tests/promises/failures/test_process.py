@@ -27,10 +27,10 @@ from torch.utils.data import DataLoader, Dataset
 
 import pipeload
 from pipeload import ReadError, UnsupportedOperationError
-from pipeload.budget.accounts import ACCOUNTANT
-from pipeload.checkpoint.files import FileSet
+from pipeload.budget.shared_limit import ACCOUNTANT
+from pipeload.checkpoint.file_reads import FileSet
+from pipeload.checkpoint.hung_reads import Stalls
 from pipeload.checkpoint.reader_threads import run_jobs
-from pipeload.checkpoint.stalls import Stalls
 from pipeload.weights import arena
 from tests.promises.limit.test_lifetime import descriptors, threads_of
 from tests.support.children import in_fork
@@ -157,7 +157,7 @@ EXIT = """
 import sys, threading
 from pathlib import Path
 from pipeload.prefetch import prefetcher
-from pipeload.checkpoint.files import FileSet
+from pipeload.checkpoint.file_reads import FileSet
 from tests.support.streaming import load_streamed, logits
 prefetcher._END_SECONDS = 2.0
 model = load_streamed(Path(sys.argv[1]))

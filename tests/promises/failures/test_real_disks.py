@@ -18,10 +18,10 @@ import torch
 
 import pipeload
 from pipeload import ReadError
-from pipeload.checkpoint.files import FileSet
+from pipeload.checkpoint.file_reads import FileSet
 from pipeload.checkpoint.headers import read_header
 from pipeload.system import mounts
-from pipeload.weights import placement, stored
+from pipeload.weights import placement, read_tensor
 from tests.rooms.test_imports import ROOT
 from tests.support.models import load_plain
 from tests.support.streaming import (
@@ -225,10 +225,10 @@ def test_wrapping_on_a_network_mount(fuse: Fuse, monkeypatch: pytest.MonkeyPatch
             fuse.become(state)
             return read(*args)
 
-        monkeypatch.setattr(stored, "read_into", broken)
+        monkeypatch.setattr(read_tensor, "read_into", broken)
         with pytest.raises(ReadError, match=rf"tensor '.*': reading '.*' at byte \d+ {problem}"):
             pipeload.wrap(model, "100GB", read_timeout=0.4)
-        monkeypatch.setattr(stored, "read_into", read)
+        monkeypatch.setattr(read_tensor, "read_into", read)
         fuse.become("well")
         assert torch.equal(logits(model), expected)
     pipeload.wrap(model, "100GB", read_timeout=0.4)

@@ -18,8 +18,8 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 import pipeload
 from pipeload import UnsupportedModelError
 from pipeload.budget import cut
-from pipeload.budget.accounts import ACCOUNTANT
-from pipeload.formats.forms import CONVERTED
+from pipeload.budget.shared_limit import ACCOUNTANT
+from pipeload.formats.form_names import CONVERTED
 from pipeload.formats.refused import REFUSED
 from pipeload.formats.registry import CONVERT, FORMATS, FROM_FLOATS
 from pipeload.hf import recipes, takeover

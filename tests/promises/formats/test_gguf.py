@@ -23,7 +23,7 @@ from pipeload import (
     UnsupportedModelError,
 )
 from pipeload.budget import cut
-from pipeload.budget.accounts import ACCOUNTANT
+from pipeload.budget.shared_limit import ACCOUNTANT
 from pipeload.formats.gguf import kernel
 from tests.support.gguf_models import ARCHITECTURES, load_plain_gguf, save_gguf
 from tests.support.models import skip_or_fail

@@ -18,7 +18,7 @@ from transformers import MixtralConfig, MixtralForCausalLM
 
 import pipeload
 from pipeload import UnsupportedOperationError
-from pipeload.engine.expert_layer import ExpertLayer
+from pipeload.engine.expert_computing import ExpertLayer
 from pipeload.hf.recipes import Recipe
 from pipeload.prefetch.dispatcher import Dispatcher
 from pipeload_hooks import discard_ended

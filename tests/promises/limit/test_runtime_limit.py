@@ -14,9 +14,9 @@ from transformers.generation.streamers import BaseStreamer
 
 import pipeload
 from pipeload import MemoryLimitError
-from pipeload.budget import policy
-from pipeload.budget.accounts import ACCOUNTANT, Accountant
+from pipeload.budget import eviction_policy
 from pipeload.budget.reserve import WARM_UP_BYTES
+from pipeload.budget.shared_limit import ACCOUNTANT, Accountant
 from tests.promises.failures.test_interrupts import interrupt, places_of
 from tests.support.models import load_plain
 from tests.support.streaming import (
@@ -242,8 +242,8 @@ def test_two_settled_passes_that_both_want_memory(
     folder: Path, plain: Any, pressure: Pressure, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They wait for each other's weights to be free, and not for ever."""
-    monkeypatch.setattr(policy, "STEPS", 1 << 40)
-    monkeypatch.setattr(policy, "MIN_STEP_BYTES", 4096)
+    monkeypatch.setattr(eviction_policy, "STEPS", 1 << 40)
+    monkeypatch.setattr(eviction_policy, "MIN_STEP_BYTES", 4096)
     model = load_streamed(folder, spare=ALL)
     logits(model)
     passes = session_of(model).passes
@@ -367,7 +367,7 @@ def test_an_interrupt_anywhere_in_a_resplit(folder: Path, plain: Any, pressure: 
         "prefetch/prefetcher.py",
         "budget/governor.py",
         "prefetch/unit.py",
-        "engine/seats.py",
+        "engine/site_parameters.py",
     )
     places = [place for place in found if place[0].co_filename.endswith(files)]
     struck = 0

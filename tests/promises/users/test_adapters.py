@@ -14,7 +14,7 @@ import torch
 import pipeload
 from pipeload import MemoryLimitError, UnsupportedModelError, UnsupportedOperationError
 from pipeload.budget import cut
-from pipeload.budget.accounts import ACCOUNTANT
+from pipeload.budget.shared_limit import ACCOUNTANT
 from pipeload_hooks import EvictedWeightWatch
 from tests.support.models import load_plain
 from tests.support.streaming import (

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, pipeline
 
 import pipeload
-from pipeload.devices import resident
+from pipeload.devices import device_residents
 from pipeload.formats.bitsandbytes import product
 from tests.promises.exact.test_device import HOST, freshly_allocated, load, reference, smallest
 from tests.support.exact import prompt
@@ -209,7 +209,7 @@ def test_no_host_memory_to_make_residents_in(
         raise MemoryError("the system refuses")
 
     with monkeypatch.context() as patch:
-        patch.setattr(resident, "Arena", refuse)
+        patch.setattr(device_residents, "Arena", refuse)
         with pytest.raises(pipeload.ReadError, match="could not be put on cpu: MemoryError"):
             logits(model)
         finish_reads(prefetcher_of(model))

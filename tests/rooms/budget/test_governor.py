@@ -13,16 +13,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeload import MemoryLimitError
-from pipeload.budget.accounts import ACCOUNTANT, Accountant
-from pipeload.budget.counters import Counters
 from pipeload.budget.governor import Governor
 from pipeload.budget.host_ledger import HostLedger
 from pipeload.budget.pass_shape import PassShape
 from pipeload.budget.plan import Plan
+from pipeload.budget.read_counters import Counters
 from pipeload.budget.reserve import WARM_UP_BYTES, PassHint, page_table_bytes
 from pipeload.budget.residency import Residency, UnitSpec
+from pipeload.budget.shared_limit import ACCOUNTANT, Accountant
 from pipeload.checkpoint.headers import TensorEntry
 from pipeload.weights.layout import Weight
+from tests.support.examples import examples
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -365,7 +366,7 @@ def test_two_share_and_one_limit_holds_both(bench: Bench, monkeypatch: pytest.Mo
     assert first.budget < RESIDENCY.everything
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=examples(40))
 @given(
     st.lists(
         st.tuples(st.integers(1, 90), st.integers(0, 250), st.integers(0, 150)),

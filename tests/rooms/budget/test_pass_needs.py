@@ -20,6 +20,7 @@ from pipeload.budget.pass_needs import PassNeeds, PassShape
 from pipeload.budget.pass_shape import read_extras, read_shape
 from pipeload.budget.reserve import PassHint, process_bytes, reserve_bytes
 from tests.support.children import printed_by
+from tests.support.examples import examples
 from tests.support.models import FAMILIES, random_model, tiny_config
 
 if TYPE_CHECKING:
@@ -426,7 +427,7 @@ CAUSAL = {name: needs_of(model_of(name)) for name in ("llama", "gemma3", "gpt2")
 
 
 @given(st.sampled_from(sorted(CAUSAL)), st.integers(0, 10**10), st.integers(1, 64))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 def test_what_fits_is_the_most_that_does(name: str, room: int, size: int) -> None:
     """The longest prompt fits and one token more does not; so does the largest batch."""
     needs = CAUSAL[name]
@@ -445,7 +446,7 @@ def test_what_fits_is_the_most_that_does(name: str, room: int, size: int) -> Non
     st.integers(1, 8),
     st.integers(0, 3000),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_a_chunk_fits_where_the_prompt_does_not(
     name: str, room: int, tokens: int, batch: int, cached: int
 ) -> None:

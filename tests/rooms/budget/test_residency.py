@@ -12,15 +12,16 @@ from hypothesis import strategies as st
 from pipeload import MemoryLimitError
 from pipeload.budget.buffer_count import BUFFER_COUNT
 from pipeload.budget.cut import Divider, Grain, Touched
-from pipeload.budget.cuttings import Cuttings
+from pipeload.budget.cut_fineness import Cuttings
 from pipeload.budget.host_memory import HostMemory
 from pipeload.budget.make_plan import make_plan
-from pipeload.budget.options import Options
-from pipeload.budget.parts import Parts
+from pipeload.budget.model_parts import Parts
+from pipeload.budget.plan_options import Options
 from pipeload.budget.reserve import page_table_bytes
 from pipeload.budget.residency import Choice, Residency, UnitSpec, _hold_bytes, is_tiny
 from pipeload.system.pages import PAGE
 from pipeload.weights.layout import Weight
+from tests.support.examples import examples
 from tests.support.measuring import as_measured
 from tests.support.weights import Writer, unit_lists, weight_lists
 
@@ -83,7 +84,7 @@ def test_the_smallest_budget_is_exact(units: list[UnitSpec], slots: int) -> None
     assert streamed_bytes(residency, everything) == 0
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(unit_lists(kinds=("raw",)), st.floats(0, 1), st.floats(0, 1))
 def test_more_memory_hardly_reads_more(units: list[UnitSpec], one: float, other: float) -> None:
     """A tenth at most, where that takes less time. Counted as the plan counts."""

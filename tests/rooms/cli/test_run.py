@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from pipeload.bench import measure
 from pipeload.bench.report import legend
-from pipeload.checkpoint.files import FileSet
+from pipeload.checkpoint.file_reads import FileSet
 from pipeload.cli.answer import Answer, StopAt, _Cut
 from pipeload.engine.stats import work_rows
 from pipeload.errors import ReadError
@@ -248,7 +248,8 @@ def test_more_than_the_models_positions(talker: Path, tiny: TinyCheckpoint, tmp_
     assert "positions" not in invoke("run", talker, PROMPT, *BARE).stderr
     gpt2 = Path(shutil.copytree(tiny("gpt2"), tmp_path / "gpt2"))
     add_letters(gpt2)
-    result = invoke("run", gpt2, PROMPT, "--no-chat-template", "--max-new-tokens", 600, "-q")
+    long = PROMPT * (240 // len(PROMPT))  # a token for each letter
+    result = invoke("run", gpt2, long, "--no-chat-template", "--max-new-tokens", 600, "-q")
     assert result.exit_code == 1
     assert result.stderr.startswith("error: the model cannot go on behind its 256 positions")
     assert result.stderr.count("\n") == 1

@@ -11,8 +11,8 @@ from unittest import mock
 import pytest
 
 import pipeload
-from pipeload.budget.accounts import ACCOUNTANT
-from pipeload.budget.device_share import worth_hosting
+from pipeload.budget.device_in_plan import worth_hosting
+from pipeload.budget.shared_limit import ACCOUNTANT
 from pipeload.devices import host_tier
 from pipeload.devices.host_tier import choose_hosted
 from pipeload.weights.arena import Arena
@@ -205,7 +205,7 @@ def test_what_libraries_and_conversions_take_stays_free(
 def steady_process(nbytes: int) -> Iterator[None]:
     """As if this process held so much."""
     with (
-        mock.patch("pipeload.budget.accounts.rss_bytes", return_value=nbytes),
+        mock.patch("pipeload.budget.shared_limit.rss_bytes", return_value=nbytes),
         given(held_bytes=nbytes),
     ):
         yield

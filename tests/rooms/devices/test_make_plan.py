@@ -10,7 +10,7 @@ import pytest
 
 import pipeload
 from pipeload.devices.torch_accelerator import TorchDevice
-from pipeload.devices.views import device_bytes
+from pipeload.devices.weights_on_device import device_bytes
 from tests.support.fake_device import FakeDevice, lend
 from tests.tools.make_llama import PRESETS, LlamaShape, make_llama
 

@@ -23,9 +23,9 @@ import torch
 import pipeload
 from pipeload.devices import mps, torch_accelerator
 from pipeload.devices import open_device as devices_open_device
+from pipeload.devices.device_parameters import DeviceSeat
 from pipeload.devices.mps import MpsDevice
 from pipeload.devices.open_device import open_device
-from pipeload.devices.seats import DeviceSeat
 from tests.promises.exact.test_device import EVERYTHING, PART, load, plan_for, reference, smallest
 from tests.rooms.devices.test_torch_accelerator import Recorded
 from tests.support.fake_device import FakeDevice

@@ -11,11 +11,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import pipeload
-from pipeload.budget.accounts import ACCOUNTANT
-from pipeload.checkpoint.files import FileSet
+from pipeload.budget.shared_limit import ACCOUNTANT
+from pipeload.checkpoint.file_reads import FileSet
 from pipeload.engine.assembly import Assembly
 from pipeload.engine.backend import CpuTarget
-from pipeload.entry.loading import needs_of, plan_pending
+from pipeload.entry.loading import needs_of, plan_pending, touched_of
 from pipeload.entry.options import GivenOptions
 from pipeload.entry.request import make_request
 from pipeload.errors import MemoryLimitError
@@ -69,11 +69,12 @@ def make(folder: Path) -> Callable[[], Made]:
         pending = peek(lambda: AutoModelForCausalLM.from_pretrained(folder, dtype="auto"))
         assert pending is not None
         needs = needs_of(pending, None)
+        touched = touched_of(pending.model, pending.model)
         try:
-            plan_pending(pending, needs, make_request(GivenOptions(1)))
+            plan_pending(pending, needs, touched, make_request(GivenOptions(1)))
         except MemoryLimitError as error:
             request = make_request(GivenOptions(error.smallest_limit))
-        build = plan_pending(pending, needs, request)
+        build = plan_pending(pending, needs, touched, request)
         target = CpuTarget()
         return Made(Assembly(pending, build, target, needs, request.hint, pressure=False), pending)
 

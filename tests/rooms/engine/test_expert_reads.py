@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pipeload.budget.counters import Counters
-from pipeload.checkpoint.stalls import Stalls
+from pipeload.budget.read_counters import Counters
+from pipeload.checkpoint.hung_reads import Stalls
 from pipeload.engine.expert_reads import ExpertReads, Slice
 from pipeload.errors import ReadError
 from tests.support.streaming import WAIT_SECONDS, in_thread

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import pipeload
-from pipeload.budget.accounts import ACCOUNTANT
+from pipeload.budget.shared_limit import ACCOUNTANT
 from pipeload.system.memory import rss_bytes
 from pipeload_hooks import is_placeholder
 from tests.promises.ways_in.test_scripts import environment

@@ -10,7 +10,7 @@ import torch
 
 import pipeload
 from pipeload.engine import pass_modes
-from pipeload_hooks import _aside
+from pipeload_hooks import _attention_thread
 from tests.support.models import load_plain
 from tests.support.streaming import IDS, load_streamed, session_of
 
@@ -31,7 +31,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         asked.append(dtype)
         return True
 
-    monkeypatch.setattr(_aside, "kernels_stay", stay)
+    monkeypatch.setattr(_attention_thread, "kernels_stay", stay)
     monkeypatch.setattr(pass_modes, "kernels_stay", lambda _dtype: True)
     return asked
 

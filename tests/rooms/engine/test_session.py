@@ -11,8 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import pipeload
-from pipeload.budget.accounts import ACCOUNTANT
-from pipeload.engine.undo import Undo
+from pipeload.budget.shared_limit import ACCOUNTANT
+from pipeload.engine.teardown import Undo
 from tests.support.models import load_plain
 from tests.support.streaming import (
     IDS,

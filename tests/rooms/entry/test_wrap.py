@@ -259,7 +259,7 @@ def test_on_meta(folder: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "where", ["engine.assembly.Streamer", "engine.guards.Hide", "engine.assembly.Handle"]
+    "where", ["engine.assembly.Streamer", "engine.guarded_methods.Hide", "engine.assembly.Handle"]
 )
 def test_an_interrupt_while_meta_is_filled(
     where: str, folder: Path, monkeypatch: pytest.MonkeyPatch
@@ -511,7 +511,7 @@ def test_a_disk_that_fails(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     def broken(*_args: object) -> int:
         raise ReadError("the disk failed")
 
-    monkeypatch.setattr("pipeload.checkpoint.files.FileSet.read_pages", broken)
+    monkeypatch.setattr("pipeload.checkpoint.file_reads.FileSet.read_pages", broken)
     with pytest.raises(ReadError, match="the disk failed"):
         pipeload.wrap(model, tight(folder))
     monkeypatch.undo()
@@ -526,8 +526,8 @@ def test_a_disk_that_fails(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         "engine.assembly.Streamer",
         "engine.assembly.Adapters",
         "engine.hooking.Hooks.attach",
-        "engine.guards._load_guard",
-        "engine.guards.Hide",
+        "engine.guarded_methods._load_guard",
+        "engine.guarded_methods.Hide",
         "engine.assembly.allow_copies",
         "engine.assembly.Handle",
     ],

@@ -18,7 +18,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 import pipeload
 from pipeload import UnsupportedModelError
 from pipeload.formats import registry
-from pipeload.formats.forms import FORMS
+from pipeload.formats.form_names import FORMS
 from pipeload.formats.repack import Repack
 from tests.support.models import load_plain, save_random
 from tests.support.quantised import rewrite

@@ -268,7 +268,7 @@ def assert_set(gate: threading.Event) -> None:
 
 def test_a_dead_dispatcher_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A bug in the one thread that everything depends on is an error, not a hang."""
-    monkeypatch.setattr("pipeload.checkpoint.stalls._TICK_SECONDS", 0.01)
+    monkeypatch.setattr("pipeload.checkpoint.hung_reads._TICK_SECONDS", 0.01)
     monkeypatch.setattr(threading, "excepthook", lambda *_args: None)
     rig = Rig("SSSS")
     rig.rest()

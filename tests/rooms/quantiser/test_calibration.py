@@ -24,7 +24,7 @@ from pipeload.errors import CheckpointError, MemoryLimitError, OptionError
 from pipeload.formats.integers.rounding import to_int8, weigh_columns
 from pipeload.quantiser import calibration, calibration_text
 from pipeload.quantiser.calibration_text import CalibrationText, find_text
-from pipeload.quantiser.shards import SUMS_FILE
+from pipeload.quantiser.resumable_shards import SUMS_FILE
 from tests.rooms.quantiser.test_quantise import ROOT, SIZES
 from tests.support.commands import save_tokenizer
 from tests.support.exact import assert_same, smallest_limit, steady_floor

@@ -20,7 +20,7 @@ from pipeload.errors import (
 from pipeload.formats.integers.linear import Int4Linear, Int8Linear, PackedLinear, PartedLinear
 from pipeload.formats.integers.order import unpack
 from pipeload.quantiser.forms import PART_BYTES
-from pipeload.quantiser.shards import MANIFEST
+from pipeload.quantiser.resumable_shards import MANIFEST
 from tests.support.children import killed_in_fork
 from tests.support.commands import invoke
 from tests.support.exact import (

@@ -28,13 +28,13 @@ from pipeload.errors import (
     OptionError,
     UnsupportedModelError,
 )
-from pipeload.formats.forms import FORMS as METHODS
+from pipeload.formats.form_names import FORMS as METHODS
 from pipeload.formats.integers.linear import Int4Linear, Int8Linear, PackedLinear, PartedLinear
 from pipeload.formats.integers.order import ORDERS, kernel_order
 from pipeload.formats.integers.quantizer import PipeloadConfig
 from pipeload.formats.integers.rounding import to_int8
 from pipeload.hf.pending_load import PendingLoad
-from pipeload.quantiser.shards import MANIFEST
+from pipeload.quantiser.resumable_shards import MANIFEST
 from tests.promises.ways_in.test_device_ways import mixture
 from tests.support.children import killed_in_fork
 from tests.support.exact import (
@@ -415,7 +415,7 @@ class Full:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.full, self._files = True, 0
         self._fsync = os.fsync
-        monkeypatch.setattr("pipeload.quantiser.shards.os.fsync", self)
+        monkeypatch.setattr("pipeload.quantiser.resumable_shards.os.fsync", self)
 
     def __call__(self, descriptor: int) -> None:
         self._files += 1
@@ -441,7 +441,9 @@ def test_a_full_disk(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_a_disk_without_room(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Refused before anything is computed."""
     usage = shutil.disk_usage(tmp_path)._replace(free=1000)
-    monkeypatch.setattr("pipeload.quantiser.shards.shutil.disk_usage", lambda _path: usage)
+    monkeypatch.setattr(
+        "pipeload.quantiser.resumable_shards.shutil.disk_usage", lambda _path: usage
+    )
     with pytest.raises(OptionError, match=r"has 1\.00 kB free"):
         pipeload.quantize(llama, tmp_path / "made")
     assert not (tmp_path / "made").exists()

@@ -16,7 +16,8 @@ import torch
 import pipeload
 from pipeload.bench import reader
 from pipeload.budget import cut, host_memory
-from pipeload.checkpoint.files import FileSet, resolve_io_mode
+from pipeload.checkpoint.file_reads import FileSet
+from pipeload.checkpoint.io_mode import resolve_io_mode
 from pipeload.engine import assembly
 from pipeload.entry.spill import Spill
 from pipeload.errors import (
@@ -72,7 +73,7 @@ from pipeload.engine import assembly
 from pipeload.budget import host_memory
 from pipeload.system import pages
 from pipeload.budget import cut
-from pipeload.budget.accounts import Accountant
+from pipeload.budget.shared_limit import Accountant
 from tests.support.streaming import FLOOR_BYTES, load_streamed, session_of
 Accountant.other_bytes = lambda self: FLOOR_BYTES  # a tiny model is less than the libraries' noise
 cut._TABLE_BYTES = 0  # a tiny model's table is read by rows, too

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from pipeload.checkpoint.files import FileSet
+from pipeload.checkpoint.file_reads import FileSet
 from pipeload.checkpoint.headers import read_header
 from pipeload.system.pages import PAGE
 from pipeload.weights.arena import Arena

@@ -18,13 +18,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
 
-from pipeload.checkpoint.files import FileSet, resolve_io_mode
+from pipeload.checkpoint.file_reads import FileSet
 from pipeload.checkpoint.headers import TensorEntry
+from pipeload.checkpoint.io_mode import resolve_io_mode
 from pipeload.errors import OptionError, ReadError
 from pipeload.system.pages import PAGE
 from pipeload.weights.arena import DTYPES
 from pipeload.weights.layout import Weight
 from pipeload.weights.row_table import RowTable
+from tests.support.examples import examples
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -108,7 +110,7 @@ def lookups(draw: st.DrawFn) -> tuple[int, list[torch.Tensor]]:
 
 
 @pytest.mark.parametrize("mode", MODES)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     lookups=lookups(),
     columns=st.one_of(st.integers(1, 40), st.integers(900, 1100), st.sampled_from([2048, 5001])),
@@ -366,7 +368,7 @@ import torch
 from torch.nn import functional
 from pipeload.checkpoint.headers import TensorEntry
 from pipeload.weights.layout import Weight
-from pipeload.checkpoint.files import FileSet
+from pipeload.checkpoint.file_reads import FileSet
 from pipeload.weights.row_table import RowTable
 
 path, mode = Path(sys.argv[1]), sys.argv[2]

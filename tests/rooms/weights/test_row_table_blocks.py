@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
 
-from pipeload.checkpoint.files import FileSet
+from pipeload.checkpoint.file_reads import FileSet
 from pipeload.checkpoint.gguf import BLOCKS
 from pipeload.checkpoint.headers import TensorEntry
 from pipeload.formats.gguf.block_weight import BlockWeight

@@ -18,7 +18,7 @@ import torch
 
 import pipeload
 from pipeload.budget import cut, residency
-from pipeload.budget.accounts import ACCOUNTANT, Accountant
+from pipeload.budget.shared_limit import ACCOUNTANT, Accountant
 from tests.support.measuring import steady
 from tests.tools.model_types.classes import classes_of
 from tests.tools.model_types.configs import RECIPES, config_for, is_small, tiny_config

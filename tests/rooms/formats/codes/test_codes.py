@@ -10,7 +10,7 @@ import torch
 from pipeload.errors import CheckpointError, UnsupportedModelError
 from pipeload.formats.codes.coded_weight import columns_by_group
 from pipeload.formats.codes.registry import CODES, codes_format
-from pipeload.formats.forms import CONVERTED
+from pipeload.formats.form_names import CONVERTED
 from tests.support.packers import (
     WAYS,
     awq,

@@ -1,0 +1,118 @@
+"""Private parts of transformers: which modules hold experts of which a call uses only some.
+
+Seen in 5.24.0. Such a module gets ids as its second argument and multiplies with slices of its
+parameters: by the library's own functions, or in a loop of its own, which is judged by its code.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from pipeload.budget.model_parts import ExpertsModule
+from pipeload.errors import UnsupportedOperationError
+from pipeload_hooks import names_of_others, takes_slices_alone
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator
+
+_SERVED = frozenset({"grouped_mm", "batched_mm", "eager"})
+"""Ways to multiply whose use of the weights is known: see the lower layer's _experts.py."""
+_STACKED = 3
+_ROUTED = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "top_k_experts", "moe_topk")
+_IDS = 2  # arguments of forward that stand before ids: self and the rows
+_IDS_NAMES = frozenset({"top_k_index", "router_indices"})
+
+
+def experts_apart(model: nn.Module, outside: Collection[str] | None) -> list[ExpertsModule]:
+    """Find those that nobody else uses.
+
+    `outside`: names of parameters that are used while their module does not run; None where that
+    could not be tried, as with a loop over experts, which needs values.
+    """
+    found = find_experts(model)
+    if outside is None:
+        return [experts for experts in found if not named_past(model, experts)]
+    used = frozenset(outside)
+    return [e for e in found if used.isdisjoint(f"{e.name}.{name}" for name in e.parameters)]
+
+
+def find_experts(model: nn.Module) -> Iterator[ExpertsModule]:
+    """Find the modules of which experts can be had one by one."""
+    for path, module in model.named_modules():
+        names = _stacked(module)
+        if names and _takes_ids(module, names):
+            sweeps = _implementation(module) != "eager"
+            config = getattr(module, "config", None) or getattr(model, "config", None)
+            yield ExpertsModule(path, module, names, sweeps, _routed(config))
+
+
+def _routed(config: Any) -> int | None:
+    """Experts that a row is sent to, as configurations call it."""
+    texts = [config, getattr(config, "text_config", None)]
+    found = (getattr(text, name, None) for text in texts for name in _ROUTED)
+    return next((count for count in found if isinstance(count, int) and count > 0), None)
+
+
+def named_past(model: nn.Module, experts: ExpertsModule) -> bool:
+    """Whether the code of another module of the model names the parameters of this one."""
+    code = {type(module).__module__ for module in model.modules()}
+    own = [name for name in code if name.startswith("transformers.models.")]
+    return any(names_of_others(name, experts.parameters) for name in own)
+
+
+def check_implementation(module: nn.Module) -> None:
+    """Whether an experts module still multiplies in one of the ways that are served.
+
+    Raises:
+        UnsupportedOperationError: it was given another one since it was loaded.
+    """
+    if _implementation(module) not in _SERVED:
+        name = getattr(getattr(module, "config", None), "_experts_implementation", None)
+        raise UnsupportedOperationError(
+            f"experts of this {type(module).__name__} are read as they are routed to, which is not "
+            f"known of the experts implementation {name!r}. Choose one of the library's own: "
+            'model.set_experts_implementation("grouped_mm"), "batched_mm" or "eager".'
+        )
+
+
+def _stacked(module: nn.Module) -> tuple[str, ...]:
+    """Names of parameters that hold a matrix of each expert."""
+    found = [
+        (name, parameter)
+        for name, parameter in module.named_parameters(recurse=False)
+        if parameter.ndim == _STACKED and parameter.is_floating_point()
+    ]
+    plain = all(type(parameter) is nn.Parameter for _, parameter in found)
+    several = all(parameter.shape[0] > 1 for _, parameter in found)
+    return tuple(name for name, _ in found) if found and plain and several else ()
+
+
+def _takes_ids(module: nn.Module, names: tuple[str, ...]) -> bool:
+    kind = type(module)
+    forward = kind.forward
+    own = inspect.unwrap(forward)
+    arguments = list(inspect.signature(own).parameters)
+    return (
+        "forward" not in vars(module)
+        and kind.__call__ is nn.Module.__call__
+        and _IDS_NAMES.issuperset(arguments[_IDS : _IDS + 1])
+        and len(arguments) > _IDS
+        and (own is forward or _implementation(module) in _SERVED)
+        and takes_slices_alone(own, names)
+    )
+
+
+def _implementation(module: nn.Module) -> str:
+    """How the library multiplies; "eager" is the loop of the module's own."""
+    if inspect.unwrap(type(module).forward) is type(module).forward:
+        return "eager"
+    name = str(getattr(getattr(module, "config", None), "_experts_implementation", None) or "eager")
+    function = ALL_EXPERTS_FUNCTIONS.get(name)
+    known = (
+        name == "eager" or getattr(function, "__module__", "") == "transformers.integrations.moe"
+    )
+    return name if known else ""
