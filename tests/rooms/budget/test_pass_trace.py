@@ -17,7 +17,7 @@ import pipeload.hf.cache_layers  # noqa: F401 - caches are read by it
 from pipeload.budget import pass_trace
 from pipeload.budget.pass_needs import PassNeeds, PassShape
 from pipeload.budget.pass_shape import reads_text_alone
-from pipeload.budget.pass_trace import PassTrace
+from pipeload.budget.pass_trace import PassTrace, Trial
 from pipeload_hooks import try_out
 from tests.rooms.budget.test_pass_needs import ids
 from tests.support.children import printed_by
@@ -317,6 +317,22 @@ def test_a_model_whose_features_have_names() -> None:
     model.out_features = ["stage1", "stage2"]
     call = {"pixel_values": torch.zeros(2, 3, 64, 64)}
     assert PassNeeds(model, model.config).for_pass((), call) > 0
+
+
+def test_a_kernel_of_a_convolution_takes_less_in_fp32() -> None:
+    """Than in half precision; and few are kept."""
+    each: list[float] = []
+    for dtype in (torch.float32, torch.bfloat16):
+        model = bert().to(dtype)
+        needs = PassNeeds(model, model.config)
+
+        def of(kernels: int, needs: PassNeeds = needs) -> int:
+            trial = Trial(10_000_000, 0, kernels)
+            return needs._with_trial(trial, PassShape(1, 1), sampled=False)
+
+        each.append((of(20) - of(0)) / 20)
+        assert of(32) == of(1000) > of(20)
+    assert 100_000 < each[0] < 150_000 < each[1]
 
 
 class Paced(torch.nn.Module):
