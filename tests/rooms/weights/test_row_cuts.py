@@ -127,6 +127,16 @@ def test_many_rows_stand_for_few(kernels: Any) -> None:
     assert other is None or all((stop - start) % 256 for start, stop in other.ranges)
 
 
+def test_few_rows_of_input_are_tried_with_several_values(kernels: Any) -> None:
+    """Sums in another order often round to the same: here all but the third time."""
+    times = itertools.count(1)
+    kernels(lambda count, rows: count == 1 and rows == 2048 and next(times) == 3)
+    assert not ranges_are_exact(cut_of(500, 2048, 512), Given.rows(1, 500))
+    times = itertools.count(1)
+    kernels(lambda count, rows: count == 4 and rows == 2048 and next(times) > 1)
+    assert ranges_are_exact(cut_of(500, 2048, 512), Given.rows(4, 500))
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("bias", [False, True])
 def test_the_whole_is_not_stood_in_for(kernels: Any, dtype: torch.dtype, *, bias: bool) -> None:
