@@ -290,7 +290,8 @@ class Stacked(torch.nn.Module):
 
     def __init__(self, bins: int, times: int) -> None:
         super().__init__()
-        self.config = T5Config(num_mel_bins=bins)
+        self.config: Any = T5Config()
+        self.config.num_mel_bins = bins
         self.encoder = torch.nn.Linear(bins * times, 64)
         self.head = torch.nn.Linear(64, 10_000)
 

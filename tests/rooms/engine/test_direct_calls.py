@@ -164,7 +164,7 @@ class Speaker(LlamaForCausalLM):
         return super().forward(*args, **kwargs)
 
     @torch.no_grad()
-    def generate(self, input_ids: Any = None, **_: Any) -> torch.Tensor:  # type: ignore[override]
+    def generate(self, input_ids: Any = None, **_: Any) -> torch.Tensor:
         hidden = self.model(input_ids[:, :2])[0]
         return torch.cat([hidden, self.model(input_ids)[0]], dim=1)
 

@@ -67,7 +67,7 @@ def _sample(output: Any) -> None:
     logits = getattr(output, "logits", None)
     if isinstance(logits, torch.Tensor) and logits.dim() == 3:
         scores = logits[:, -1].to(torch.float32, copy=True)
-        scores = TopPLogitsWarper(_TOP_P)(torch.empty(0), scores)  # type: ignore[arg-type]
+        scores = TopPLogitsWarper(_TOP_P)(torch.empty(0), scores)
         torch.multinomial(nn.functional.softmax(scores, dim=-1), 1)
 
 
