@@ -72,8 +72,19 @@ def _nonzero(_func: Any, given: Tensor) -> Tensor:
     if given.dim() == 1 and given.numel() <= MOST_COMPUTED:
         return torch.arange(given.numel()).unsqueeze(1)
     picture = given.dtype is torch.bool and given.dim() == 2 and given.numel()
-    many = max(given.shape) if picture else given.numel()
+    many = max(given.shape) if picture or _is_chosen(given) else given.numel()
     return given.new_empty((many, given.dim()), dtype=torch.long)
+
+
+def _is_chosen(given: Tensor) -> bool:
+    """Whether it tells which words go to an expert: a word has fewer choices than there are.
+
+    It is a part of what tells so of all experts then. None gets a word twice.
+    """
+    if given.dtype is not torch.long or given.dim() != 2 or not given.numel():
+        return False
+    experts = given.untyped_storage().nbytes() // given.nbytes
+    return min(given.shape) < experts
 
 
 def _index(func: Any, given: Tensor, indices: Sequence[Tensor | None], *others: Any) -> Any:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 from torch import nn
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Container, Iterable, Mapping
     from types import CodeType, FrameType
 
 CALL_CODE = nn.Module._call_impl.__code__
@@ -63,13 +63,18 @@ class Caller(NamedTuple):
 class Callers:
     """Finds calls of the methods of some modules."""
 
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
-        """Holds none of `modules`. Methods are those of the classes that say what one computes."""
+    def __init__(self, modules: Iterable[nn.Module], loops: Container[str] = ()) -> None:
+        """Holds none of `modules`. Methods are those of the classes that say what one computes.
+
+        `loops`: names of methods that call some of `modules` again and again, of which each call
+        stands for itself.
+        """
         modules = list(modules)
         self._ids = frozenset(map(id, modules))
         classes = {c for m in modules for c in type(m).__mro__ if "forward" in vars(c)}
-        methods = [value for c in classes - {nn.Module} for value in vars(c).values()]
-        self._codes = frozenset(map(_code, methods))
+        methods = [named for c in classes - {nn.Module} for named in vars(c).items()]
+        self._codes = frozenset(_code(method) for _, method in methods)
+        self._loops = frozenset(_code(method) for name, method in methods if name in loops)
         self._forwards = frozenset(_code(vars(c)["forward"]) for c in classes)
 
     def find(self, arriving: nn.Module) -> Caller | nn.Module | None:
@@ -80,7 +85,7 @@ class Callers:
         """
         found: tuple[FrameType, nn.Module] | None = None
         frame: FrameType | None = sys._getframe()
-        codes = self._codes
+        codes = self._codes - self._loops if id(arriving) in self._ids else self._codes
         while frame is not None:
             code = frame.f_code
             if code is CALL_CODE:

@@ -113,6 +113,10 @@ def _repeat(ledger: Ledger, repeated: Repeated) -> Iterable[RemovableHandle]:
         yield block.register_forward_hook(partial(ended, index))
 
 
+def _first(args: Sequence[Any]) -> Any:
+    return args[0] if args else None
+
+
 _FROM_NUMBERS = (torch.tensor, torch.as_tensor)
 _RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 
@@ -137,7 +141,7 @@ class _Calls(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is nn.functional.scaled_dot_product_attention:
             return attend(self._ledger, *args, **kwargs)
-        if func in _FROM_NUMBERS and "device" in kwargs:
+        if func in _FROM_NUMBERS and "device" in kwargs and not isinstance(_first(args), Tensor):
             kwargs = {**kwargs, "device": "cpu"}  # the numbers are not looked at for another
         if getattr(func, "__name__", "") in _RECURRENT:  # which want their first state beside it
             with _disable_current_modes():

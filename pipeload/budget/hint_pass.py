@@ -6,6 +6,7 @@ import inspect
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from pipeload.budget.pass_shape import SAMPLES
 from pipeload.budget.pass_trial import Trial
@@ -188,9 +189,16 @@ def _sounds(model: Any, shape: PassShape) -> Iterator[tuple[int, ...]]:
     yield (shape.batch, samples)
     yield (shape.batch, 1, samples)
     yield (shape.batch, frames, bins)
-    stacked = _number(model, _STACKED)
-    if stacked:
-        yield (shape.batch, frames, stacked)
+    for stacked in dict.fromkeys((_number(model, _STACKED), _width(model))):
+        if stacked and stacked != bins:
+            yield (shape.batch, frames, stacked)
+
+
+def _width(model: Any) -> int:
+    """What the first of its Linears reads: frames that are stacked before a model gets them."""
+    linears = (module for module in model.modules() if isinstance(module, nn.Linear))
+    first = next(linears, None)
+    return 0 if first is None else first.in_features
 
 
 def _number(model: Any, names: tuple[str, ...]) -> int:

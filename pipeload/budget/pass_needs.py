@@ -48,8 +48,11 @@ _HOLES_BYTES = 8_000_000
 # scaled and cut, sorted with its place, its probability, and the sum of those. Measured.
 _SAMPLED_BYTES = 30
 _FP32 = 4  # bytes
-# Each expert's share of a prompt is another shape, and each shape another compiled kernel.
+# Each expert's share of a prompt is another shape, and each shape another compiled kernel: of
+# products in half precision, and of convolutions. In fp32 these take a fifth of it: 40 to 120 KB,
+# measured with AVX2, and what the table of all types says of AVX-512.
 _KERNEL = 600_000
+_SINGLE_KERNEL = 120_000
 _MOST_KERNELS = 32
 # Trials say whether what is known of decoders holds for one: shares of what they took. Scores are
 # the most of long sequences, and what is in a layer beside them of short ones.
@@ -137,7 +140,8 @@ class PassNeeds:
     def _with_trial(self, trial: Trial, shape: PassShape, *, sampled: bool) -> int:
         """What a pass takes that was tried; and what `generate` makes of its logits."""
         peak = trial.peak + self._beside(shape.tokens * shape.batch)
-        peak += min(trial.kernels, _MOST_KERNELS) * _KERNEL
+        kernel = _KERNEL if self._widths.item < _FP32 else _SINGLE_KERNEL
+        peak += min(trial.kernels, _MOST_KERNELS) * kernel
         if sampled and self._generates:
             peak = max(peak, trial.kept + shape.batch * self._widths.vocabulary * _SAMPLED_BYTES)
         return _with_margin(trial.kept, peak - trial.kept)

@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from pipeload_hooks import Mark
 
 
+_LOOPS = ("generate",)
+"""Methods that some models have of their own, which call parts: an encoder once, others often."""
+
+
 class PassCall(NamedTuple):
     """A call that is a pass: of which module, and with which arguments."""
 
@@ -36,7 +40,7 @@ class DirectCalls:
     def __init__(self, hooks: Hooks, pass_modules: Sequence[nn.Module]) -> None:
         """`pass_modules` are those whose methods are looked for."""
         self._hooks = hooks
-        self._callers = Callers(pass_modules)
+        self._callers = Callers(pass_modules, loops=_LOOPS)
 
     def call_at(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]

@@ -37,6 +37,9 @@ _LIKELY_IN_HALF = (1, 17)
 _MOST_MULTIPLICATIONS = 1_500_000_000  # some hundredths of a second
 _SINGLE = 4  # bytes of an element
 _REMEMBERED = 4096  # answers
+# Rows of input in all, one after the other where there are fewer: where shares of threads meet, one
+# row of the weight is summed otherwise, and one time in seven it rounds to the same.
+_LEAST_INPUTS = 4
 _CLUSTER = 4  # rows with values lie in pages that they share
 
 
@@ -202,12 +205,16 @@ def _try(cut: Cut, given: Given) -> bool:
     whole = WholeShape(cut.total, cut.inputs, cut.dtype, cut.offset)
     with torch.inference_mode(False), torch.no_grad(), torch.autocast("cpu", enabled=False):
         values = _Values.of(cut)
-        rows = _sampled(cut, whole.window_rows)
+        rows = _sampled(cut, whole.window_rows, given.threads)
         for block in rows.split(max(1, whole.window_rows // 8)):
             whole.weight[block] = values.rows(len(block), sign=-1)
-        x = _place(given, cut.dtype)
-        x.copy_(values.rows(math.prod(given.shape[:-1]), sign=1).view(given.shape))
-        return _equal(x, whole.weight, values.bias(cut), cut, rows)
+        x, bias = _place(given, cut.dtype), values.bias(cut)
+        count = math.prod(given.shape[:-1])
+        for _ in range(-(-_LEAST_INPUTS // count)):
+            x.copy_(values.rows(count, sign=1).view(given.shape))
+            if not _equal(x, whole.weight, bias, cut, rows):
+                return False
+        return True
 
 
 def _equal(
@@ -223,17 +230,27 @@ def _equal(
     return True
 
 
-def _sampled(cut: Cut, most: int) -> torch.Tensor:
-    """Rows to compare: the first and the last of every range, and as many others as may be."""
+def _sampled(cut: Cut, most: int, threads: int) -> torch.Tensor:
+    """Rows to compare: first and last of every range, and as many others as may be.
+
+    First of all those where threads' shares of the whole, and of ranges, meet.
+    """
     chance = random.Random(cut.total)  # noqa: S311 - the same ones every time
     together = min(_CLUSTER, max(1, most // (2 * len(cut.ranges))))
-    more = max(0, most // (together * len(cut.ranges)) - 2)
-    found: set[int] = set()
+    whole = RowRange(0, cut.total)
+    begins = [row for start, stop in cut.ranges for row in (start, stop - together)]
+    for one in (whole, *cut.ranges):
+        meet = (
+            one.start + share * (one.stop - one.start) // threads for share in range(1, threads)
+        )
+        begins += [row for middle in meet for row in (middle - together, middle)]
+    del begins[max(2 * len(cut.ranges), most // together) :]
+    more = max(0, (most // together - len(begins)) // len(cut.ranges))
     for start, stop in cut.ranges:
         last = max(start, stop - together)
-        begins = [start, last, *(chance.randint(start, last) for _ in range(more))]
-        found.update(row for begin in begins for row in range(begin, min(begin + together, stop)))
-    return torch.tensor(sorted(found))
+        begins += [chance.randint(start, last) for _ in range(more)]
+    reach = (range(max(0, row), min(row + together, cut.total)) for row in begins)
+    return torch.tensor(sorted({row for rows in reach for row in rows}))
 
 
 def _place(given: Given, dtype: torch.dtype) -> torch.Tensor:

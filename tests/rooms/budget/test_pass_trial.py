@@ -11,13 +11,20 @@ from unittest import mock
 
 import pytest
 import torch
-from transformers import ChameleonConfig, ClvpDecoderConfig, ClvpForCausalLM, LlamaConfig
+from transformers import (
+    ChameleonConfig,
+    ClvpDecoderConfig,
+    ClvpForCausalLM,
+    LlamaConfig,
+    T5Config,
+)
 
 import pipeload.hf.cache_layers  # noqa: F401 - caches are read by it
 from pipeload.budget import pass_trial
+from pipeload.budget.hint_pass import hinted_calls
 from pipeload.budget.pass_needs import PassNeeds, PassShape
 from pipeload.budget.pass_shape import reads_text_alone
-from pipeload.budget.pass_trial import PassTrace
+from pipeload.budget.pass_trial import PassTrace, Trial
 from pipeload_hooks import try_out
 from tests.rooms.budget.test_pass_needs import ids
 from tests.support.children import printed_by
@@ -233,7 +240,7 @@ def test_logits_that_nobody_makes_are_not_counted() -> None:
 
 def test_an_encoder_that_is_called_by_itself() -> None:
     """`generate` does that; the same words are not its decoder's."""
-    from transformers import T5Config, T5ForConditionalGeneration
+    from transformers import T5ForConditionalGeneration
 
     sizes: dict[str, Any] = {
         "d_model": 64,
@@ -274,6 +281,32 @@ def test_hints_stand_for_what_a_model_reads() -> None:
         needs = PassNeeds(model, model.config)
         need = needs.for_pass((), call, part)
         assert need <= needs.for_shape(PassShape(100, 2)) < 1.5 * need
+
+
+class Stacked(torch.nn.Module):
+    """Reads frames of which each is several neighbours' bins."""
+
+    main_input_name = "input_features"
+
+    def __init__(self, bins: int, times: int) -> None:
+        super().__init__()
+        self.config: Any = T5Config()
+        self.config.num_mel_bins = bins
+        self.encoder = torch.nn.Linear(bins * times, 64)
+        self.head = torch.nn.Linear(64, 10_000)
+
+    def forward(self, input_features: torch.Tensor) -> torch.Tensor:
+        return self.head(self.encoder(input_features))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("times", [1, 4])
+def test_frames_of_several_neighbours_are_hinted(times: int) -> None:
+    """As wide as the first Linear reads."""
+    model: Any = Stacked(80, times).to("meta")
+    trace = PassTrace(model, torch.float32)
+    trials = [trace.of("", (), call) for call in hinted_calls(model, PassShape(50, 1))]
+    best = max(trial.peak for trial in trials if trial is not None and trial.error is None)
+    assert best >= 2 * 50 * 10_000 * 4
 
 
 def test_what_cannot_be_tried_is_estimated_all_the_same() -> None:
@@ -317,6 +350,22 @@ def test_a_model_whose_features_have_names() -> None:
     model.out_features = ["stage1", "stage2"]
     call = {"pixel_values": torch.zeros(2, 3, 64, 64)}
     assert PassNeeds(model, model.config).for_pass((), call) > 0
+
+
+def test_a_kernel_of_a_convolution_takes_less_in_fp32() -> None:
+    """Than in half precision; and few are kept."""
+    each: list[float] = []
+    for dtype in (torch.float32, torch.bfloat16):
+        model = bert().to(dtype)
+        needs = PassNeeds(model, model.config)
+
+        def of(kernels: int, needs: PassNeeds = needs) -> int:
+            trial = Trial(10_000_000, 0, kernels)
+            return needs._with_trial(trial, PassShape(1, 1), sampled=False)
+
+        each.append((of(20) - of(0)) / 20)
+        assert of(32) == of(1000) > of(20)
+    assert 100_000 < each[0] < 150_000 < each[1]
 
 
 class Paced(torch.nn.Module):

@@ -155,3 +155,37 @@ def test_a_call_that_waits_for_another_thread(folder: Path, spare: int) -> None:
     for _ in range(3):
         assert torch.equal(model.encode(), wanted)
         assert_nothing_held(model)
+
+
+class Speaker(LlamaForCausalLM):
+    """With a `generate` of its own, as those have that speak or draw."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return super().forward(*args, **kwargs)
+
+    @torch.no_grad()
+    def generate(self, input_ids: Any = None, **_: Any) -> torch.Tensor:
+        hidden = self.model(input_ids[:, :2])[0]
+        return torch.cat([hidden, self.model(input_ids)[0]], dim=1)
+
+
+@pytest.mark.parametrize("spare", [0, ALL])
+def test_parts_that_generate_calls_are_passes_of_their_own(folder: Path, spare: int) -> None:
+    """With the needs of what they are called with, not of what `generate` was."""
+    model = load_streamed(folder, spare=spare, auto_class=Speaker)
+    for _ in range(2):
+        forwarded(model)
+    wanted = model.generate(IDS)
+    governor, seen = session_of(model).passes._governor, []
+    before = governor.before_pass
+
+    def look(args: Any, kwargs: Any, module: Any = None) -> None:
+        shapes = [tuple(value.shape) for value in (*args, *kwargs.values()) if value is not None]
+        seen.append((module, shapes))
+        before(args, kwargs, module)
+
+    governor.before_pass = look  # type: ignore[method-assign]
+    assert torch.equal(model.generate(IDS), wanted)
+    assert [shapes for _, shapes in seen] == [[(1, 2)], [tuple(IDS.shape)]]
+    assert all(module is model.model for module, _ in seen)
+    assert_nothing_held(model)

@@ -231,6 +231,37 @@ def test_experts_in_one_product() -> None:
     assert trial.output.shape == (12, 24)
 
 
+@pytest.mark.parametrize(("choices", "most"), [(2, 500), (8, 4000)])
+def test_an_expert_gets_each_word_once(choices: int, most: int) -> None:
+    """But where a word has as many choices as there are experts, which may be the same ones."""
+    chosen = meta(500, choices, dtype=torch.long)
+
+    def run() -> Any:
+        of_all = nn.functional.one_hot(chosen, num_classes=8).permute(2, 1, 0)
+        return torch.where(of_all[3])
+
+    choice, word = try_out(run).output
+    assert len(choice) == len(word) == most
+
+
+def test_a_tensor_that_is_made_of_one_that_is_there_is_that_one() -> None:
+    """It is not copied, whether it has values or not; one of numbers is known."""
+    known, unknown = torch.arange(4), meta(KB, KB)
+
+    def run() -> tuple[Any, Any, Any]:
+        numbers = torch.as_tensor([1, 2], device=unknown.device)
+        return (
+            torch.as_tensor(unknown, device=unknown.device),
+            torch.as_tensor(known, device=unknown.device).sum().item(),
+            (numbers.sum() + torch.tensor(data=[3], device=unknown.device)).item(),
+        )
+
+    trial = try_out(run)
+    assert trial.output[0] is unknown
+    assert trial.output[1:] == (6, 6)
+    assert trial.peak < KB
+
+
 def test_a_large_mask_of_one_number_is_known() -> None:
     """It is counted, but takes no memory; what is written to it is not known any more."""
     weight = meta(KB)

@@ -127,6 +127,42 @@ def test_many_rows_stand_for_few(kernels: Any) -> None:
     assert other is None or all((stop - start) % 256 for start, stop in other.ranges)
 
 
+def test_few_rows_of_input_are_tried_with_several_values(kernels: Any) -> None:
+    """Sums in another order often round to the same: here all but the third time."""
+    times = itertools.count(1)
+    kernels(lambda count, rows: count == 1 and rows == 2048 and next(times) == 3)
+    assert not ranges_are_exact(cut_of(500, 2048, 512), Given.rows(1, 500))
+    times = itertools.count(1)
+    kernels(lambda count, rows: count == 4 and rows == 2048 and next(times) > 1)
+    assert ranges_are_exact(cut_of(500, 2048, 512), Given.rows(4, 500))
+
+
+@pytest.mark.parametrize("threads", [2, 3])
+@pytest.mark.parametrize("place", [-3, 2])
+def test_where_shares_of_threads_meet(
+    monkeypatch: pytest.MonkeyPatch, threads: int, place: int
+) -> None:
+    """One row of a large weight may be summed otherwise there: it is among those that are tried."""
+    total, odd = 40_000, 40_000 // threads + place
+
+    def linear(given: torch.Tensor, weight: torch.Tensor, bias: Any = None) -> torch.Tensor:
+        made = _original(given, weight, bias)
+        if len(weight) == total:
+            made[..., odd] += 1
+        return made
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    ranges_are_exact.cache_clear()
+    monkeypatch.setattr(functional, "linear", linear)
+    try:
+        cut = cut_of(600, total, 3520)
+        assert not ranges_are_exact(cut, Given.rows(1, 600))
+    finally:
+        torch.set_num_threads(before)
+        ranges_are_exact.cache_clear()
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("bias", [False, True])
 def test_the_whole_is_not_stood_in_for(kernels: Any, dtype: torch.dtype, *, bias: bool) -> None:

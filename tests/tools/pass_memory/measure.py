@@ -230,7 +230,7 @@ class _Trial:
     def _again(self, old: Line, given: dict[str, Any]) -> Line:
         growth = _growth_of(old)
         sizes = int(old.first), int(old.second)
-        work = partial(estimate_forward, given=growth.of(given), sizes=sizes)
+        work = partial(estimate_forward, given=growth.of(given), small=given, sizes=sizes)
         again = self._forked(work)
         return self._line(again[0], growth, old.note) if again else old
 

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
+from transformers import TopPLogitsWarper
 
 import pipeload.hf.cache_layers  # noqa: F401 - caches are read by it
 from pipeload.budget.pass_needs import PassNeeds
@@ -19,6 +21,7 @@ from tests.tools.pass_memory.inputs import shapes_of
 
 _NEW_TOKENS = 3
 _REPEATED_SECONDS = 0.3
+_TOP_P = 0.9
 _LARGE = 1024
 """Rows and columns of a product that is computed as large ones are."""
 
@@ -59,9 +62,17 @@ def _multiply() -> None:
     torch.mm(ones, ones)
 
 
-def _estimate(meta: Any, needs: PassNeeds | None, args: Any, given: Any) -> tuple[int | None, str]:
+def _sample(output: Any) -> None:
+    """Draw the next words, as `generate` does once a pass is over: it is estimated with that."""
+    logits = getattr(output, "logits", None)
+    if isinstance(logits, torch.Tensor) and logits.dim() == 3:
+        scores = logits[:, -1].to(torch.float32, copy=True)
+        scores = TopPLogitsWarper(_TOP_P)(torch.empty(0), scores)
+        torch.multinomial(nn.functional.softmax(scores, dim=-1), 1)
+
+
+def _estimate(needs: PassNeeds, args: Any, given: Any) -> tuple[int | None, str]:
     try:
-        needs = needs or PassNeeds(meta, meta.config, products=lambda _: 0)
         return needs.for_pass(args, given), ""
     except Exception as error:
         return None, f"estimate: {_told(error, where=True)}"
@@ -70,7 +81,7 @@ def _estimate(meta: Any, needs: PassNeeds | None, args: Any, given: Any) -> tupl
 def measure_forward(
     model: Any, meta: Any, given: dict[str, Any], small: dict[str, Any], least: int = 0
 ) -> list[Measured]:
-    """Equal passes, without a gradient.
+    """Equal passes, without a gradient; of what generates, with what it makes of their logits.
 
     One, which is not estimated, where it takes under `least`. A long one is not repeated: of 185
     types the second pass took 2 % more than the first at most, and over 1 % more for three.
@@ -78,6 +89,7 @@ def measure_forward(
     return_freed_memory()
     _run(model, small)
     _multiply()
+    generates = getattr(model, "can_generate", bool)()
     found: list[int] = []
     started = time.process_time()
     while len(found) < 2:
@@ -86,6 +98,8 @@ def measure_forward(
         peak = _Peak()
         with torch.no_grad():
             output = model(**mine)
+            if generates:
+                _sample(output)
         found.append(peak.bytes())
         del output, mine
         seconds = time.process_time() - started
@@ -93,14 +107,24 @@ def measure_forward(
             return [Measured("forward", "", None, found[0], 0, seconds)]
         if seconds > _REPEATED_SECONDS:
             found.append(0)
-    return estimate_forward(model, meta, given, (found[0], found[1]), seconds)
+    return estimate_forward(model, meta, given, small, (found[0], found[1]), seconds)
 
 
 def estimate_forward(
-    _: Any, meta: Any, given: dict[str, Any], sizes: tuple[int, int], seconds: float = 0.0
+    _: Any,
+    meta: Any,
+    given: dict[str, Any],
+    small: dict[str, Any],
+    sizes: tuple[int, int],
+    seconds: float = 0.0,
 ) -> list[Measured]:
-    """What was measured, beside what is estimated."""
-    estimate, note = _estimate(meta, None, (), copy.deepcopy(given))
+    """What was measured, beside what is estimated: after a small pass, as it was measured.
+
+    What the first pass of all leaves in a model is there by then.
+    """
+    needs = PassNeeds(meta, meta.config, products=lambda _: 0)
+    _estimate(needs, (), copy.deepcopy(small))
+    estimate, note = _estimate(needs, (), copy.deepcopy(given))
     return [Measured("forward", shapes_of(given), estimate, *sizes, seconds, note)]
 
 
@@ -117,7 +141,7 @@ class _Watch:
         ]
 
     def _before(self, _module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        estimate, note = _estimate(None, self._needs, args, kwargs)
+        estimate, note = _estimate(self._needs, args, kwargs)
         self._now = (shapes_of({**dict(enumerate(args)), **kwargs}), estimate, note, _Peak())
 
     def _after(self, *_: object) -> None:
