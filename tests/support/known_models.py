@@ -8,7 +8,7 @@ where they are, past this.
 
 from __future__ import annotations
 
-import sys
+import importlib
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -78,7 +78,6 @@ class KnownNeeds(PassNeeds):
 def remember() -> None:
     """From now on, in this process, where models are loaded."""
     stand_ins = {"probe_usage": known_usage, "PassNeeds": KnownNeeds}
-    for module in map(sys.modules.get, _MODULES):
-        for name, stand_in in stand_ins.items():
-            if hasattr(module, name):
-                setattr(module, name, stand_in)
+    for module in map(importlib.import_module, _MODULES):
+        for name in stand_ins.keys() & vars(module).keys():
+            setattr(module, name, stand_ins[name])

@@ -38,6 +38,7 @@ def packed_tensors() -> dict[str, Any]:
     return {tensor.name: tensor for tensor in gguf.GGUFReader(source).tensors}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("theirs", "ours"),
     [
@@ -130,6 +131,7 @@ def test_small_shards_of_a_small_file(small_model: tuple[Path, dict[str, Any]]) 
     assert all(torch.equal(read_tensor(folder, name), whole[name]) for name in whole)
 
 
+@pytest.mark.slow
 def test_it_speaks(smollm2_bf16: Path) -> None:
     """Plain transformers load the folder and the model answers, so nothing is mixed up."""
     from transformers import AutoTokenizer
@@ -149,6 +151,7 @@ def test_it_speaks(smollm2_bf16: Path) -> None:
     assert answer == "The capital of France is Paris."
 
 
+@pytest.mark.slow
 def test_shards_keep_to_their_size(smollm2_bf16: Path) -> None:
     """Only a tensor larger than a shard makes a larger file; every tensor is indexed."""
     index = json.loads((smollm2_bf16 / "model.safetensors.index.json").read_text())
@@ -160,6 +163,7 @@ def test_shards_keep_to_their_size(smollm2_bf16: Path) -> None:
     assert [file.name for file in large] == [index["weight_map"]["model.embed_tokens.weight"]]
 
 
+@pytest.mark.slow
 def test_a_finished_folder_is_left_alone(smollm2_bf16: Path) -> None:
     """A second call writes nothing."""
     before = [(file.name, file.stat().st_mtime_ns) for file in sorted(smollm2_bf16.iterdir())]

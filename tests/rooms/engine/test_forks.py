@@ -84,6 +84,7 @@ def test_a_child_loads_its_own(folder: Path) -> None:
     assert torch.equal(logits(model), expected)
 
 
+@pytest.mark.slow
 def test_the_parents_weights_are_given_back(smollm2_bf16: Path) -> None:
     """When the child plans or loads, not before; also those that it has dropped already."""
     torch.set_num_threads(1)

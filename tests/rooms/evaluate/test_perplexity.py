@@ -216,6 +216,7 @@ def test_a_small_limit_changes_nothing(smollm2_bf16: Path) -> None:
     assert chosen["perplexity"] == pytest.approx(small["perplexity"], rel=1e-2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("method", "at_least"), [("int8", 1.0), ("int4", 0.5)])
 def test_quantised_by_pipeload(method: str, at_least: float, tmp_path: Path, text: Path) -> None:
     """Packed weights count as many as they stand for, and what goes with them not at all."""
@@ -228,6 +229,7 @@ def test_quantised_by_pipeload(method: str, at_least: float, tmp_path: Path, tex
     assert at_least < measured(made, "--text", text)["bytes_per_weight"] < 1.3 * at_least + 0.1
 
 
+@pytest.mark.slow
 def test_quantised(tmp_path: Path) -> None:
     """Bytes per weight are those of the files; LLM.int8 runs window by window unless told."""
     pytest.importorskip("bitsandbytes")
@@ -439,6 +441,7 @@ def test_models_without_their_tokenizer(tiny: TinyCheckpoint, tmp_path: Path, te
     refused("another model's: it makes token 599", tmp_path / "model", "--text", text)
 
 
+@pytest.mark.slow
 def test_limits_that_are_too_small(smollm2_bf16: Path, tmp_path: Path) -> None:
     """Refused before anything is read, with one that is enough for the logits of a window, too."""
     file = tmp_path / "text"

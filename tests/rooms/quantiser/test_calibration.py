@@ -167,6 +167,7 @@ def test_a_text_is_cut_evenly(source: Path) -> None:
         )
 
 
+@pytest.mark.slow
 def test_the_text_that_comes_with_it(smollm2_bf16: Path) -> None:
     """Long enough for the default, and in the package."""
     found = find_text("builtin", None)

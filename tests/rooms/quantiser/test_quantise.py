@@ -214,6 +214,7 @@ def test_products_are_near_the_floats(form: str, llama: Path, tmp_path: Path) ->
             assert torch.equal(parameter, kept[name]), name
 
 
+@pytest.mark.slow
 def test_the_real_model(smollm2_bf16: Path, tmp_path: Path) -> None:
     """SmolLM2: the next word of int8 is that of bf16, and so is most of what follows."""
     folder = pipeload.quantize(smollm2_bf16, tmp_path / "made")
