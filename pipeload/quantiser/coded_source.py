@@ -184,11 +184,14 @@ class CodedSource:
         found = codes_format(settings)
         if found is None:
             known = ", ".join(one.method for one in CODES)
-            is_a = f"is quantised by {named(settings)!r}" if settings else "is not quantised"
-            instead = "stream it as it is" if settings else "`pipeload quantize` makes integers"
+            if not settings:
+                raise UnsupportedModelError(
+                    f"{self._name!r} is not quantised, and `pipeload convert` takes over integers "
+                    "that are there. Use `pipeload quantize`, which makes them."
+                )
             raise UnsupportedModelError(
-                f"{self._name!r} {is_a}: `pipeload convert` takes over the integers of {known}. "
-                f"For this one, {instead}."
+                f"{self._name!r} is quantised by {named(settings)!r}, and `pipeload convert` takes "
+                f"over the integers of {known}. Load it as it is, or use the float checkpoint."
             )
         return found
 

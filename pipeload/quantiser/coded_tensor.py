@@ -9,7 +9,7 @@ import torch
 
 from pipeload.checkpoint.writer import Tensor
 from pipeload.errors import UnsupportedModelError
-from pipeload.formats.codes.coded_weight import MIDDLE, USE_FLOATS
+from pipeload.formats.codes.coded_weight import MIDDLE
 from pipeload.formats.integers.order import BLOCK_ROWS, pack
 from pipeload.quantiser.resumable_shards import Step
 from pipeload.quantiser.tensor import bytes_of, copied, made, part_stems
@@ -119,7 +119,7 @@ def _statistics(weight: CodedWeight, grid: Grid, kernel: Kernel) -> torch.Tensor
     if bool(zero.any()):
         raise UnsupportedModelError(
             f"{weight.name!r} is of 8 bits and not symmetric, which no kernel of torch takes. "
-            f"{USE_FLOATS}"
+            "Use the float checkpoint."
         )
     return scale[:, None]
 

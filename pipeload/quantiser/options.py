@@ -114,7 +114,7 @@ def make_head_form(head: str | None, method: str) -> Form | None:
     Raises:
         OptionError: it means nothing, or would change nothing.
     """
-    _check("head", head, HEADS)
+    _check("head", head, (None, *HEADS))
     if head != INT8:
         return None
     if method in KINDS:

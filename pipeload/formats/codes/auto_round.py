@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from pipeload.formats.codes import awq, gptq
-from pipeload.formats.codes.coded_weight import USE_FLOATS, stems
-from pipeload.formats.format import refusal
+from pipeload.formats.codes.coded_weight import not_taken_over, stems
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -32,7 +31,7 @@ class AutoRound:
             return [awq.coded(stem, stored) for stem in found]
         if not packing.startswith("auto_round"):
             why = f"its packing_format {packing!r} is unknown"
-            raise refusal(self.method, why, USE_FLOATS)
+            raise not_taken_over(self.method, why)
         # Names of kernels may follow, as in "auto_round:auto_gptq:exllamav2".
         added = 1 if "auto_gptq" in packing else 0
         symmetric = bool(config.get("sym", False))

@@ -16,16 +16,15 @@ import torch
 from pipeload.formats.codes.coded_weight import (
     FLOATS,
     MIDDLE,
-    USE_FLOATS,
     CodedWeight,
     Codes,
     ZeroCodes,
     group_columns,
+    not_taken_over,
     part,
     stems,
 )
 from pipeload.formats.codes.words import codes_of
-from pipeload.formats.format import refusal
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -50,10 +49,10 @@ class Awq:
         """Find the weights of quantised Linears. Raises what `CodesFormat.find` does."""
         version = str(config.get("version") or config.get("format") or "gemm").lower()
         if version != "gemm":
-            raise refusal(self.method, f"its version {version!r} is unknown", USE_FLOATS)
+            raise not_taken_over(self.method, f"its version {version!r} is unknown")
         bits = config.get("bits", config.get("w_bit"))
         if bits != _BITS:
-            raise refusal(self.method, f"its codes have {bits!r} bits, not 4", USE_FLOATS)
+            raise not_taken_over(self.method, f"its codes have {bits!r} bits, not 4")
         return [coded(stem, stored) for stem in stems(stored, "qweight")]
 
 

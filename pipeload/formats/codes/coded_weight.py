@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 import torch
 
-from pipeload.errors import CheckpointError
+from pipeload.errors import CheckpointError, UnsupportedModelError
 from pipeload.weights.arena import DTYPE_CODES, DTYPES
 
 if TYPE_CHECKING:
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 FLOATS: Final = (torch.float16, torch.bfloat16, torch.float32)
 """Dtypes that scales may have."""
-USE_FLOATS: Final = "Use the float checkpoint, or one in another packing."
 GROUP_OF: Final = "group_of"
 """What the group of each column is called among the parts of a weight."""
 MIDDLE: Final = {4: 8, 8: 128}
@@ -165,6 +164,14 @@ class CodesFormat(Protocol):
             UnsupportedModelError: a setting is not understood, or cannot be expressed.
             CheckpointError: tensors do not fit each other.
         """
+
+
+def not_taken_over(method: str, why: str) -> UnsupportedModelError:
+    """The error for integers of a method that cannot be taken over."""
+    return UnsupportedModelError(
+        f"integers of {method!r} cannot be taken over: {why}. Use the float checkpoint, or one in "
+        "another packing."
+    )
 
 
 def stems(stored: Mapping[str, TensorEntry], suffix: str) -> list[str]:

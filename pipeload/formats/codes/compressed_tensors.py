@@ -21,23 +21,21 @@ from pipeload.formats.codes.coded_weight import (
     FLOATS,
     GROUP_OF,
     MIDDLE,
-    USE_FLOATS,
     CodedWeight,
     Codes,
     ZeroCodes,
     columns_by_group,
     group_columns,
+    not_taken_over,
     part,
     stems,
 )
 from pipeload.formats.codes.words import codes_down, codes_of
-from pipeload.formats.format import refusal
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from pipeload.checkpoint.headers import TensorEntry
-    from pipeload.errors import UnsupportedModelError
 
 _PACKED, _PLAIN = "pack-quantized", "int-quantized"
 _BY_ROWS: Final = {"group", "channel"}
@@ -66,26 +64,27 @@ class CompressedTensors:
             UnsupportedModelError: one is not understood.
         """
         if config.get("format") not in {_PACKED, _PLAIN}:
-            raise self._refusal(f"its format {config.get('format')!r} is unknown")
+            raise not_taken_over(self.method, f"its format {config.get('format')!r} is unknown")
         groups = list((config.get("config_groups") or {}).values())
         schemes = [group.get("weights") or {} for group in groups]
         bits = {scheme.get("num_bits") for scheme in schemes}
         if len(bits) != 1 or not bits <= {*MIDDLE}:
-            raise self._refusal(f"its weights have {sorted(map(str, bits))} bits, not 4 or 8 alone")
+            raise not_taken_over(
+                self.method, f"its weights have {sorted(map(str, bits))} bits, not 4 or 8 alone"
+            )
         for group, scheme in zip(groups, schemes, strict=True):
             if scheme.get("type") != "int" or scheme.get("strategy") not in _BY_ROWS:
                 kind = f"type {scheme.get('type')!r}, strategy {scheme.get('strategy')!r}"
-                raise self._refusal(f"weights of {kind} are unknown")
+                raise not_taken_over(self.method, f"weights of {kind} are unknown")
             if (group.get("input_activations") or {}).get("dynamic") is False:
-                raise self._refusal("its inputs are quantised by scales that were stored")
+                raise not_taken_over(
+                    self.method, "its inputs are quantised by scales that were stored"
+                )
         if config.get("sparsity_config") or config.get("transform_config"):
-            raise self._refusal("it is sparse or transformed besides")
+            raise not_taken_over(self.method, "it is sparse or transformed besides")
         (found,) = bits
         assert isinstance(found, int)  # noqa: S101 - see above
         return found
-
-    def _refusal(self, why: str) -> UnsupportedModelError:
-        return refusal(self.method, why, USE_FLOATS)
 
 
 def _packed(stem: str, stored: Mapping[str, TensorEntry], bits: int) -> CodedWeight:

@@ -25,17 +25,17 @@ from pipeload.formats.codes.coded_weight import (
     FLOATS,
     GROUP_OF,
     MIDDLE,
-    USE_FLOATS,
     CodedWeight,
     Codes,
     ZeroCodes,
     columns_by_group,
     group_columns,
+    not_taken_over,
     part,
     stems,
 )
 from pipeload.formats.codes.words import codes_down, codes_of
-from pipeload.formats.format import refusal, setting
+from pipeload.formats.format import setting
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -60,10 +60,10 @@ class Gptq:
         """Find the weights of quantised Linears. Raises what `CodesFormat.find` does."""
         version = config.get("checkpoint_format") or config.get("format")
         if version not in _VERSIONS:
-            raise refusal(self.method, f"its checkpoint_format {version!r} is unknown", USE_FLOATS)
+            raise not_taken_over(self.method, f"its checkpoint_format {version!r} is unknown")
         packed_in = setting(config, "pack_dtype", "int32")
         if packed_in != "int32":
-            raise refusal(self.method, f"its codes lie in words of {packed_in!r}", USE_FLOATS)
+            raise not_taken_over(self.method, f"its codes lie in words of {packed_in!r}")
         bits = bits_of(self.method, config)
         added, symmetric = _VERSIONS[version], bool(config.get("sym", False))
         return [
@@ -80,8 +80,8 @@ def bits_of(method: str, config: Mapping[str, Any]) -> int:
     """
     bits = config.get("bits", config.get("w_bit"))
     if bits not in MIDDLE:
-        raise refusal(
-            method, f"its codes have {bits!r} bits, and those of 4 and 8 are known", USE_FLOATS
+        raise not_taken_over(
+            method, f"its codes have {bits!r} bits, and those of 4 and 8 are known"
         )
     assert isinstance(bits, int)  # noqa: S101 - see above
     return bits
@@ -129,8 +129,8 @@ def _decode(
     if symmetric and not grid.is_symmetric:
         raise CheckpointError(
             f"{name!r} is said to be symmetric, and its zeros are not in the middle: they are "
-            "stored in another version of the format than its settings say. Correct "
-            "checkpoint_format in config.json, or use the float checkpoint."
+            "stored in another version of the format than its settings say. Set checkpoint_format "
+            "in config.json to the right one, or use the float checkpoint."
         )
     group_of = tensors.get(GROUP_OF)
     order = None if group_of is None else columns_by_group(name, group_of, len(scale))

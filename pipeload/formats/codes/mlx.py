@@ -17,17 +17,16 @@ import torch
 from pipeload.formats.codes.coded_weight import (
     FLOATS,
     MIDDLE,
-    USE_FLOATS,
     CodedWeight,
     Codes,
     Offsets,
     group_columns,
+    not_taken_over,
     part,
     stems,
 )
 from pipeload.formats.codes.gptq import bits_of
 from pipeload.formats.codes.words import codes_of
-from pipeload.formats.format import refusal
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -50,12 +49,12 @@ class Mlx:
         """Find quantised weights. Raises what `CodesFormat.find` does."""
         mode = config.get("mode", "affine")
         if mode != "affine":
-            raise refusal(self.method, f"its mode {mode!r} is unknown", USE_FLOATS)
+            raise not_taken_over(self.method, f"its mode {mode!r} is unknown")
         bits = bits_of(self.method, config)
         for name, value in config.items():
             if isinstance(value, dict) and value.get("bits", bits) != bits:
                 why = f"{name!r} has {value['bits']!r} bits, and others {bits}"
-                raise refusal(self.method, why, USE_FLOATS)
+                raise not_taken_over(self.method, why)
         found = stems(stored, "scales")
         return [_coded(stem, stored, bits) for stem in found if f"{stem}weight" in stored]
 
