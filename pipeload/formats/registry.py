@@ -31,8 +31,8 @@ FROM_FLOATS: Final = (
     "`pipeload quantize SRC DST --method int4` (or int8)."
 )
 CONVERT: Final = (
-    "Use `pipeload convert SRC DST`, which makes one of it that streams, with the same integers; or "
-    "use the float checkpoint."
+    "Use `pipeload convert SRC DST`, which makes one of it that streams, with the same integers; "
+    "or use the float checkpoint."
 )
 FORMATS: Final[list[Format]] = [
     BITSANDBYTES,
