@@ -261,7 +261,7 @@ def test_wrap(made: Callable[..., Path]) -> None:
     with steady_floor():
         limit = smallest(path)
         pipeload.wrap(model, limit)
-    assert model.pipeload.plan.bytes_per_pass > 0
+    assert model.pipeload.plan.units
     assert torch.equal(logits(model), wanted)
     with torch.no_grad():
         changed.model.layers[1].self_attn.q_proj.weight[3, 0] += 1
