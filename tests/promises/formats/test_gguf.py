@@ -399,6 +399,16 @@ def test_architectures_that_are_refused(
 
 
 @pytest.mark.slow
+def test_a_model_that_has_no_names(tmp_path: Path) -> None:
+    """Plain does not load it either: the package knows none for what the library makes of it."""
+    path = save_gguf(tmp_path, num_hidden_layers=2, extra={"general.name": "mistral"})
+    with pytest.raises(NotImplementedError):
+        load_plain_gguf(path)
+    with pytest.raises(UnsupportedModelError, match="Unknown gguf model_type: mistral"):
+        streamed(path)
+
+
+@pytest.mark.slow
 def test_a_type_that_nobody_unpacks(tmp_path: Path) -> None:
     """Refused by tensor and type."""
     path = save_gguf(tmp_path, kinds=("Q8_0",))
