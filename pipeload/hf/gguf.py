@@ -18,6 +18,7 @@ import transformers.modeling_gguf_pytorch_utils
 from pipeload.checkpoint.gguf import open_gguf
 from pipeload.checkpoint.headers import Checkpoint
 from pipeload.errors import CheckpointError, OptionError, UnsupportedModelError
+from pipeload.formats.form_names import INT4
 from pipeload.formats.gguf.format import Gguf
 from pipeload.hf.gguf_reader import light_reader, names_once
 
@@ -35,7 +36,7 @@ library: Any = transformers.modeling_gguf_pytorch_utils
 _HEAD: Final = "output.weight"
 _ELSEWHERE: Final = (
     "Use the model's safetensors checkpoint, or a smaller copy of that: `pipeload quantize SRC DST "
-    "--method int4`."
+    f"--method {INT4}`."
 )
 _STREAMED: Final = ("falcon", "llama", "phi3", "qwen2", "qwen3", "stablelm", "starcoder2")
 """Those of which transformers changes no more than the order of rows, each of them tried."""

@@ -85,6 +85,7 @@ def save_gguf(
     *,
     name: str = NAME,
     files: int = 1,
+    vectors: str = "F32",
     extra: dict[str, Any] | None = None,
     without: Sequence[str] = (),
     **config: Any,
@@ -97,6 +98,7 @@ def save_gguf(
         kinds: types of its matrices, in turns.
         name: of the file; of one of several it gets a number.
         files: how many, about.
+        vectors: the type of its vectors, as llama.cpp never has it.
         extra: tensors (arrays) and metadata (numbers, text) beside.
         without: names of tensors that are left out.
         **config: other options of its configuration.
@@ -124,16 +126,12 @@ def save_gguf(
             add.get(type(value), writer.add_float32)(key, value)
     random, turn = np.random.default_rng(9), 0
     for theirs, value in tensors.items():
-        kind = kinds[turn % len(kinds)]
-        if (
-            value.ndim < 2
-            or value.dtype != np.float32
-            or kind == "F32"
-            or value.shape[-1] % BLOCKS[kind].values
-        ):
+        kind = vectors if value.ndim < 2 else kinds[turn % len(kinds)]
+        floats = kind == "F32" or value.dtype != np.float32
+        if floats or value.shape[-1] % BLOCKS[kind].values:
             writer.add_tensor(theirs, value)
             continue
-        turn += 1
+        turn += value.ndim > 1
         number = gguf.GGMLQuantizationType[kind]
         if kind in MADE_UP:
             rows, columns = value.shape

@@ -64,13 +64,14 @@ class Gguf(Format):
         read, made = stored.reader(), {}
         dtype: Any = stored.model.dtype  # as a plain load: first to this, then to its own
         for entry in entries:
-            whole = len(entry.shape) < 2 and entry.name not in self._orders
-            rows = 1 if whole else entry.shape[0]
+            order = self._orders.get(entry.name, ())
+            rows = entry.shape[0] if len(entry.shape) > 1 else 1
             width = entry.nbytes // max(1, rows)
             values = torch.empty(entry.shape)
-            blocks = Blocks(entry.dtype, width, self._orders.get(entry.name, ()))
             raw = read(replace(entry, dtype="U8", shape=(rows, width)))
-            blocks.fill(raw, values.view(rows, -1))
+            Blocks(entry.dtype, width, order if rows > 1 else ()).fill(raw, values.view(rows, -1))
+            if order and rows == 1:  # of single values, as of rows
+                values = values.view(-1, len(order))[:, list(order)].reshape(entry.shape)
             made[entry.name] = values.to(dtype)
         return made
 
@@ -78,10 +79,10 @@ class Gguf(Format):
         """Whether the file's bytes are not the weight, or do not lie as a plain load has them."""
         from pipeload.formats.gguf.kernel import FLOATS
 
+        if len(entry.shape) < 2:  # of one row: small, and the library's if it is in blocks
+            return name in self._orders and entry.dtype in FLOATS
         if name in self._orders:
             return True
-        if len(entry.shape) < 2:  # of one row: small, and the library's if it is in blocks
-            return False
         dtype = FLOATS.get(entry.dtype)
         return dtype != stored.dtype(name) or entry.start % _ALIGN > 0
 

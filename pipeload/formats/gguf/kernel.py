@@ -1,8 +1,8 @@
 """Makes floats of GGUF's blocks: compiled where there is a compiler, else by the package gguf.
 
 The compiled one (`kernel.c`) needs AVX2 and a `cc`. It takes a second to make, once for a process,
-and knows the common types; the package knows all that a plain load does, takes some twenty times as
-long, and is what a plain load calls: the bits are its own in both cases.
+and knows the common types; the package knows all that a plain load does, takes ten to twenty times
+as long, and is what a plain load calls: the bits are its own in both cases.
 """
 
 from __future__ import annotations

@@ -185,6 +185,21 @@ def test_split_files(tmp_path: Path, made: Callable[..., Path]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("vectors", ["Q8_0", "F32"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_vectors(vectors: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """Norms in blocks are left to the library; biases of queries and keys are put in order."""
+    options: dict[str, Any] = {"dtype": dtype, "attention_bias": True}
+    path = save_gguf(tmp_path, vectors=vectors, num_hidden_layers=2, attention_bias=True)
+    reference = load_plain_gguf(path, **options)
+    model = load_streamed(path.parent, gguf_file=path.name, **options)
+    assert "model.layers.1.self_attn.q_proj.bias" in dict(model.named_parameters())
+    assert_same(model, reference)
+    for (name, one), other in zip(model.named_parameters(), reference.parameters(), strict=True):
+        assert one.ndim > 1 or torch.equal(one, other), name
+
+
+@pytest.mark.slow
 def test_rows_of_a_table_are_read_alone(tmp_path: Path) -> None:
     """An embedding of blocks is not held: a token reads its rows."""
     path = save_gguf(tmp_path, kinds=("Q8_0",), vocab_size=8192, num_hidden_layers=2)
@@ -261,7 +276,7 @@ def test_wrap(made: Callable[..., Path]) -> None:
     with steady_floor():
         limit = smallest(path)
         pipeload.wrap(model, limit)
-    assert model.pipeload.plan.bytes_per_pass > 0
+    assert model.pipeload.plan.units
     assert torch.equal(logits(model), wanted)
     with torch.no_grad():
         changed.model.layers[1].self_attn.q_proj.weight[3, 0] += 1
@@ -381,6 +396,16 @@ def test_architectures_that_are_refused(
         with pytest.raises(UnsupportedModelError, match=words) as refusal:
             load(tmp_path, gguf_file="m.gguf")
         assert "pipeload quantize" in str(refusal.value)
+
+
+@pytest.mark.slow
+def test_a_model_that_has_no_names(tmp_path: Path) -> None:
+    """Plain does not load it either: the package knows none for what the library makes of it."""
+    path = save_gguf(tmp_path, num_hidden_layers=2, extra={"general.name": "mistral"})
+    with pytest.raises(NotImplementedError):
+        load_plain_gguf(path)
+    with pytest.raises(UnsupportedModelError, match="Unknown gguf model_type: mistral"):
+        streamed(path)
 
 
 @pytest.mark.slow

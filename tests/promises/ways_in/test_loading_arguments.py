@@ -311,6 +311,7 @@ ROWS = {
         {"gguf_file": "model.gguf"},
         error=CheckpointError,
         words="model.gguf.*does not exist",
+        kind=LlamaForCausalLM,  # the auto class would look at the file first
     ),
     "state_dict": Row(
         "state_dict",
