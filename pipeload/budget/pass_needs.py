@@ -140,8 +140,9 @@ class PassNeeds:
     def _with_trial(self, trial: Trial, shape: PassShape, *, sampled: bool) -> int:
         """What a pass takes that was tried; and what `generate` makes of its logits."""
         peak = trial.peak + self._beside(shape.tokens * shape.batch)
-        kernel = _KERNEL if self._widths.item < _FP32 else _SINGLE_KERNEL
-        peak += min(trial.kernels, _MOST_KERNELS) * kernel
+        more = _KERNEL if self._widths.item < _FP32 else _SINGLE_KERNEL
+        if trial.kernels:  # the first one brings along what compiles them
+            peak += _KERNEL + (min(trial.kernels, _MOST_KERNELS) - 1) * more
         if sampled and self._generates:
             peak = max(peak, trial.kept + shape.batch * self._widths.vocabulary * _SAMPLED_BYTES)
         return _with_margin(trial.kept, peak - trial.kept)

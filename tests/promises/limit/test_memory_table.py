@@ -40,14 +40,15 @@ KINDS = {
 UNDER = {
     "fastspeech2_conformer": "each word becomes so many frames as the model predicts",
     "fastspeech2_conformer_with_hifigan": "the same",
+    "vits": "the same",
+    "univnet": "a vocoder whose kernels are predicted: not known yet",
     "qwen2_5_omni_bigvgan": "a vocoder: not known yet, with AVX-512",
     "mimi_decoder": "convolutions of 1.2 GB, with AVX-512: 4 % too little",
     "swin2sr": "not known yet, with AVX-512",
     "sam2_hiera_det_model": "some 6 MB in the first pass alone",
 }
 """Types whose passes take more than is estimated, and why."""
-SHARE = 0.93
-"""With AVX-512 convolutions take less than is estimated; with AVX2 alone it was 0.96."""
+SHARE = 0.95
 _MOST = 1.5
 """The estimate by what was measured, of some 60 MB, of which 14 MB are for what is in no tensor."""
 
@@ -98,8 +99,8 @@ def test_the_table_says_what_was_measured() -> None:
     table = coverage(TABLE.parents[1] / "model_types" / "coverage.tsv").items()
     runs = {name for name, row in table if row.result in {EXACT, REFUSED}}
     found = [line for line in lines if line.ratio]
-    assert len(found) >= 620
-    assert len(lines) >= 740
+    assert len(found) >= 730
+    assert len(lines) >= 822
     assert runs.issuperset(line.model_type for line in found)
     listed = {line.model_type: line for line in lines}
     assert all(listed[name].note and not listed[name].ratio for name in not_run())
