@@ -209,8 +209,9 @@ def test_each_weight_gets_its_own(source: Path, text: Path, tmp_path: Path) -> N
         weights = weigh_columns(sums[path].float())
         values, scale = to_int8(floats[f"{path}.weight"], weights)
         same = (made[f"{path}.weight"] == values).float().mean()
-        assert same > 0.99  # sums differ in their last bits
-        torch.testing.assert_close(made[f"{path}.scale"], scale, rtol=0.01, atol=0)
+        assert same > 0.99  # sums differ in their last bits, and so may what is found by them
+        apart = (made[f"{path}.scale"].float() / scale.float() - 1).abs()
+        assert (apart < 0.01).float().mean() > 0.99
 
 
 def test_the_card_and_the_folder(source: Path, text: Path, tmp_path: Path) -> None:
@@ -241,7 +242,7 @@ source, target, text, passes = *map(Path, sys.argv[1:4]), int(sys.argv[4])
 def calibrating(done, total):
     if done == passes * 28 + 5:
         os.kill(os.getpid(), signal.SIGKILL)
-make(source, target, method="int4", group_size=None, zero_points=None, double_quant=False,
+make(source, target, method="int4", group_size=None, zero_points=None, double_quant=False, head=None,
      calibrate=text, calibration_tokens=None, memory_limit=None, max_shard_size="2GB",
      progress=None, calibrating=calibrating)
 """
