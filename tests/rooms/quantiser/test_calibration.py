@@ -242,9 +242,9 @@ source, target, text, passes = *map(Path, sys.argv[1:4]), int(sys.argv[4])
 def calibrating(done, total):
     if done == passes * 28 + 5:
         os.kill(os.getpid(), signal.SIGKILL)
-make(source, target, method="int4", group_size=None, zero_points=None, double_quant=False, head=None,
-     calibrate=text, calibration_tokens=None, memory_limit=None, max_shard_size="2GB",
-     progress=None, calibrating=calibrating)
+make(source, target, method="int4", group_size=None, zero_points=None, double_quant=False,
+     head=None, calibrate=text, calibration_tokens=None, memory_limit=None,
+     max_shard_size="2GB", progress=None, calibrating=calibrating)
 """
 
 
