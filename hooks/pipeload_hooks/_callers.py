@@ -74,7 +74,9 @@ class Callers:
         classes = {c for m in modules for c in type(m).__mro__ if "forward" in vars(c)}
         methods = [named for c in classes - {nn.Module} for named in vars(c).items()]
         self._codes = frozenset(_code(method) for _, method in methods)
-        self._loops = frozenset(_code(method) for name, method in methods if name in loops)
+        looping = frozenset(_code(method) for name, method in methods if name in loops)
+        self._codes_of_parts = self._codes - looping
+        """Those by which one of `modules` itself may be called."""
         self._forwards = frozenset(_code(vars(c)["forward"]) for c in classes)
 
     def find(self, arriving: nn.Module) -> Caller | nn.Module | None:
@@ -85,7 +87,7 @@ class Callers:
         """
         found: tuple[FrameType, nn.Module] | None = None
         frame: FrameType | None = sys._getframe()
-        codes = self._codes - self._loops if id(arriving) in self._ids else self._codes
+        codes = self._codes_of_parts if id(arriving) in self._ids else self._codes
         while frame is not None:
             code = frame.f_code
             if code is CALL_CODE:

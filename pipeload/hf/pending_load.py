@@ -90,13 +90,14 @@ class PendingLoad:
 
     def into(self, model: PreTrainedModel) -> PendingLoad:
         """Make the same load for another model of the same shape."""
-        return PendingLoad(
-            model, self.checkpoint, self._config, self._read_timeout, self._file_format
-        )
+        return self._again(model, self.checkpoint)
 
     def of(self, checkpoint: Checkpoint) -> PendingLoad:
         """Make the same load of other tensors."""
-        return PendingLoad(self.model, checkpoint, self._config, self._read_timeout)
+        return self._again(self.model, checkpoint)
+
+    def _again(self, model: PreTrainedModel, checkpoint: Checkpoint) -> PendingLoad:
+        return PendingLoad(model, checkpoint, self._config, self._read_timeout, self._file_format)
 
     def weights(self) -> dict[str, Weight]:
         """Find every parameter that is read, cast or converted from the file alone, by name.
@@ -132,12 +133,11 @@ class PendingLoad:
     def plain_linears(self) -> dict[str, tuple[str, nn.Linear]]:
         """Find Linears whose weight is one stored tensor as it is: path and module by its name."""
         found: dict[str, tuple[str, nn.Linear]] = {}
-        for path, module in self.model.named_modules():
-            recipe = self._recipes.get(f"{path}.weight")
-            if type(module) is not nn.Linear or recipe is None or recipe.converter is not None:
-                continue
-            if isinstance(module.weight, nn.Parameter) and self._usable(module.weight, recipe):
-                found[recipe.sources[0][0].name] = path, module
+        for stored, name in self.plain_parameters().items():
+            path, _, last = name.rpartition(".")
+            module = self.model.get_submodule(path)
+            if type(module) is nn.Linear and last == "weight":
+                found[stored] = path, module
         return found
 
     def plain_parameters(self) -> dict[str, str]:

@@ -8,6 +8,7 @@ at a model.
 
 from __future__ import annotations
 
+import abc
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
@@ -29,80 +30,63 @@ MIDDLE: Final = {4: 8, 8: 128}
 """The code that stands for zero where a method is symmetric, by bits."""
 
 
-class Grid(Protocol):
+@dataclass(frozen=True)
+class Grid(abc.ABC):
     """Which numbers the codes of a weight stand for. Groups are of neighbouring columns."""
 
-    groups: int
-    """In a row."""
+    scale: torch.Tensor
+    """fp32 of [groups, rows]."""
+    start: torch.Tensor
+    """fp32 of [groups, rows]: from where codes are counted, as a subclass says."""
+    middle: int
+    """The code that our kernels count from."""
 
-    def numbers(self, codes: torch.Tensor, start: int) -> torch.Tensor:
-        """fp32 of codes of [rows, columns], the first of them row `start`."""
+    @abc.abstractmethod
+    def numbers(self, codes: torch.Tensor, first: int) -> torch.Tensor:
+        """Make fp32 of codes of [rows, columns], of which the first is row `first`."""
 
+    @abc.abstractmethod
     def scales_and_zeros(self, dtype: torch.dtype) -> torch.Tensor:
         """[groups, rows, 2]: the scale, and the number that the middle code stands for."""
 
 
-@dataclass(frozen=True)
 class ZeroCodes(Grid):
-    """(code - zero) * scale."""
-
-    scale: torch.Tensor
-    """fp32 of [groups, rows]."""
-    zero: torch.Tensor
-    """The code that stands for 0: fp32 of [groups, rows]."""
-    middle: int
-
-    @property
-    def groups(self) -> int:  # type: ignore[override]
-        """In a row."""
-        return len(self.scale)
+    """(code - start) * scale."""
 
     @property
     def is_symmetric(self) -> bool:
         """Whether 0 is in the middle everywhere."""
-        return bool((self.zero == self.middle).all())
+        return bool((self.start == self.middle).all())
 
-    def numbers(self, codes: torch.Tensor, start: int) -> torch.Tensor:
-        """fp32 of codes of [rows, columns], the first of them row `start`."""
-        scale, zero = (_spread(each, codes, start) for each in (self.scale, self.zero))
+    def numbers(self, codes: torch.Tensor, first: int) -> torch.Tensor:
+        """Make fp32 of codes of [rows, columns], of which the first is row `first`."""
+        scale, zero = (_spread(each, codes, first) for each in (self.scale, self.start))
         return (codes.float() - zero).mul_(scale)
 
     def scales_and_zeros(self, dtype: torch.dtype) -> torch.Tensor:
         """[groups, rows, 2], rounded as gptqmodel does for torch's kernel: each factor first."""
         scale = self.scale.to(dtype)
-        return torch.stack((scale, (self.middle - self.zero.to(dtype)) * scale), -1)
+        return torch.stack((scale, (self.middle - self.start.to(dtype)) * scale), -1)
 
 
-@dataclass(frozen=True)
 class Offsets(Grid):
-    """Codes * scale + offset."""
+    """Codes * scale + start."""
 
-    scale: torch.Tensor
-    """fp32 of [groups, rows]."""
-    offset: torch.Tensor
-    """fp32 of [groups, rows]."""
-    middle: int
-
-    @property
-    def groups(self) -> int:  # type: ignore[override]
-        """In a row."""
-        return len(self.scale)
-
-    def numbers(self, codes: torch.Tensor, start: int) -> torch.Tensor:
-        """fp32 of codes of [rows, columns], the first of them row `start`."""
-        scale, offset = (_spread(each, codes, start) for each in (self.scale, self.offset))
+    def numbers(self, codes: torch.Tensor, first: int) -> torch.Tensor:
+        """Make fp32 of codes of [rows, columns], of which the first is row `first`."""
+        scale, offset = (_spread(each, codes, first) for each in (self.scale, self.start))
         return codes.float().mul_(scale).add_(offset)
 
     def scales_and_zeros(self, dtype: torch.dtype) -> torch.Tensor:
         """[groups, rows, 2]: the scale, and what the middle code stands for, rounded once."""
-        zero = self.offset + self.middle * self.scale
+        zero = self.start + self.middle * self.scale
         return torch.stack((self.scale, zero), -1).to(dtype)
 
 
-def _spread(each: torch.Tensor, codes: torch.Tensor, start: int) -> torch.Tensor:
+def _spread(each: torch.Tensor, codes: torch.Tensor, first: int) -> torch.Tensor:
     """One for every code, of one for every group."""
     rows, columns = codes.shape
-    return each[:, start : start + rows].t().repeat_interleave(columns // len(each), 1)
+    return each[:, first : first + rows].t().repeat_interleave(columns // len(each), 1)
 
 
 class Codes(NamedTuple):
