@@ -261,3 +261,16 @@ def removal_too_large(
         smallest_limit=held + need,
         device=device,
     )
+
+
+# -- a checkpoint that is made ---------------------------------------------------------------------
+
+
+def making_too_large(limit: int, smallest: int, what: str, of: str) -> MemoryLimitError:
+    """Making a checkpoint, "quantising" it for one, needs more; `of`: for what, in words."""
+    return MemoryLimitError(
+        f"{what} needs {format_size(smallest)}{of}, over the limit of {limit} bytes. Set at least "
+        f"{smallest} bytes.",
+        limit=limit,
+        smallest_limit=smallest,
+    )

@@ -6,22 +6,20 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeload._sizes import format_size, parse_size
+from pipeload._sizes import parse_size
 from pipeload.checkpoint.headers import TensorEntry
-from pipeload.errors import MemoryLimitError, OptionError
+from pipeload.errors import OptionError
 from pipeload.formats.integers.format import METHOD
-from pipeload.formats.integers.order import BLOCK_ROWS, kernel_order
+from pipeload.formats.integers.order import kernel_order
 from pipeload.formats.integers.quantizer import PipeloadConfig
 from pipeload.quantiser import model_card
 from pipeload.quantiser.coded_source import CodedSource
 from pipeload.quantiser.coded_tensor import Kernel, as_floats, as_integers, cast
-from pipeload.quantiser.folder import check_result, write_rest, write_weights
+from pipeload.quantiser.folder import Origin, complete, write_weights
 from pipeload.quantiser.forms import PART_BYTES
 from pipeload.quantiser.quantise import Made
 from pipeload.quantiser.resumable_shards import Output, divide
-from pipeload.quantiser.tensor import Reading
-from pipeload.system.memory import parse_limit, rss_bytes
-from pipeload.weights.read_tensor import PIECE_BYTES
+from pipeload.quantiser.tensor import Reading, items_at_once
 
 if TYPE_CHECKING:
     import os
@@ -31,9 +29,7 @@ if TYPE_CHECKING:
 
 DTYPES = ("bfloat16", "float16", "float32", "auto")
 """Of scales and floats; the first by default."""
-_MOST_ITEMS = 4 << 20  # codes at once
 _BYTES_PER_ITEM = 16  # of a block: unpacked, in fp32, packed again
-_SPARE_BYTES = 32 << 20
 _ABOUT = (
     "Integers are those of the source, code for code; scales and zeros were rounded once, to the "
     "dtype above. Inputs are not quantised."
@@ -129,34 +125,28 @@ def make(
         | {name: math.prod(weight.shape) for name, weight in source.coded.items()},
         without=chosen.names,
     )
-    folder = Path(pretrained)
-    request = {
-        "source": str(folder.absolute() if folder.is_dir() else pretrained),
-        "files": [[f.name, f.stat().st_size, f.stat().st_mtime_ns] for f in source.paths],
+    origin = Origin(pretrained, source.paths)
+    request = origin.request() | {
         "quantization_config": config.to_dict(),
         "dtype": str(kernel.dtype),
         "shard_bytes": shard_bytes,
     }
+    dtype_name = str(kernel.dtype).removeprefix("torch.")
+    # MLX says the same by another key, and some an older name of the dtype.
+    changes: dict[str, Any] = {"quantization": None, "torch_dtype": None}
+    changes |= {"quantization_config": config.to_dict(), "dtype": dtype_name}
     with Output(Path(target).absolute(), request) as output:
         write_weights(output, divide(steps, shard_bytes), progress)
-        dtype_name = str(kernel.dtype).removeprefix("torch.")
-        write_rest(output, source.paths[0].parent, config.to_dict(), {"dtype": dtype_name})
-        card = model_card.write(
-            source=folder.resolve().name if folder.is_dir() else str(pretrained),
-            from_hub=not folder.is_dir(),
-            name=output.target.name,
-            form=_Form(source.format.title, config),
-            command="convert",
-            kept_paths=chosen.kept,
-            rows={"Dtype of scales and floats": dtype_name},
-            about=_ABOUT,
-            floats=floats,
-            before=source.total_bytes,
-            after=sum(file.stat().st_size for file in output.folder.glob("*.safetensors")),
+        making = model_card.Making(
+            _Form(source.format.title, config),
+            "convert",
+            chosen.kept,
+            {"Dtype of scales and floats": dtype_name},
+            _ABOUT,
+            floats,
+            source.total_bytes,
         )
-        output.write_text("README.md", card)
-        check_result(output.folder, METHOD, sum(map(len, parts.values())))
-        output.finish()
+        complete(output, origin, changes, making, sum(map(len, parts.values())))
     return Made(Path(target), floats)
 
 
@@ -172,24 +162,9 @@ class _Form:
 
 
 def _items(memory_limit: int | str | None, source: CodedSource) -> int:
-    """How many codes to convert at once.
-
-    Raises:
-        MemoryLimitError: the limit is too small for the largest weight.
-    """
-    if memory_limit is None:
-        return _MOST_ITEMS
-    limit, held = parse_limit(memory_limit), rss_bytes() + _SPARE_BYTES + PIECE_BYTES
+    """How many codes to convert at once. Raises what `items_at_once` does."""
     largest = max(source.coded.values(), key=lambda weight: weight.nbytes)
-    # Its tensors, statistics in fp32 among them, and columns of one block.
-    held += 2 * largest.nbytes
     columns = max(weight.shape[1] for weight in source.coded.values())
-    least = held + BLOCK_ROWS * columns * _BYTES_PER_ITEM
-    if limit < least:
-        raise MemoryLimitError(
-            f"converting {largest.name!r} needs {format_size(least)}, over the limit of {limit} "
-            f"bytes. Set at least {least} bytes.",
-            limit=limit,
-            smallest_limit=least,
-        )
-    return min(_MOST_ITEMS, (limit - held) // _BYTES_PER_ITEM)
+    held = 2 * largest.nbytes  # its tensors, statistics in fp32 among them
+    what = f"converting {largest.name!r}"
+    return items_at_once(memory_limit, columns, _BYTES_PER_ITEM, held=held, what=what, of="")

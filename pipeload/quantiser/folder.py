@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import transformers
 
 from pipeload.errors import CheckpointError, UnsupportedModelError
 from pipeload.hf.takeover import peek
+from pipeload.quantiser import model_card
 from pipeload.quantiser.resumable_shards import Output, Step, shard_name
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
+    import os
+    from collections.abc import Mapping, Sequence
+
+    from pipeload.quantiser.model_card import Making
 
 Progress = Callable[[int, int], None]
 """Called with the bytes that are done and those of all, again and again."""
@@ -49,26 +53,74 @@ def write_weights(output: Output, shards: list[list[Step]], progress: Progress |
         output.write_text(_WEIGHTS_INDEX, text)
 
 
-def write_rest(
-    output: Output, source: Path, config: dict[str, Any], told: Mapping[str, Any]
+class Origin(NamedTuple):
+    """Of what a checkpoint is made."""
+
+    pretrained: str | os.PathLike[str]
+    """As it was named: a folder or a hub id."""
+    files: Sequence[Path]
+    """Its tensors'."""
+
+    @property
+    def from_hub(self) -> bool:
+        """Whether it was named by a hub id."""
+        return not Path(self.pretrained).is_dir()
+
+    @property
+    def name(self) -> str:
+        """The hub id, or only the name of the folder."""
+        return str(self.pretrained) if self.from_hub else Path(self.pretrained).resolve().name
+
+    def request(self) -> dict[str, Any]:
+        """What a run that goes on must find unchanged; JSON."""
+        named = self.pretrained if self.from_hub else Path(self.pretrained).absolute()
+        stats = ((file.name, file.stat()) for file in self.files)
+        files = [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]
+        return {"source": str(named), "files": files}
+
+
+def complete(
+    output: Output, origin: Origin, changes: Mapping[str, Any], making: Making, count: int
 ) -> None:
-    """Copy what else is in the folder `source`; its configuration gets `config` and `told`.
+    """Write all but the weights, see that the library finds these, and give the folder its name.
+
+    Args:
+        output: with its weights.
+        origin: what it is made of.
+        changes: keys of config.json; None takes one out.
+        making: for the card.
+        count: of quantised weights.
 
     Raises:
         OptionError: the disk is full, or cannot be written to.
+        UnsupportedModelError: the library does not find the weights.
     """
+    _write_rest(output, origin.files[0].parent, changes)
+    nbytes = sum(file.stat().st_size for file in output.folder.glob("*.safetensors"))
+    card = model_card.write(
+        making,
+        source=origin.name,
+        from_hub=origin.from_hub,
+        name=output.target.name,
+        after=nbytes,
+    )
+    output.write_text("README.md", card)
+    check_result(output.folder, making.form.loaded_by, count)
+    output.finish()
+
+
+def _write_rest(output: Output, source: Path, changes: Mapping[str, Any]) -> None:
     for file in sorted(source.iterdir()):
         wanted = file.suffix in _COPIED or file.name.startswith(_COPIED_NAMES)
         wanted = wanted and not file.name.endswith(".index.json") and file.name != "config.json"
         if wanted and file.is_file() and file.stat().st_size <= _COPIED_BYTES:
             output.copy(file)
-    written: dict[str, Any] = json.loads((source / "config.json").read_text(encoding="utf-8"))
-    written["quantization_config"] = config
-    written.pop("quantization", None)  # as MLX says the same
-    if "dtype" in told:
-        written.pop("torch_dtype", None)  # its older name
-    written |= told
-    output.write_text("config.json", json.dumps(written, indent=2) + "\n")
+    told: dict[str, Any] = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    for name, value in changes.items():
+        told[name] = value
+        if value is None:
+            del told[name]
+    output.write_text("config.json", json.dumps(told, indent=2) + "\n")
 
 
 def check_result(folder: Path, loaded_by: str, count: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from pipeload._sizes import format_size
 
@@ -59,39 +59,39 @@ class Described(Protocol):
         """Name the order that int4 rows are stored in."""
 
 
-def write(
-    *,
-    source: str,
-    from_hub: bool,
-    name: str,
-    form: Described,
-    command: str,
-    kept_paths: Sequence[str],
-    rows: Mapping[str, str],
-    about: str,
-    floats: Floats,
-    before: int,
-    after: int,
-) -> str:
+class Making(NamedTuple):
+    """How a checkpoint was made, for its card."""
+
+    form: Described
+    """How it is quantised."""
+    command: str
+    """That made it."""
+    kept_paths: Sequence[str]
+    """Of Linears that are floats."""
+    rows: Mapping[str, str]
+    """More of the table, by what stands in front."""
+    about: str
+    """What else is to be said, in sentences."""
+    floats: Floats
+    """All that is."""
+    before: int
+    """Bytes of the source's tensors."""
+
+
+def write(making: Making, *, source: str, from_hub: bool, name: str, after: int) -> str:
     """Write the text of the card.
 
     Args:
-        source: hub id of the float checkpoint, or only the name of its folder: a card should not
-            say where on somebody's machine that is.
+        making: how the checkpoint was made.
+        source: hub id of the source, or only the name of its folder: a card should not say where on
+            somebody's machine that is.
         from_hub: whether it is a hub id.
-        name: of the quantised one.
-        form: how it is quantised.
-        command: that made it.
-        kept_paths: of Linears that are floats.
-        rows: more of the table, by what stands in front.
-        about: what else is to be said, in sentences.
-        floats: all that is.
-        before: bytes of the source's tensors.
-        after: bytes of the checkpoint.
+        name: of the checkpoint.
+        after: its bytes.
     """
-    kept = ", ".join(f"`{path}`" for path in kept_paths[:8]) or "none"
-    if form.order:
-        rows = {**rows, "Order of int4 rows": form.order}
+    form, before = making.form, making.before
+    kept = ", ".join(f"`{path}`" for path in making.kept_paths[:8]) or "none"
+    rows = {**making.rows, "Order of int4 rows": form.order} if form.order else making.rows
     more = "".join(f"\n| {name} | {value} |" for name, value in rows.items())
     ours = form.loaded_by == "pipeload"
     first = "registers the format" if ours else "pip install 'pipeload[bitsandbytes]'"
@@ -105,16 +105,16 @@ library_name: transformers
 
 # {name}
 
-A quantised copy of `{source}`, made by `pipeload {command}`.
+A quantised copy of `{source}`, made by `pipeload {making.command}`.
 
 | | |
 |---|---|
 | Method | {form.description} |
 | Weights | {format_size(after)}, before {format_size(before)} ({after / before:.0%}) |
 | Linears kept as floats | {kept} |
-| Kept as floats | {floats.described()} |{more}
+| Kept as floats | {making.floats.described()} |{more}
 
-{about}
+{making.about}
 
 ```python
 import pipeload  # {first}

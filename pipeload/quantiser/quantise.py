@@ -10,26 +10,22 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import transformers
 
-from pipeload._sizes import format_size, parse_size
+from pipeload._sizes import parse_size
 from pipeload.checkpoint.file_reads import FileSet
 from pipeload.checkpoint.headers import lacking, stamps_of
 from pipeload.checkpoint.hung_reads import resolve_timeout
 from pipeload.entry.loading import check_source
 from pipeload.errors import (
     CheckpointError,
-    MemoryLimitError,
     UnsupportedModelError,
 )
-from pipeload.formats.integers.order import BLOCK_ROWS
 from pipeload.hf.takeover import peek
 from pipeload.quantiser import calibration, model_card
 from pipeload.quantiser.calibration_text import find_text
-from pipeload.quantiser.folder import check_result, write_rest, write_weights
+from pipeload.quantiser.folder import Origin, complete, write_weights
 from pipeload.quantiser.options import choose, make_form, make_head_form
 from pipeload.quantiser.resumable_shards import Output, divide
-from pipeload.quantiser.tensor import Reading, copied
-from pipeload.system.memory import parse_limit, rss_bytes
-from pipeload.weights.read_tensor import PIECE_BYTES
+from pipeload.quantiser.tensor import Reading, copied, items_at_once
 
 if TYPE_CHECKING:
     import os
@@ -40,9 +36,7 @@ if TYPE_CHECKING:
     from pipeload.quantiser.folder import Progress
     from pipeload.quantiser.model_card import Floats
 
-_MOST_ITEMS = 4 << 20  # quantised at once
 _BYTES_PER_ITEM = 40  # what quantising holds, fp32 temporaries and all
-_SPARE_BYTES = 32 << 20
 _MOST_FLOATS = 0.5  # of the weights, before one is told that little was quantised
 _READ = "The float model read the text once; nothing was trained."
 _log = logging.getLogger("pipeload")
@@ -162,22 +156,21 @@ def make(
     )
     entries = sorted(pending.checkpoint.entries.values(), key=lambda e: (str(e.file), e.start))
     files = FileSet(pending.files, "buffered", resolve_timeout("auto"), stamps_of(entries))
-    chosen, forms, told = dict(choice.linears), dict.fromkeys(choice.linears, form), {}
+    chosen, forms = dict(choice.linears), dict.fromkeys(choice.linears, form)
+    changes: dict[str, Any] = {"quantization_config": config}
     if choice.head is not None:
         of = choice.head
         chosen[of.name], forms[of.name] = of.module, of.form
         if of.is_tied:
             table = pending.checkpoint.entries[of.source]
             entries.insert(entries.index(table) + 1, replace(table, name=of.name))
-            told["tie_word_embeddings"] = False
+            changes["tie_word_embeddings"] = False
     _items(memory_limit, chosen)  # refuses before anything is made
     floats = model_card.Floats(
         {entry.name: math.prod(entry.shape) for entry in entries}, without=chosen
     )
-    source = Path(pretrained)
-    request = {
-        "source": str(source.absolute() if source.is_dir() else pretrained),
-        "files": [[f.name, f.stat().st_size, f.stat().st_mtime_ns] for f in pending.files],
+    origin = Origin(pretrained, pending.files)
+    request = origin.request() | {
         "quantization_config": config,
         "shard_bytes": shard_bytes,
         "calibration": None if text is None else text.request(),
@@ -207,27 +200,22 @@ def make(
             for entry in entries
         ]
         write_weights(output, divide(steps, shard_bytes), progress)
-        write_rest(output, pending.files[0].parent, config, told)
-        card = model_card.write(
-            source=source.resolve().name if source.is_dir() else str(pretrained),
-            from_hub=not source.is_dir(),
-            name=output.target.name,
-            form=form,
-            command="quantize",
-            kept_paths=choice.kept,
-            rows=({"Calibration": known.read} if known.read else {})
-            | ({} if choice.head is None else {"Output head": choice.head.form.description}),
-            about=("Embeddings are" if choice.head else "Embeddings and the output head are")
+        rows = {"Calibration": known.read} if known.read else {}
+        if choice.head is not None:
+            rows["Output head"] = choice.head.form.description
+        making = model_card.Making(
+            form,
+            "quantize",
+            choice.kept,
+            rows,
+            ("Embeddings are" if choice.head else "Embeddings and the output head are")
             + " kept as floats. "
             + (_READ if known.read else "No data was used."),
-            floats=floats,
-            before=pending.checkpoint.total_bytes,
-            after=sum(file.stat().st_size for file in output.folder.glob("*.safetensors")),
+            floats,
+            pending.checkpoint.total_bytes,
         )
-        output.write_text("README.md", card)
         parts = sum(forms[name].parts(module) for name, module in chosen.items())
-        check_result(output.folder, form.loaded_by, parts)
-        output.finish()
+        complete(output, origin, changes, making, parts)
     if floats.share > _MOST_FLOATS:
         _log.warning("%s of %s stayed floats", floats.described(), pretrained)
     return Made(Path(target), floats)
@@ -250,18 +238,10 @@ def _open(pretrained: str | os.PathLike[str], kwargs: dict[str, Any]) -> Pending
 
 
 def _items(memory_limit: int | str | None, chosen: dict[str, nn.Linear]) -> int:
-    """How many weights to quantise at once."""
-    if memory_limit is None:
-        return _MOST_ITEMS
-    limit, held = parse_limit(memory_limit), rss_bytes() + _SPARE_BYTES + PIECE_BYTES
-    most = max(linear.in_features for linear in chosen.values())
-    held += max(linear.weight.numel() for linear in chosen.values()) // 8  # statistics of a weight
-    least = held + BLOCK_ROWS * most * _BYTES_PER_ITEM
-    if limit < least:
-        raise MemoryLimitError(
-            f"quantising needs {format_size(least)} for rows of {most} weights, over the limit of "
-            f"{limit} bytes. Set at least {least} bytes.",
-            limit=limit,
-            smallest_limit=least,
-        )
-    return min(_MOST_ITEMS, (limit - held) // _BYTES_PER_ITEM)
+    """How many weights to quantise at once. Raises what `items_at_once` does."""
+    columns = max(linear.in_features for linear in chosen.values())
+    statistics = max(linear.weight.numel() for linear in chosen.values()) // 8
+    of = f" for rows of {columns} weights"
+    return items_at_once(
+        memory_limit, columns, _BYTES_PER_ITEM, held=statistics, what="quantising", of=of
+    )

@@ -8,13 +8,15 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from pipeload.budget.limit_errors import making_too_large
 from pipeload.checkpoint.writer import Tensor
 from pipeload.errors import CheckpointError
 from pipeload.formats.integers.linear import Int4Linear, Int8Linear
 from pipeload.formats.integers.order import BLOCK_ROWS, pack
 from pipeload.quantiser.resumable_shards import Step
+from pipeload.system.memory import parse_limit, rss_bytes
 from pipeload.weights.arena import DTYPES
-from pipeload.weights.read_tensor import read_pieces
+from pipeload.weights.read_tensor import PIECE_BYTES, read_pieces
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -25,12 +27,41 @@ if TYPE_CHECKING:
     from pipeload.weights.row_cuts import RowRange
 
 
+_MOST_ITEMS = 4 << 20
+_SPARE_BYTES = 32 << 20
+
+
 class Reading(NamedTuple):
     """From where weights are read, and how much of one."""
 
     files: FileSet
     items: int
     """At once."""
+
+
+def items_at_once(
+    memory_limit: int | str | None, columns: int, item_bytes: int, *, held: int, what: str, of: str
+) -> int:
+    """How many numbers to work on at once.
+
+    Args:
+        memory_limit: what the process may hold; None takes what is quick.
+        columns: of the widest weight, of which some rows are the least.
+        item_bytes: that each takes, temporaries and all.
+        held: bytes of the largest weight's tensors that are there meanwhile.
+        what: is done, as in "quantising".
+        of: what needs it, in words.
+
+    Raises:
+        MemoryLimitError: the limit is too small; says the smallest that works.
+    """
+    if memory_limit is None:
+        return _MOST_ITEMS
+    limit, free_from = parse_limit(memory_limit), rss_bytes() + _SPARE_BYTES + PIECE_BYTES + held
+    least = free_from + BLOCK_ROWS * columns * item_bytes
+    if limit < least:
+        raise making_too_large(limit, least, what, of)
+    return min(_MOST_ITEMS, (limit - free_from) // item_bytes)
 
 
 class Integers(NamedTuple):
