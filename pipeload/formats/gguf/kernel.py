@@ -1,7 +1,7 @@
 """Makes floats of GGUF's blocks: compiled where there is a compiler, else by the package gguf.
 
 The compiled one (`kernel.c`) needs AVX2 and a `cc`. It takes a second to make, once for a process,
-and knows the common types; the package knows all that a plain load does, takes ten to twenty times
+and knows the common types; the package knows all that a plain load does, takes about ten times
 as long, and is what a plain load calls: the bits are its own in both cases.
 """
 
