@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from pipeload.checkpoint.reader_threads import READER_DIED, ReaderPool, reader_died
-from pipeload.errors import ReadError
+from pipeload.errors import ReadError, UnsupportedOperationError
 from pipeload.prefetch.fault_messages import name_block
 from pipeload.system.pages import ceil_page
 from pipeload.weights.arena import Arena
@@ -122,8 +122,8 @@ class ExpertReads:
         try:
             if not self._hangs and not _is_ours():
                 self._wait_while(lambda: bool(before.running))
-        except ReadError:
-            pass  # what hangs may yet fill its slice
+        except (ReadError, UnsupportedOperationError):
+            pass  # what hangs may yet fill its slice; of a dead reader the next who waits is told
         finally:
             self._hangs = False
             self._left.clear()
@@ -132,7 +132,7 @@ class ExpertReads:
     def close(self) -> None:
         """End the threads; they start again with the next read. May be called again."""
         self.cancel()
-        self._pool = None
+        self._pool, self._reports = None, _Reports()
         if self._closer is not None:
             self._closer()
 

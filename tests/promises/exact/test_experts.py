@@ -298,6 +298,29 @@ def _both_first(
     return out
 
 
+@pytest.mark.parametrize(
+    "take", ["module.gate_up_proj.sum()", "module.gate_up_proj[1:3].sum()"], ids=["all", "some"]
+)
+def test_a_module_that_takes_many_experts_at_once(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, take: str
+) -> None:
+    """Somebody's own `forward`: the operation is refused by name, not served with NaN."""
+    kind = type(load_plain(folder).model.layers[0].mlp.experts)
+
+    def forward(module: Any, hidden: torch.Tensor, *_routing: torch.Tensor) -> torch.Tensor:
+        return hidden + eval(take)
+
+    model = load_streamed(folder, spare=1_000, experts_implementation="eager")
+    with monkeypatch.context() as patch:
+        patch.setattr(kind, "forward", forward)
+        wanted = r"of 'model.layers.0.mlp.experts' .* takes all of '.*gate_up_proj' at once"
+        with pytest.raises(pipeload.UnsupportedOperationError, match=wanted):
+            logits(model)
+    plain = load_plain(folder, experts_implementation="eager")
+    assert torch.equal(logits(model), logits(plain))
+    assert_nothing_held(model)
+
+
 def test_a_call_that_is_refused_beside_a_pass(folder: Path) -> None:
     """In another thread: the layer that runs goes on."""
     model = load_streamed(folder, spare=CACHES[1])

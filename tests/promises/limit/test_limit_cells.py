@@ -23,7 +23,7 @@ Cells = dict[str, tuple[Cell, int]]
 CELLS = {
     "smallest": ((16, 4, 6, 22), "x1"),
     "half": ((512, 1, 6, 518), "+0.5"),
-    "refused": ((720, 4, 4, 600), "x1"),
+    "refused": ((1000, 4, 4, 600), "x1"),
     "growing": ((100, 4, 2, 64), "+1.2"),
     "squeezed": ((16, 1, 6, 256), "+0.95"),
 }
@@ -62,11 +62,11 @@ def test_a_pass_that_cannot_fit_is_refused(cells: Cells) -> None:
     cell, nbytes = cells["refused"]
     result = cell.capped(nbytes)
     assert fault(result, {}, nbytes) == ""
-    assert "largest batch at this length 3" in result["refused"]
-    assert 16 <= result["chunk"] < 720  # and the child went on with just that
+    assert re.search("largest batch at this length [23]", result["refused"])
+    assert 16 <= result["chunk"] < 1000  # and the child went on with just that
     longest = re.search(r"longest prompt that fits at this batch is (\d+)", result["refused"])
     assert longest is not None
-    assert 500 < int(longest[1]) < 720
+    assert 500 < int(longest[1]) < 1000
 
 
 def test_residents_yield_and_come_back(cells: Cells) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from pipeload.budget.read_counters import Counters
 from pipeload.checkpoint.hung_reads import Stalls
 from pipeload.engine.expert_reads import ExpertReads, Slice
-from pipeload.errors import ReadError
+from pipeload.errors import ReadError, UnsupportedOperationError
 from tests.support.streaming import WAIT_SECONDS, in_thread
 
 if TYPE_CHECKING:
@@ -119,3 +120,21 @@ def test_a_read_that_fails_is_that_slices_alone(reads: ExpertReads) -> None:
     reads.cancel()
     reads.submit(ONE, [lambda _scratch: 1])
     reads.wait(ONE, "module")
+
+
+def test_a_reader_that_is_killed_between_two_reads(
+    reads: ExpertReads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who waits is told, and does not wait for ever."""
+    clock = time.perf_counter
+
+    def die() -> float:
+        if threading.current_thread().name.startswith("pipeload-reader"):
+            raise SystemExit
+        return clock()
+
+    monkeypatch.setattr("pipeload.checkpoint.reader_threads.time.perf_counter", die)
+    reads.submit(ONE, [lambda _scratch: 1])
+    waiting = in_thread(reads.wait, ONE, "module")
+    with pytest.raises(UnsupportedOperationError, match=r"SystemExit.*Load the model again"):
+        waiting.result(WAIT_SECONDS)
