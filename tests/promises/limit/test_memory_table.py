@@ -41,11 +41,6 @@ UNDER = {
     "fastspeech2_conformer": "each word becomes so many frames as the model predicts",
     "fastspeech2_conformer_with_hifigan": "the same",
     "vits": "the same",
-    "univnet": "a vocoder whose kernels are predicted: not known yet",
-    "qwen2_5_omni_bigvgan": "a vocoder: not known yet, with AVX-512",
-    "mimi_decoder": "convolutions of 1.2 GB, with AVX-512: 4 % too little",
-    "swin2sr": "not known yet, with AVX-512",
-    "sam2_hiera_det_model": "some 6 MB in the first pass alone",
 }
 """Types whose passes take more than is estimated, and why."""
 SHARE = 0.95

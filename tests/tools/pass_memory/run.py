@@ -29,7 +29,7 @@ if __name__ == "__main__":
 
 import torch
 
-from pipeload.system.memory import keep_few_kernels
+from pipeload.system.memory import keep_few_kernels, return_freed_memory
 from tests.tools.model_types.check import EXACT, REFUSED
 from tests.tools.model_types.classes import model_types
 from tests.tools.model_types.run import in_child
@@ -58,6 +58,7 @@ def main() -> int:
     given = arguments.parse_args()
     torch.set_num_threads(1)  # two would wait for one another wherever others run
     keep_few_kernels()
+    return_freed_memory()  # before any model runs: what that left free would hold parts of others
     torch.manual_seed(0)
     part, parts = map(int, given.shard.split("/"))
     wanted = [name for name in given.types.split(",") if name] or model_types()
