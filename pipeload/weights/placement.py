@@ -187,7 +187,8 @@ def read_repacked(
     assert weight.repacked is not None  # noqa: S101 - see above
     (source,) = weight.sources
     wanted, repacked = weight.repacked.part(rows.start, rows.stop)
-    row_bytes = source.nbytes // source.shape[0]
+    # bitsandbytes stores its packed weights flat: only what unpacks goes by the stored rows.
+    row_bytes = source.nbytes // (source if repacked.unpacks else weight).shape[0]
     first, nbytes = wanted.start * row_bytes, len(wanted) * row_bytes
     count, at = read_into(scratch, files, source, first, first + nbytes)
     out = into.view(len(into), -1)
