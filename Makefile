@@ -13,7 +13,7 @@ DEMO := $(firstword $(wildcard $(VENV)/dev.stamp) $(VENV)/demo.stamp)
 # While it waits, OpenMP would spin and take the cores from the threads that read.
 export OMP_WAIT_POLICY := passive
 
-.PHONY: demo test quick coverage clients lint bench dev clean
+.PHONY: demo test sweep quick coverage clients lint bench dev clean
 
 demo: $(DEMO)
 	$(BIN)/pipeload demo
@@ -24,6 +24,10 @@ PYTEST := $(BIN)/python -m pytest --numprocesses auto --dist loadfile --no-loads
 
 test: dev
 	$(PYTEST) $(PYTEST_OPTIONS)
+
+# More of what the tests show: every place that can be interrupted, every format and system.
+sweep: dev
+	$(PYTEST) --sweep -m sweep $(PYTEST_OPTIONS)
 
 # While one works: what the files do by themselves, with few examples of hypothesis' own.
 quick: dev

@@ -35,6 +35,7 @@ MARKERS = (
     "slow: takes seconds, alone or in a process that it starts",
     "cgroup: needs a kernel memory cgroup, so root",
     "gpu: needs an accelerator",
+    "sweep: shows again, of more, what other tests show; left to `make sweep`",
 )
 
 
@@ -47,6 +48,7 @@ class TinyCheckpoint(Protocol):
 def pytest_addoption(parser: pytest.Parser) -> None:
     text = "fail unless every place in the product that makes an error was reached"
     parser.addoption("--every-error", action="store_true", help=text)
+    parser.addoption("--sweep", action="store_true", help="run tests that are marked so, too")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -55,6 +57,15 @@ def pytest_configure(config: pytest.Config) -> None:
     for marker in MARKERS:
         config.addinivalue_line("markers", marker)
     config.pluginmanager.register(Raised())
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what is for `make sweep`."""
+    if config.getoption("--sweep"):
+        return
+    left = [item for item in items if item.get_closest_marker("sweep")]
+    items[:] = [item for item in items if not item.get_closest_marker("sweep")]
+    config.hook.pytest_deselected(items=left)
 
 
 def pytest_collection_finish() -> None:

@@ -308,7 +308,7 @@ def test_a_module_that_takes_many_experts_at_once(
     kind = type(load_plain(folder).model.layers[0].mlp.experts)
 
     def forward(module: Any, hidden: torch.Tensor, *_routing: torch.Tensor) -> torch.Tensor:
-        return hidden + eval(take)
+        return torch.add(hidden, eval(take))
 
     model = load_streamed(folder, spare=1_000, experts_implementation="eager")
     with monkeypatch.context() as patch:

@@ -27,6 +27,7 @@ from tests.support.streaming import (
     load_streamed,
     logits,
 )
+from tests.support.sweeps import few
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
 
     Place = tuple[CodeType, int]
 
+EVERY = pytest.mark.parametrize("every", few([7, 1], [7]))
+"""How many places are come by for one that is struck; experts take seconds for each."""
 _FOLDERS = tuple(str(Path(package.__file__ or "").parent) for package in (pipeload, pipeload_hooks))
 
 
@@ -119,7 +122,8 @@ def interrupt(run: Callable[[], object], place: Place, time: int) -> bool:
 @pytest.mark.parametrize(
     ("spare", "first"), [(0, False), (0, True), (700_000, False), (10_000_000, True)]
 )
-def test_an_interrupt_anywhere(tiny: TinyCheckpoint, spare: int, first: bool) -> None:
+@EVERY
+def test_an_interrupt_anywhere(tiny: TinyCheckpoint, spare: int, first: bool, every: int) -> None:
     """Whatever instruction it strikes, this thread and another one then get the right numbers."""
     folder = tiny("llama")
     expected = logits(load_plain(folder))
@@ -130,7 +134,8 @@ def test_an_interrupt_anywhere(tiny: TinyCheckpoint, spare: int, first: bool) ->
     assert len(places) > 50
     struck = 0
     if first:  # each takes a model of its own
-        places = dict(list(places.items())[::9])
+        every *= 9
+    places = dict(list(places.items())[::every])
     for place, count in places.items():
         if first:
             model = load_streamed(folder, spare=spare)
@@ -146,7 +151,8 @@ def test_an_interrupt_anywhere(tiny: TinyCheckpoint, spare: int, first: bool) ->
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("spare", [1_000, 1_000_000])
-def test_an_interrupt_anywhere_among_experts(tmp_path: Path, spare: int) -> None:
+@EVERY
+def test_an_interrupt_anywhere_among_experts(tmp_path: Path, spare: int, every: int) -> None:
     """Where some stay and some pass: what is counted as there is there, and nothing else is."""
     folder = save_moe(tmp_path)
     ids = torch.arange(3, 12)[None]
@@ -156,6 +162,7 @@ def test_an_interrupt_anywhere_among_experts(tmp_path: Path, spare: int) -> None
     run()
     places = {p: n for p, n in places_of(run).items() if "expert" in p[0].co_filename}
     assert len(places) > 50
+    places = dict(list(places.items())[::every])
     struck = 0
     for place, count in places.items():
         struck += interrupt(run, place, (count + 1) // 2)

@@ -34,6 +34,7 @@ from tests.support.exact import (
 )
 from tests.support.models import save_random
 from tests.support.plain_loops import use_plain_loops
+from tests.support.sweeps import few
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -135,7 +136,10 @@ def all_outputs(model: Any) -> list[torch.Tensor]:
 @pytest.mark.parametrize(
     ("processor", "family", "form"),
     [
-        *((HERE, family, form) for family in FAMILIES for form in FORMS),
+        *few(
+            [(HERE, family, form) for family in FAMILIES for form in FORMS],
+            [(HERE, family, "nf4") for family in FAMILIES] + [(HERE, "llama", f) for f in FORMS],
+        ),
         # The weights' shapes and forms choose kernels, not the family; int8 knows no other.
         *((AVX2, "llama", form) for form in FORMS if form != "int8"),
     ],
@@ -165,7 +169,7 @@ def plain(folder: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
 
 
-@pytest.mark.parametrize("form", ["nf4 double", "int8"])
+@pytest.mark.parametrize("form", few(["nf4 double", "int8"], ["nf4 double"]))
 def test_the_real_model(form: str, smollm2_bf16: Path, tmp_path: Path) -> None:
     """SmolLM2 in a quantised form, small limits."""
     AutoModelForCausalLM.from_pretrained(

@@ -37,6 +37,7 @@ from tests.support.streaming import (
     smallest_limit,
     steady_floor,
 )
+from tests.support.sweeps import few
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -498,7 +499,7 @@ def smollm2() -> Iterator[Path]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", few([torch.float32, torch.bfloat16], [torch.bfloat16]))
 def test_smollm2(smollm2: Path, dtype: torch.dtype) -> None:
     """As users have it: the library's tokenizer, a prompt, and an answer, at three limits."""
     tokenizer: Any = transformers.AutoTokenizer.from_pretrained(

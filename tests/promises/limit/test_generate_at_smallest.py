@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.support.sweeps import few
 from tests.tools.generate_at_smallest import OK, generate_in_child
 
 KINDS = {
@@ -18,7 +19,7 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("model_type", KINDS)
+@pytest.mark.parametrize("model_type", few(KINDS, ["llama", "t5", "udop"]))
 def test_the_hint_is_enough(model_type: str) -> None:
     """The same tokens as plain, no pass refused or estimated over what is promised."""
     row = generate_in_child(model_type)

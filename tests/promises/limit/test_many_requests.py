@@ -22,8 +22,9 @@ _AMX = ["--most-refused", "100", "--most-growth", "25"]
 @pytest.mark.parametrize(
     ("requests", "lengths", "dtype"),
     [
-        pytest.param(240, 60, "float32", id="float32"),
-        pytest.param(400, 300, "bfloat16", id="bfloat16", marks=pytest.mark.slow),
+        pytest.param(120, 60, "float32", id="float32"),
+        pytest.param(160, 120, "bfloat16", id="bfloat16", marks=pytest.mark.slow),
+        pytest.param(400, 300, "bfloat16", id="bfloat16 long", marks=pytest.mark.sweep),
     ],
 )
 def test_many_lengths(requests: int, lengths: int, dtype: str) -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
+from tests.support.sweeps import few
 from tests.tools.model_types.check import EXACT, REFUSED
 from tests.tools.model_types.run import read_table as coverage
 from tests.tools.pass_memory.inputs import growths, shapes_of
@@ -18,7 +19,7 @@ from tests.tools.pass_memory.measure import LEAST, Line
 from tests.tools.pass_memory.run import is_under, not_run, read_table, summary
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection
 
 ROOT = Path(__file__).parents[3]
 TABLE = ROOT / "tests/tools/pass_memory/memory.tsv"
@@ -37,6 +38,7 @@ KINDS = {
     "clip": "pictures beside text",
     "videomae": "films",
 }
+FEW = ["bert", "t5", "llama", "whisper", "qwen2_vl"]
 UNDER = {
     "fastspeech2_conformer": "each word becomes so many frames as the model predicts",
     "fastspeech2_conformer_with_hifigan": "the same",
@@ -52,7 +54,7 @@ def line(ratio: str, *, model_type: str = "some", first: int = 100_000_000) -> L
     return Line(model_type, "", "fp32", "forward", "", "1", str(first), str(first), ratio, "", "")
 
 
-def measure(types: Sequence[str], folder: Path) -> dict[str, Line]:
+def measure(types: Collection[str], folder: Path) -> dict[str, Line]:
     """What the command says of these types: in one process, which imports the libraries once."""
     table = folder / "table.tsv"
     script = ROOT / "tests/tools/pass_memory/run.py"
@@ -66,13 +68,17 @@ def measure(types: Sequence[str], folder: Path) -> dict[str, Line]:
 
 
 @pytest.fixture(scope="module")
-def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Line]:
+def measured(
+    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> dict[str, Line]:
     """All kinds."""
-    return measure(list(KINDS), tmp_path_factory.mktemp("memory"))
+    return measure(
+        KINDS if request.config.getoption("--sweep") else FEW, tmp_path_factory.mktemp("memory")
+    )
 
 
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="needs Linux")
-@pytest.mark.parametrize("model_type", KINDS)
+@pytest.mark.parametrize("model_type", few(KINDS, FEW))
 def test_a_pass_takes_what_was_estimated(
     model_type: str, measured: dict[str, Line], tmp_path: Path
 ) -> None:

@@ -15,6 +15,7 @@ CAP = 600_000_000
 
 
 @pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.cgroup
 def test_a_short_soak(smollm2_bf16: Path) -> None:
     """Two threads, other limits, passes that are broken off: nothing wrong, nobody killed."""

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from pipeload.demo.model import _find_gguf
+from tests.support.sweeps import few
 
 README = Path(__file__).resolve().parents[3] / "README.md"
 PAGES = [README, *sorted((README.parent / "docs").glob("*.md"))]
@@ -49,6 +50,8 @@ def commands() -> list[tuple[str, str]]:
     return found
 
 
+LONG = re.compile(r"^pipeload (bench|eval|demo)|--calibrate|accelerate launch")
+"""Commands that take long, and of which nothing below depends but on `make sweep`."""
 SNIPPETS = [(text, output) for kind, text, output in blocks() if kind == "python"]
 
 
@@ -141,7 +144,9 @@ def test_snippet(code: str, output: str, streamed: bool, place: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("command", "output"), commands())
+@pytest.mark.parametrize(
+    ("command", "output"), few(commands(), [one for one in commands() if not LONG.search(one[0])])
+)
 def test_command(command: str, output: str, place: Path) -> None:
     """It succeeds, and prints what stands below it, also with the limit in the environment."""
     printed = run(["bash", "-c", command], place, **SET)

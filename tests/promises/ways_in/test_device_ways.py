@@ -28,6 +28,7 @@ from tests.support.streaming import (
     logits,
     prefetcher_of,
 )
+from tests.support.sweeps import few
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -236,7 +237,7 @@ FORMS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", few(FORMS, ["int8"]))
 @pytest.mark.filterwarnings("ignore:MatMul8bitLt")
 def test_bitsandbytes(
     tmp_path: Path, device: FakeDevice, monkeypatch: pytest.MonkeyPatch, form: str

@@ -22,6 +22,7 @@ from typer.testing import CliRunner
 
 from pipeload.cli.commands import app
 from pipeload.entry import script as entry_script
+from tests.support.sweeps import few
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -110,7 +111,7 @@ COMMANDS: dict[str, tuple[str, tuple[str, ...], int]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("name", few(COMMANDS, ["generate", "chat"]))
 def test_an_unmodified_script(name: str, smollm2_bf16: Path, limit: int, tmp_path: Path) -> None:
     """The same bytes on stdout and the same exit status, from whatever folder it is called."""
     script, arguments, status = COMMANDS[name]

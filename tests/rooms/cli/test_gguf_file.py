@@ -33,6 +33,7 @@ def path() -> Path:
 
 
 @pytest.mark.slow
+@pytest.mark.sweep
 def test_run_and_plan(path: Path) -> None:
     """The answer is a plain model's, and the plan that of the same load."""
     options = ("--memory-limit", "20GB", "--dtype", "bf16")

@@ -182,6 +182,7 @@ def test_torch_compile_is_refused(folder: Path, plain: Any, whole: bool) -> None
 
 
 @pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace:UserWarning")
 def test_torch_compile_after_everything_is_resident(folder: Path, plain: Any) -> None:
     """No hook is left on any block by then, so it works as ever."""

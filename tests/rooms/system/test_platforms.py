@@ -40,6 +40,7 @@ from tests.support.streaming import (
     smallest_limit,
     steady_floor,
 )
+from tests.support.sweeps import few
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -111,7 +112,7 @@ PAGES = {"mac": 16384, "windows": 4096, "arm linux": 65536}
 
 @pytest.mark.slow
 @linux
-@pytest.mark.parametrize("system", MODES)
+@pytest.mark.parametrize("system", few(MODES, ["mac"]))
 def test_a_whole_process_elsewhere(system: str, tiny: TinyCheckpoint, smollm2_bf16: Path) -> None:
     """Streamed, given back, and loaded whole: equal to the bit, by that system's own means."""
     folders = [tiny("llama"), smollm2_bf16]
