@@ -132,6 +132,7 @@ class Governor:
         with account.lock:
             need = self._needs.for_pass(args, kwargs, module)
             self._need = ledger.corrected(need)
+            account.note_pass(self)
             other = ledger.begin_pass(self.held_bytes())
             self.peak.look(ledger.process_bytes)
             in_force = ledger.limit_in_force(self._plan.memory_limit)

@@ -98,6 +98,7 @@ class DeviceLedger:
 
     def begin_pass(self, _held: int) -> int:
         """Tensors of others that are there now."""
+        ACCOUNTANT.note_pass(self.host)
         return self.account.other_bytes()
 
     def inside_pass(self) -> int:

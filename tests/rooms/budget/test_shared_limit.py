@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from pipeload import MemoryLimitError, OptionError
 from pipeload.budget import shared_limit as module
-from pipeload.budget.shared_limit import Accountant, fair_shares
+from pipeload.budget.shared_limit import Accountant, fair_shares, shares_by_use
 
 WANTS = st.tuples(st.integers(0, 50), st.integers(0, 200)).map(lambda w: (w[0], w[0] + w[1]))
 
@@ -87,6 +87,23 @@ def test_a_small_one_is_held_whole_before_a_large_one_gets_half() -> None:
     assert fair_shares([], 500) == []
 
 
+@given(st.lists(st.tuples(WANTS, st.floats(0, 50)), max_size=6), st.integers(-50, 1200))
+def test_who_runs_more_often_is_served_first(
+    clients: list[tuple[tuple[int, int], float]], pool: int
+) -> None:
+    """Nobody has more than its least while somebody who runs clearly more often has not all."""
+    wants, counts = [want for want, _ in clients], [count for _, count in clients]
+    shares = shares_by_use(wants, counts, pool)
+    assert sum(shares) <= max(pool, sum(least for least, _ in wants))
+    assert all(least <= share <= most for share, (least, most) in zip(shares, wants, strict=True))
+    for share, (_, most), count in zip(shares, wants, counts, strict=True):
+        for other, (least, _), seldom in zip(shares, wants, counts, strict=True):
+            if count >= module._CLEARLY * seldom + module._CHANCE and share < most:
+                assert other < least + len(wants)  # bytes that could not be divided before it
+    alike = [7.0] * len(wants)
+    assert shares_by_use(wants, alike, pool) == fair_shares(wants, pool)
+
+
 @pytest.fixture
 def accountant() -> Accountant:
     return Accountant()
@@ -140,6 +157,31 @@ def test_room_for_a_newcomer(accountant: Accountant) -> None:
     large.disturbed = small.disturbed = False
     assert not accountant.make_room((60, 60), 0)
     assert large.budget == 45
+
+
+def test_a_draft_is_held_whole_once_it_has_run_more_often(accountant: Accountant) -> None:
+    """And no more than that: when both run as often again, they share as before."""
+    draft, target = FakeClient(wants=(10, 80)), FakeClient(wants=(20, 500))
+    accountant.join(draft, 500)
+    accountant.join(target, 500)
+    draft.budget, target.budget = 50, 70
+    assert accountant.share(draft, 50) == 60
+    for _ in range(8):
+        for _ in range(5):
+            accountant.note_pass(draft)
+        accountant.note_pass(target)
+    assert accountant.share(draft, 50) == 80
+    assert accountant.share(target, 70) == 40
+    assert accountant.make_room((10, 20), 0), "a newcomer takes part as the busiest do"
+    assert (draft.budget, target.budget) == (50, 20)
+    for _ in range(200):
+        accountant.note_pass(draft)
+        accountant.note_pass(target)
+    draft.budget, target.budget = 50, 70
+    assert accountant.share(target, 70) == 60
+    accountant.leave(draft)
+    accountant.note_pass(target)
+    assert len(accountant._passes) == 1
 
 
 def test_a_pass_reclaims_no_more_than_it_lacks(accountant: Accountant) -> None:
