@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from pipeload.budget.shared_limit import ACCOUNTANT
 from tests.support.exact import (
     assert_same,
     assert_streamed,
@@ -126,18 +125,6 @@ def test_assisted(tiny: TinyCheckpoint, tmp_path: Path, streamed_draft: bool, al
         assert_streamed(draft)
     if alike:  # no draft token is wrong
         assert model.pipeload.stats().passes < GREEDY["max_new_tokens"]
-
-
-def test_a_draft_is_known_to_run_more_often(tiny: TinyCheckpoint) -> None:
-    """Its memory is what is given up last: see [Note: fair shares] of the shared limit."""
-    folder = tiny("llama", "fp32")
-    limit = smallest_limit(folder)
-    model, draft = load(folder, limit), load(folder, limit)
-    for _ in range(3):
-        generate(model, prompt(), assistant_model=draft, **GREEDY)
-    assert len(ACCOUNTANT.clients) == 2
-    often, seldom = sorted(ACCOUNTANT._passes.values(), reverse=True)
-    assert often > 2 * seldom > 0
 
 
 @pytest.mark.parametrize("layers", [1, 3])

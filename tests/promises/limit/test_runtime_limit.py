@@ -347,6 +347,30 @@ def test_two_share_and_one_gives_back(folder: Path, plain: Any) -> None:
     assert ACCOUNTANT.clients == []
 
 
+def test_a_draft_is_held_whole(folder: Path, plain: Any) -> None:
+    """It runs several times for each pass of its target, which is left what it cannot use."""
+    wanted, read_first = logits(plain), []
+    for spare in range(1_000_000, 2_400_000, 200_000):
+        with steady_floor():
+            limit = smallest_limit(folder) + spare
+            target = pipeload.from_pretrained(folder, memory_limit=limit, dtype="auto")
+            draft = pipeload.from_pretrained(folder, memory_limit=limit, dtype="auto")
+        read = []
+        for _ in range(8):
+            before = draft.pipeload.stats().bytes_read
+            for _ in range(5):
+                assert torch.equal(logits(draft), wanted)
+            assert torch.equal(logits(target), wanted)
+            read.append(draft.pipeload.stats().bytes_read - before)
+        busy, seldom = session_of(draft).governor, session_of(target).governor
+        if busy.budget + seldom.budget >= busy.wants[1] + seldom.wants[0]:
+            assert read[-2:] == [0, 0], spare
+            read_first.append(read[0])
+        del target, draft, busy, seldom
+        gc.collect()
+    assert any(read_first)
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_an_interrupt_anywhere_in_a_resplit(folder: Path, plain: Any, pressure: Pressure) -> None:
     """From settled to streaming, cut off at any instruction: the next pass is right and small."""
