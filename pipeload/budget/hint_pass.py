@@ -105,8 +105,13 @@ def _towers(model: Any, encoder: str) -> list[str]:
 
 
 def _kind(model: Any) -> str:
-    """Words, pictures or sounds: by the name of what it reads, else by what it says of itself."""
+    """Words, pictures or sounds: by the name of what it reads, else by what it says of itself.
+
+    One that has colours for words (ImageGPT) reads words all the same.
+    """
     name = main_input(model)
+    if name == _WORDS and name in inspect.signature(model.forward).parameters:
+        return _WORDS
     if name in {"input_features", "input_values"}:
         return _SOUNDS
     if "pixel" in name:

@@ -125,8 +125,9 @@ class PassNeeds:
         """
         shape = self.shape(args, kwargs)
         trial = None
-        # Beside a cache a decoder is known; one that is given all its words again cuts them itself.
-        if self._trace is not None and (not shape.cached or shape.tokens > shape.cached):
+        # Beside a cache a decoder is known; one that is given all its words again cuts them itself,
+        # and has some of its own in the cache beside them.
+        if self._trace is not None and 2 * shape.tokens > shape.cached:
             path = self._trace.path(module)
             trial = self._trace.of(path, args, kwargs, module)
             if trial is not None and trial.error is None:

@@ -16,10 +16,12 @@ KINDS = {
     "florence2": "pictures beside an encoder",
     "blip-2": "pictures that are what it says it reads",
     "udop": "pages: words, their places, and a picture",
+    "imagegpt": "colours for words",
+    "cpmant": "all words again beside their cache, and some of its own in that",
 }
 
 
-@pytest.mark.parametrize("model_type", few(KINDS, ["llama", "t5", "udop"]))
+@pytest.mark.parametrize("model_type", few(KINDS, ["llama", "t5", "udop", "cpmant"]))
 def test_the_hint_is_enough(model_type: str) -> None:
     """The same tokens as plain, no pass refused or estimated over what is promised."""
     row = generate_in_child(model_type)
