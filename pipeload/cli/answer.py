@@ -58,13 +58,16 @@ class Answer(BaseStreamer):
         return "".join(self._parts)
 
     def put(self, value: torch.Tensor) -> None:
-        """Take the prompt, and then each token as it is made."""
+        """Take the prompt, and then tokens as they come: several at once where a draft is right."""
         if not self._prompt_seen:
             self._prompt_seen = True
             return
+        if not value.numel():
+            return
         self.last_token_at = time.perf_counter()
-        self.tokens += 1
-        if self.tokens == 1:
+        first = not self.tokens
+        self.tokens += value.numel()
+        if first:
             self.first_token_at = self.last_token_at
             self.first_stats = self.handle.stats()
             self._on_first_token()

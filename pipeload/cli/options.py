@@ -199,6 +199,16 @@ Stop = Annotated[
         callback=_texts, help="End the answer before this text; may be given several times."
     ),
 ]
+Draft = Annotated[
+    str,
+    typer.Option(
+        metavar="MODEL|lookup|off",
+        help=(
+            "Have a small MODEL guess tokens, or `lookup` find them in the text: one pass checks "
+            "several. Last bits may change."
+        ),
+    ),
+]
 System = Annotated[str | None, typer.Option(help="System message for the model.")]
 NoChatTemplate = Annotated[
     bool, typer.Option("--no-chat-template", help="Continue the prompt as plain text.")

@@ -7,6 +7,7 @@ import secrets
 import sys
 import time
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ import torch
 import pipeload
 from pipeload._sizes import counted
 from pipeload.cli.answer import Answer, StopAt
+from pipeload.cli.draft import LOOKUP, OFF, draft_settings
 from pipeload.cli.load_model import (
     DTYPES,
     check_model,
@@ -47,6 +49,7 @@ class Arguments:
     top_k: int | None = None
     repetition_penalty: float | None = None
     stop: tuple[str, ...] = ()
+    draft: str = OFF
     io_mode: str = "auto"
     chat_template: bool = True
     json: bool = False
@@ -66,6 +69,8 @@ def run(asked: Arguments, *, debug: bool) -> None:
     """
     silence_libraries(debug=debug)
     check_model(asked.model, files=True)
+    if asked.draft not in {OFF, LOOKUP}:
+        check_model(asked.draft, files=True)
     tokenizer = load_tokenizer(asked.model)
     inputs = encode(tokenizer, asked.prompt, system=asked.system, chat_template=asked.chat_template)
     prompt_tokens = int(inputs["input_ids"].shape[1])
@@ -73,7 +78,9 @@ def run(asked: Arguments, *, debug: bool) -> None:
         asked = replace(asked, seed=secrets.randbelow(1 << 32))
         log.info("sampling, as --seed %d does again", asked.seed)
     started = time.perf_counter()
-    model = _load(asked, tokens=asked.tokens or prompt_tokens + asked.max_new_tokens)
+    load = partial(_load, asked, tokens=asked.tokens or prompt_tokens + asked.max_new_tokens)
+    model = load(asked.model, dtype=DTYPES[asked.dtype])
+    guesses = draft_settings(asked.draft, tokenizer, asked.model, load)
     check_tokens(asked.model, model, int(inputs["input_ids"].max()))
     beyond = _warn_of_positions(model, prompt_tokens, asked.max_new_tokens)
     log.info("%s", describe_plan(pipeload.handle(model).plan))
@@ -87,7 +94,7 @@ def run(asked: Arguments, *, debug: bool) -> None:
             on_first_token=shown.stop,
         )
         try:
-            _generate(model, tokenizer, inputs, answer, asked)
+            _generate(model, tokenizer, inputs, answer, asked, guesses=guesses)
         except KeyboardInterrupt:  # what came until then is worth its figures
             if answer.tokens:
                 answer.end()
@@ -103,15 +110,15 @@ def run(asked: Arguments, *, debug: bool) -> None:
     _report(asked, answer, prompt_tokens, loaded - started, loaded)
 
 
-def _load(asked: Arguments, *, tokens: int) -> Any:
+def _load(asked: Arguments, model: str, *, tokens: int, dtype: str = "auto") -> Any:
     return load_whole(
-        asked.model,
+        model,
         memory_limit=asked.memory_limit,
         device=asked.device,
         host_memory_limit=asked.host_memory_limit,
         tokens=tokens,
         io_mode=asked.io_mode,
-        dtype=DTYPES[asked.dtype],
+        dtype=dtype,
     )
 
 
@@ -136,8 +143,10 @@ def _generate(
     inputs: dict[str, torch.Tensor],
     answer: Answer,
     asked: Arguments,
+    *,
+    guesses: dict[str, Any],
 ) -> None:
-    settings: dict[str, Any] = {"repetition_penalty": asked.repetition_penalty}
+    settings = {"repetition_penalty": asked.repetition_penalty, **guesses}
     if asked.samples:
         torch.manual_seed(asked.seed or 0)
         settings |= {name: getattr(asked, name) for name in ("temperature", "top_p", "top_k")}
