@@ -18,9 +18,9 @@ from pipeload.formats.integers.order import (
     kernel_order,
     reorder,
     unpack,
-    unpack_transposed,
 )
 from pipeload.formats.integers.rounding import GROUPS, from_int4
+from pipeload.formats.integers.unpack import fill_int4
 from pipeload.formats.integers.wide_product import Sizes, WeightBlock
 
 if TYPE_CHECKING:
@@ -68,6 +68,8 @@ class PackedLinear(nn.Linear, abc.ABC):
 
     def product(self, rows: torch.Tensor) -> torch.Tensor:
         """Multiply contiguous and aligned [n, in] to [n, out], without the bias."""
+        if not len(rows):
+            return rows.new_empty((0, self.out_features))
         if len(rows) <= wide_product.most_by_kernel(self.bits, rows.dtype):
             return self.by_kernel(rows)
         return wide_product.multiply(rows, self.out_features, self.block)
@@ -83,8 +85,8 @@ class PackedLinear(nn.Linear, abc.ABC):
         """Multiply contiguous and aligned [n, in] to [n, out], without the bias."""
 
     @abc.abstractmethod
-    def block(self, start: int, stop: int, dtype: torch.dtype) -> WeightBlock:
-        """Make rows `start:stop` of the weight floats; `start` is a multiple of 64."""
+    def block(self, start: int, stop: int, values: torch.Tensor) -> WeightBlock:
+        """Make rows `start:stop` of the weight floats, in `values`; `start % 64 == 0`."""
 
     @abc.abstractmethod
     def dequantised(self) -> torch.Tensor:
@@ -169,9 +171,10 @@ class Int8Linear(PackedLinear):
         multiply = torch._weight_int8pack_mm  # noqa: SLF001 - has no other name
         return multiply(rows, self.weight, self.scale)
 
-    def block(self, start: int, stop: int, dtype: torch.dtype) -> WeightBlock:
+    def block(self, start: int, stop: int, values: torch.Tensor) -> WeightBlock:
         """Give integers as they are, which bf16 has as well, and scales for the products."""
-        return WeightBlock(self.weight[start:stop].to(dtype).t(), self.scale[start:stop].to(dtype))
+        made = values.view(stop - start, self.in_features).copy_(self.weight[start:stop])
+        return WeightBlock(made.t(), self.scale[start:stop].to(values.dtype))
 
     def dequantised(self) -> torch.Tensor:
         """The weight as fp32 of [out, in]."""
@@ -253,14 +256,12 @@ class Int4Linear(PackedLinear):
         made: torch.Tensor = multiply(rows, self.weight, self.group_size, self.scales_and_zeros)
         return made
 
-    def block(self, start: int, stop: int, dtype: torch.dtype) -> WeightBlock:
+    def block(self, start: int, stop: int, values: torch.Tensor) -> WeightBlock:
         """Dequantise in fp32, then round once."""
-        scale, zero = self.scales_and_zeros[:, start:stop, None].float().unbind(-1)
-        scale, zero = scale.transpose(1, 2), zero.transpose(1, 2)
-        values = unpack_transposed(self.weight[start:stop], self.order).float()
-        grouped = values.view(-1, self.group_size, stop - start)
-        grouped.mul_(scale).add_(zero - 8 * scale)
-        return WeightBlock(values.to(dtype), None)
+        made = values.view(self.in_features, stop - start)
+        statistics = self.scales_and_zeros[:, start:stop]
+        fill_int4(self.weight[start:stop], statistics, self.order, made)
+        return WeightBlock(made, None)
 
     def settle(self) -> None:
         """Put a weight that was made on another kind of processor into this one's order."""

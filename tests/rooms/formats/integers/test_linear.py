@@ -15,6 +15,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipeload.errors import UnsupportedModelError
+from pipeload.formats.integers import unpack as unpack_module
+from pipeload.formats.integers import wide_product
 from pipeload.formats.integers.linear import Int4Linear, Int8Linear, PackedLinear
 from pipeload.formats.integers.order import (
     ORDERS,
@@ -26,7 +28,8 @@ from pipeload.formats.integers.order import (
     unpack_transposed,
 )
 from pipeload.formats.integers.rounding import GROUPS, ZERO_POINTS, from_int4, to_int4, to_int8
-from pipeload.formats.integers.wide_product import product_dtype, temporary_bytes
+from pipeload.formats.integers.unpack import fill_int4
+from pipeload.formats.integers.wide_product import most_by_kernel, product_dtype, temporary_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -210,12 +213,15 @@ MANY = 300
 """Rows of input that no kernel for integers is taken for."""
 
 
-@pytest.fixture(params=["here", "no bf16"])
+@pytest.fixture(params=["here", "no bf16", "no compiler"])
 def processor(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What multiplies floats is as it is here, and as where bf16 is slow."""
+    """What multiplies floats is as it is here, and as where bf16 is slow, or torch unpacks."""
     product_dtype.cache_clear()
     if request.param == "no bf16":
         monkeypatch.setattr("torch.cpu.get_capabilities", dict)
+    if request.param == "no compiler":
+        for module in (unpack_module, wide_product):
+            monkeypatch.setattr(module, "compiled", lambda: None)
     yield
     product_dtype.cache_clear()
 
@@ -231,9 +237,49 @@ def test_products_of_many_rows(bits: int, dtype: torch.dtype) -> None:
         x = random(MANY, COLUMNS, dtype=dtype)
         with torch.no_grad():
             got = packed(x)
-            wanted = x.double() @ packed.dequantised().double().T + linear.bias.double()
+            wanted = x.double() @ packed.dequantised().double().T + linear.bias.detach().double()
         assert (got.dtype, got.shape) == (dtype, wanted.shape)
         assert relative(got, wanted) < 16 * torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("order", ORDERS)
+def test_unpacked_by_either(
+    order: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The compiled kernel makes the bits of torch's operations, of some rows too."""
+    if unpack_module.compiled() is None:
+        pytest.skip("no compiler, or no AVX2")
+    for rows, group in ((16, 32), (48, 64), (208, 128), (272, 64)):
+        codes = torch.randint(0, 16, (rows + 64, 3 * group), dtype=torch.uint8)
+        packed = pack(codes, order)[64:]
+        statistics = random(3, rows + 64, 2, dtype=dtype)[:, 64:]
+        for kind in (torch.float32, torch.bfloat16):
+            made = torch.empty((3 * group, rows), dtype=kind)
+            fill_int4(packed, statistics, order, made)
+            with monkeypatch.context() as patch:
+                patch.setattr(unpack_module, "compiled", lambda: None)
+                wanted = torch.empty_like(made)
+                fill_int4(packed, statistics, order, wanted)
+            assert torch.equal(made, wanted)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bits", [8, 4])
+def test_rows_on_both_sides_of_many(bits: int, dtype: torch.dtype) -> None:
+    """None, few and many, contiguous or not, in inference mode or not: near to the exact ones."""
+    linear = nn.Linear(576, 80, dtype=dtype)
+    packed: PackedLinear = int8_linear(linear) if bits == 8 else int4_linear(linear, 64)
+    weight, most = packed.dequantised().double(), most_by_kernel(bits, dtype)
+    for count in {0, 1, 2, most, most + 1, 63, 130}:
+        x = random(count, 2 * 576, dtype=dtype)[:, ::2]
+        with torch.inference_mode():
+            got = packed(x)
+        with torch.no_grad():
+            assert torch.equal(packed(x.contiguous()), got)
+        wanted = x.double() @ weight.T + linear.bias.detach().double()
+        assert (got.dtype, got.shape) == (dtype, (count, 80))
+        assert not count or relative(got, wanted) < 16 * torch.finfo(dtype).eps
 
 
 @pytest.mark.parametrize("bits", [8, 4])
@@ -284,7 +330,7 @@ def test_memory_of_many_rows(bits: int, dtype: torch.dtype) -> None:
     taken = held.most - made.nbytes
     assert 0 < taken <= counted < linear.weight.numel() * 4
     assert counted < 3 * taken
-    assert temporary_bytes(1, packed.sizes) == 0
+    assert (temporary_bytes(1, packed.sizes) == 0) == (dtype == torch.bfloat16)
 
 
 @pytest.mark.parametrize("columns", [16, 48, 80, 176])
