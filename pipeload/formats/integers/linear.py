@@ -1,6 +1,7 @@
 """Linears with int8 and int4 weights, computed on the CPU.
 
-Few rows of input by the kernels of torch's core, many as `wide_product` says.
+Few rows of input by the kernels of torch's core, or our own for int4 in its order; many as
+`wide_product` says.
 """
 
 from __future__ import annotations
@@ -12,15 +13,17 @@ import torch
 from torch import nn
 
 from pipeload.errors import UnsupportedModelError
+from pipeload.formats.integers import product as rounded_product
 from pipeload.formats.integers import wide_product
 from pipeload.formats.integers.order import (
+    BY_ROWS,
     KERNEL_ROWS,
     kernel_order,
     reorder,
     unpack,
 )
 from pipeload.formats.integers.rounding import GROUPS, from_int4
-from pipeload.formats.integers.unpack import fill_int4
+from pipeload.formats.integers.unpack import int4_block
 from pipeload.formats.integers.wide_product import Sizes, WeightBlock
 
 if TYPE_CHECKING:
@@ -70,9 +73,15 @@ class PackedLinear(nn.Linear, abc.ABC):
         """Multiply contiguous and aligned [n, in] to [n, out], without the bias."""
         if not len(rows):
             return rows.new_empty((0, self.out_features))
-        if len(rows) <= wide_product.most_by_kernel(self.bits, rows.dtype):
+        most = wide_product.most_by_kernel(self.bits, rows.dtype, rounded=self.rounds_inputs)
+        if len(rows) <= most:
             return self.by_kernel(rows)
         return wide_product.multiply(rows, self.out_features, self.block)
+
+    @property
+    def rounds_inputs(self) -> bool:
+        """Whether few rows of input are rounded, for our own kernel."""
+        return False
 
     @property
     def sizes(self) -> Sizes:
@@ -206,6 +215,7 @@ class Int4Linear(PackedLinear):
         order: str,
         reordered: bool = False,
         dtype: torch.dtype = torch.float32,
+        exact_inputs: bool = False,
         path: str = "",
     ) -> None:
         """Without values.
@@ -215,13 +225,14 @@ class Int4Linear(PackedLinear):
             out_features: a multiple of 16.
             bias: whether it has one.
             group_size: 32, 64 or 128.
-            order: that its weight will be loaded in, a key of `order.ORDERS`.
+            order: that its weight will be loaded in, one of `order.STORED`.
             reordered: whether it has `columns`.
             dtype: of scales, zeros and bias: bf16, fp16 or fp32.
+            exact_inputs: whether inputs are never rounded, though there is a kernel that does.
             path: what errors call it.
         """
         super().__init__(in_features, out_features, bias=bias, path=path)
-        self.group_size, self.order = group_size, order
+        self.group_size, self.order, self.exact_inputs = group_size, order, exact_inputs
         empty = torch.empty((out_features, in_features // 2), dtype=torch.uint8)
         self.weight = nn.Parameter(empty, requires_grad=False)
         shape = (in_features // group_size, out_features, 2)
@@ -252,20 +263,33 @@ class Int4Linear(PackedLinear):
 
     def by_kernel(self, rows: torch.Tensor) -> torch.Tensor:
         """Multiply [n, in] to [n, out], without the bias."""
+        if self.rounds_inputs:
+            return rounded_product.multiply(rows, self.weight, self.scales_and_zeros)
         multiply: Any = torch.ops.aten._weight_int4pack_mm_for_cpu  # noqa: SLF001 - the same
         made: torch.Tensor = multiply(rows, self.weight, self.group_size, self.scales_and_zeros)
         return made
 
     def block(self, start: int, stop: int, values: torch.Tensor) -> WeightBlock:
         """Dequantise in fp32, then round once."""
-        made = values.view(self.in_features, stop - start)
         statistics = self.scales_and_zeros[:, start:stop]
-        fill_int4(self.weight[start:stop], statistics, self.order, made)
-        return WeightBlock(made, None)
+        return WeightBlock(
+            int4_block(self.weight[start:stop], statistics, self.order, values), None
+        )
+
+    @property
+    def rounds_inputs(self) -> bool:
+        """Whether few rows of input are rounded, for our own kernel."""
+        return self.order == BY_ROWS
+
+    @property
+    def computed_order(self) -> str:
+        """The order that its weight is to be in here."""
+        ours = self.order == BY_ROWS and not self.exact_inputs
+        return BY_ROWS if ours and rounded_product.compiled() is not None else kernel_order()
 
     def settle(self) -> None:
-        """Put a weight that was made on another kind of processor into this one's order."""
-        wanted = kernel_order()
+        """Put a weight into the order that it is computed in here."""
+        wanted = self.computed_order
         if self.order != wanted:
             self._refuse_placeholder()
             made = torch.empty_like(self.weight)
@@ -275,7 +299,8 @@ class Int4Linear(PackedLinear):
     @property
     def sizes(self) -> Sizes:
         """What the memory that its products take depends on."""
-        return super().sizes._replace(reordered=self.columns is not None)
+        reordered, rounded = self.columns is not None, self.computed_order == BY_ROWS
+        return super().sizes._replace(reordered=reordered, rounded=rounded)
 
     def dequantised(self) -> torch.Tensor:
         """The weight as fp32 of [out, in]."""

@@ -79,7 +79,7 @@ FILL_TILE(fill_bfloat16, TARGET_BF16, put_bfloat16, 2)
    `stride` bytes further are the next group's. out: [groups * group, rows] in `kind`, fp32 or bf16.
    rows: a multiple of 16; tile: of 32 where halves are told, else of 16, at most 64. */
 TARGET void fill(const uint8_t *packed, const uint8_t *statistics, char *out, int64_t rows,
-                 int64_t groups, int64_t group, int64_t tile, int64_t stride, int halves,
+                 int64_t groups, int64_t group, int64_t stride, int64_t tile, int halves,
                  int stored_as, int kind)
 {
     const int64_t tiles = (rows + tile - 1) / tile, columns = groups * group;
@@ -100,4 +100,44 @@ TARGET void fill(const uint8_t *packed, const uint8_t *statistics, char *out, in
         (kind == FLOAT32 ? fill_float32 : fill_bfloat16)(bytes, count, by_halves, group, scales,
                                                          shifts, made, rows * item);
     }
+}
+
+/* The same of a weight whose rows lie one after the other, two columns in a byte, the first in its
+   low half. out: [rows, groups * group]. */
+TARGET static inline __m128i codes_of(const uint8_t *packed)
+{
+    const __m128i mask = _mm_set1_epi8(15), bytes = _mm_loadl_epi64((const __m128i *)packed);
+    return _mm_unpacklo_epi8(_mm_and_si128(bytes, mask),
+                             _mm_and_si128(_mm_srli_epi16(bytes, 4), mask));
+}
+
+#define FILL_GROUP(NAME, FOR, PUT, ITEM)                                                           \
+    FOR static void NAME(const uint8_t *packed, int64_t group, float scale, float shift, char *out) \
+    {                                                                                              \
+        float scales[16], shifts[16];                                                              \
+        for (int i = 0; i < 16; i++) {                                                             \
+            scales[i] = scale;                                                                     \
+            shifts[i] = shift;                                                                     \
+        }                                                                                          \
+        for (int64_t i = 0; i < group; i += 16)                                                    \
+            PUT(codes_of(packed + i / 2), scales, shifts, out + i * ITEM);                         \
+    }
+FILL_GROUP(group_float32, TARGET, put_float32, 4)
+FILL_GROUP(group_bfloat16, TARGET_BF16, put_bfloat16, 2)
+
+TARGET void fill_rows(const uint8_t *packed, const uint8_t *statistics, char *out, int64_t rows,
+                      int64_t groups, int64_t group, int64_t stride, int stored_as, int kind)
+{
+    const int64_t columns = groups * group, item = kind == FLOAT32 ? 4 : 2;
+    const int64_t pair = stored_as == FLOAT32 ? 8 : 4;
+#pragma omp parallel for schedule(static) if (rows * columns >= LEAST_VALUES)
+    for (int64_t row = 0; row < rows; row++)
+        for (int64_t g = 0; g < groups; g++) {
+            const uint8_t *const told = statistics + g * stride + row * pair;
+            const float scale = stored(told, 0, stored_as);
+            const float shift = stored(told, 1, stored_as) - 8 * scale;
+            const int64_t first = row * columns + g * group;
+            (kind == FLOAT32 ? group_float32 : group_bfloat16)(packed + first / 2, group, scale,
+                                                               shift, out + first * item);
+        }
 }

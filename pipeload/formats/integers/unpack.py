@@ -1,4 +1,4 @@
-"""Makes floats of int4 codes in the order of torch's kernel: compiled, where there is a compiler.
+"""Makes floats of int4 codes: compiled, where there is a compiler.
 
 The compiled one (`unpack.c`) needs AVX2 and a `cc`. It takes half a second to make, once for a
 process, and 0.2 ns a weight (AMD EPYC, one thread) where torch's own operations take 1.6. Bits are
@@ -15,34 +15,44 @@ from typing import Final
 import torch
 
 from pipeload.formats.compiler import compile_library
-from pipeload.formats.integers.order import ORDERS, unpack_transposed
+from pipeload.formats.integers.order import BY_ROWS, ORDERS, unpack_transposed
 
 _SOURCE = Path(__file__).with_name("unpack.c")
-_KINDS: Final = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+KINDS: Final = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+"""Numbers that our kernels have for dtypes."""
 
 
-def fill_int4(
-    packed: torch.Tensor, statistics: torch.Tensor, order: str, out: torch.Tensor
-) -> None:
+def int4_block(
+    packed: torch.Tensor, statistics: torch.Tensor, order: str, values: torch.Tensor
+) -> torch.Tensor:
     """Dequantise rows of a weight, from a multiple of 64 on, in fp32; then round once.
 
     Args:
         packed: uint8 of [rows, columns / 2] in `order`, contiguous.
         statistics: scales and zeros of those rows, [groups, rows, 2]; rows lie side by side.
-        order: a key of `ORDERS`.
-        out: [columns, rows] of fp32 or bf16, contiguous.
+        order: one of `STORED`.
+        values: memory for them, fp32 or bf16 of [columns * rows].
+
+    Returns:
+        `values` as [columns, rows]; how they lie depends on the order.
     """
-    library = compiled() if _has_instructions(out.dtype) else None
+    (rows, width), (groups, _, _) = packed.shape, statistics.shape
+    made = values.view(2 * width, rows)
+    if order == BY_ROWS:
+        made = values.view(rows, 2 * width).T
+    library = compiled() if _has_instructions(values.dtype) else None
     if library is None:
-        out.copy_(_by_torch(packed, statistics, order))
-        return
-    (rows, width), (groups, _, _), (tile, halves) = packed.shape, statistics.shape, ORDERS[order]
-    stride = statistics.stride(0) * statistics.itemsize
-    library.fill(
-        *(tensor.data_ptr() for tensor in (packed, statistics, out)),
-        *(rows, groups, 2 * width // groups, tile, stride),
-        *(int(halves), _KINDS[statistics.dtype], _KINDS[out.dtype]),
-    )
+        made.copy_(_by_torch(packed, statistics, order))
+        return made
+    addresses = [tensor.data_ptr() for tensor in (packed, statistics, values)]
+    sizes = rows, groups, 2 * width // groups, statistics.stride(0) * statistics.itemsize
+    kinds = KINDS[statistics.dtype], KINDS[values.dtype]
+    if order == BY_ROWS:
+        library.fill_rows(*addresses, *sizes, *kinds)
+    else:
+        tile, halves = ORDERS[order]
+        library.fill(*addresses, *sizes, tile, int(halves), *kinds)
+    return made
 
 
 @functools.cache
@@ -55,12 +65,10 @@ def compiled() -> ctypes.CDLL | None:
     """Compile the kernel; None without a compiler, on other processors, or if that goes wrong."""
     library = compile_library(_SOURCE)
     if library is not None:
-        library.fill.argtypes = [
-            *[ctypes.c_void_p] * 3,
-            *[ctypes.c_int64] * 5,
-            *[ctypes.c_int] * 3,
-        ]
-        library.fill.restype = None
+        addresses, kinds = [ctypes.c_void_p] * 3, [ctypes.c_int] * 2
+        library.fill.argtypes = [*addresses, *[ctypes.c_int64] * 5, ctypes.c_int, *kinds]
+        library.fill_rows.argtypes = [*addresses, *[ctypes.c_int64] * 4, *kinds]
+        library.fill.restype = library.fill_rows.restype = None
     return library
 
 

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from pipeload.formats.integers import product
 from pipeload.formats.integers.unpack import compiled
 
 if TYPE_CHECKING:
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
 
 _MOST_BY_KERNEL = {torch.bfloat16: {8: 12, 4: 16}, torch.float32: {8: 20, 4: 20}}
 """Rows of bf16, by what floats are multiplied in and by the bits of the weight."""
+_MOST_ROUNDED = {torch.bfloat16: 16, torch.float32: 48}
+"""The same of our own kernel, and whatever the dtype of the input."""
 _MOST_BY_KERNEL_IF_UNCOMPILED = 192
 _OUT_ROWS = 256  # of a weight at once: whole tiles of int4
 _ROWS = 256  # of input at once, where they are cast
@@ -61,6 +64,8 @@ class Sizes(NamedTuple):
     """Of the input."""
     reordered: bool = False
     """Whether columns of the input are put into another order first."""
+    rounded: bool = False
+    """Whether few rows of input are rounded for our own kernel."""
 
     def of(self, rows: int) -> int:
         """Bytes that a product of so many rows of input holds beside its tensors."""
@@ -68,8 +73,16 @@ class Sizes(NamedTuple):
         return copied + temporary_bytes(rows, self)
 
 
-def most_by_kernel(bits: int, dtype: torch.dtype) -> int:
-    """Rows of input up to which the kernel is taken: see [Note: how many rows are many]."""
+def most_by_kernel(bits: int, dtype: torch.dtype, *, rounded: bool) -> int:
+    """Rows of input up to which a kernel is taken: see [Note: how many rows are many].
+
+    Args:
+        bits: of the weight.
+        dtype: of the input.
+        rounded: whether it is our own kernel.
+    """
+    if rounded:
+        return _MOST_ROUNDED[product_dtype(dtype)]
     if dtype != torch.bfloat16:
         return 0
     if bits == 4 and compiled() is None:
@@ -102,15 +115,15 @@ def multiply(rows: torch.Tensor, out_features: int, block: MakeBlock) -> torch.T
 
 def _multiply(parts: Sequence[torch.Tensor], block: WeightBlock, out: torch.Tensor) -> None:
     for part, into in zip(parts, out.split(len(parts[0])), strict=True):
-        product = part.to(block.values.dtype) @ block.values
-        into.copy_(product if block.scale is None else product.mul_(block.scale))
-        del product  # before the next one is made
+        made = part.to(block.values.dtype) @ block.values
+        into.copy_(made if block.scale is None else made.mul_(block.scale))
+        del made  # before the next one is made
 
 
 def temporary_bytes(rows: int, weight: Sizes) -> int:
     """The most that a product of so many rows of input holds beside those and what it returns."""
-    if rows <= most_by_kernel(weight.bits, weight.dtype):
-        return 0
+    if rows <= most_by_kernel(weight.bits, weight.dtype, rounded=weight.rounded):
+        return product.temporary_bytes(rows, weight.in_features) if weight.rounded else 0
     dtype = product_dtype(weight.dtype)
     count = min(weight.out_features, _OUT_ROWS)
     part = rows if dtype == weight.dtype else min(rows, _ROWS)

@@ -20,6 +20,7 @@ from pipeload.formats.integers import wide_product
 from pipeload.formats.integers.linear import Int4Linear, Int8Linear, PackedLinear
 from pipeload.formats.integers.order import (
     ORDERS,
+    STORED,
     Reordered,
     kernel_order,
     pack,
@@ -28,8 +29,7 @@ from pipeload.formats.integers.order import (
     unpack_transposed,
 )
 from pipeload.formats.integers.rounding import GROUPS, ZERO_POINTS, from_int4, to_int4, to_int8
-from pipeload.formats.integers.unpack import fill_int4
-from pipeload.formats.integers.wide_product import most_by_kernel, product_dtype, temporary_bytes
+from pipeload.formats.integers.wide_product import product_dtype, temporary_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -132,14 +132,14 @@ def test_small_fp16_weights() -> None:
 
 
 @pytest.mark.parametrize("rows", [16, 48, 64, 96, 112, 208])
-@pytest.mark.parametrize("source", ORDERS)
+@pytest.mark.parametrize("source", STORED)
 def test_orders_are_exchangeable(source: str, rows: int) -> None:
     """Whole tiles and last ones, from each into each."""
     values = torch.randint(0, 16, (rows, 64), dtype=torch.uint8)
     packed = pack(values, source)
     assert torch.equal(unpack(packed, source), values)
     assert torch.equal(unpack_transposed(packed, source), values.T)
-    for target in ORDERS:
+    for target in STORED:
         made = torch.empty_like(packed)
         reorder(packed, made, source, target)
         assert torch.equal(made, pack(values, target))
@@ -240,46 +240,6 @@ def test_products_of_many_rows(bits: int, dtype: torch.dtype) -> None:
             wanted = x.double() @ packed.dequantised().double().T + linear.bias.detach().double()
         assert (got.dtype, got.shape) == (dtype, wanted.shape)
         assert relative(got, wanted) < 16 * torch.finfo(dtype).eps
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("order", ORDERS)
-def test_unpacked_by_either(
-    order: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The compiled kernel makes the bits of torch's operations, of some rows too."""
-    if unpack_module.compiled() is None:
-        pytest.skip("no compiler, or no AVX2")
-    for rows, group in ((16, 32), (48, 64), (208, 128), (272, 64)):
-        codes = torch.randint(0, 16, (rows + 64, 3 * group), dtype=torch.uint8)
-        packed = pack(codes, order)[64:]
-        statistics = random(3, rows + 64, 2, dtype=dtype)[:, 64:]
-        for kind in (torch.float32, torch.bfloat16):
-            made = torch.empty((3 * group, rows), dtype=kind)
-            fill_int4(packed, statistics, order, made)
-            with monkeypatch.context() as patch:
-                patch.setattr(unpack_module, "compiled", lambda: None)
-                wanted = torch.empty_like(made)
-                fill_int4(packed, statistics, order, wanted)
-            assert torch.equal(made, wanted)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("bits", [8, 4])
-def test_rows_on_both_sides_of_many(bits: int, dtype: torch.dtype) -> None:
-    """None, few and many, contiguous or not, in inference mode or not: near to the exact ones."""
-    linear = nn.Linear(576, 80, dtype=dtype)
-    packed: PackedLinear = int8_linear(linear) if bits == 8 else int4_linear(linear, 64)
-    weight, most = packed.dequantised().double(), most_by_kernel(bits, dtype)
-    for count in {0, 1, 2, most, most + 1, 63, 130}:
-        x = random(count, 2 * 576, dtype=dtype)[:, ::2]
-        with torch.inference_mode():
-            got = packed(x)
-        with torch.no_grad():
-            assert torch.equal(packed(x.contiguous()), got)
-        wanted = x.double() @ weight.T + linear.bias.detach().double()
-        assert (got.dtype, got.shape) == (dtype, (count, 80))
-        assert not count or relative(got, wanted) < 16 * torch.finfo(dtype).eps
 
 
 @pytest.mark.parametrize("bits", [8, 4])

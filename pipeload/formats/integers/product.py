@@ -1,0 +1,79 @@
+"""Products with int4 weights whose rows lie one after the other, of inputs rounded to int8.
+
+Compiled (`product.c`) where there is a `cc`, for processors with AVX2. Each 32 inputs share a
+scale: so integers are multiplied by integers, and a weight takes about as long as reading it. What
+torch's kernel does with exact inputs takes two to three times as long where AVX2 is all there is.
+
+A row of the result has the same bits in whichever company it is computed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from pipeload.formats.compiler import compile_library
+from pipeload.formats.integers.unpack import KINDS
+
+KERNEL: Final = "int8 inputs by 32"
+"""What is multiplied with int4 weights."""
+_SOURCE = Path(__file__).with_name("product.c")
+_BLOCK = 64  # columns, of which the last may be half
+_LANES = 8  # fp32 of each, for its two scales
+_log = logging.getLogger("pipeload")
+
+
+def multiply(
+    rows: torch.Tensor, weight: torch.Tensor, scales_and_zeros: torch.Tensor
+) -> torch.Tensor:
+    """[n, out] of `rows`, [n, in], and uint8 of [out, in / 2]; there must be a kernel.
+
+    Args:
+        rows: contiguous, in bf16, fp16 or fp32; what is returned is in the same.
+        weight: contiguous; four rows at least.
+        scales_and_zeros: [groups, out, 2], contiguous, in any of those dtypes.
+    """
+    library = compiled()
+    assert library is not None  # noqa: S101 - whoever puts weights into this order has asked
+    (count, columns), (groups, out, _) = rows.shape, scales_and_zeros.shape
+    blocks, group, kind = -(-columns // _BLOCK), columns // groups, KINDS[rows.dtype]
+    codes = torch.empty((count, blocks, _BLOCK), dtype=torch.int8)
+    scales = torch.empty((count, blocks, _LANES))
+    sums = torch.empty((count, groups))
+    made = torch.empty((count, out), dtype=rows.dtype)
+    rounded = [tensor.data_ptr() for tensor in (codes, scales, sums)]
+    library.round_rows(rows.data_ptr(), *rounded, count, columns, group, kind)
+    library.multiply(
+        *(weight.data_ptr(), scales_and_zeros.data_ptr(), *rounded, made.data_ptr()),
+        *(count, out, columns, group, 2 * out),
+        *(KINDS[scales_and_zeros.dtype], kind),
+    )
+    return made
+
+
+def temporary_bytes(rows: int, columns: int) -> int:
+    """The most that so many rows of input are held in, rounded."""
+    blocks = -(-columns // _BLOCK)
+    return rows * blocks * (_BLOCK + 4 * _LANES + 8)  # sums: two groups a block at most
+
+
+@functools.cache
+def compiled() -> ctypes.CDLL | None:
+    """Compile the kernel; None without a compiler, on other processors, or if that goes wrong."""
+    library = compile_library(_SOURCE)
+    if library is None:
+        _log.info(
+            "int4 weights are put into the order of torch's kernel as they are read: there is no C "
+            "compiler, or the processor lacks AVX2"
+        )
+        return None
+    sizes, kind = ctypes.c_int64, ctypes.c_int
+    library.round_rows.argtypes = [*[ctypes.c_void_p] * 4, *[sizes] * 3, kind]
+    library.multiply.argtypes = [*[ctypes.c_void_p] * 6, *[sizes] * 5, kind, kind]
+    library.round_rows.restype = library.multiply.restype = None
+    return library

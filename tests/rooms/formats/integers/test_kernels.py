@@ -1,0 +1,216 @@
+"""Our kernels for int4: the bits of torch's operations, or of none in whatever company."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from pipeload.formats.integers import product, unpack
+from pipeload.formats.integers.linear import Int4Linear, Int8Linear, PackedLinear
+from pipeload.formats.integers.order import BY_ROWS, STORED, kernel_order, pack
+from pipeload.formats.integers.rounding import from_int4, to_int4, to_int8
+from pipeload.formats.integers.unpack import int4_block
+from pipeload.formats.integers.wide_product import most_by_kernel
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+COLUMNS = 576  # no multiple of 128
+FEW = 16
+"""Rows of input that every kernel is taken for."""
+
+needs_kernel = pytest.mark.skipif(product.compiled() is None, reason="no compiler, or no AVX2")
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(sum(shape))
+    return torch.randn(shape, generator=generator).to(dtype)
+
+
+def error(got: torch.Tensor, wanted: torch.Tensor) -> float:
+    gap = got.detach().double() - wanted.detach().double()
+    return float(gap.norm() / wanted.detach().double().norm())
+
+
+def int4(rows: int, group: int, dtype: torch.dtype, columns: int = COLUMNS) -> Int4Linear:
+    made = Int4Linear(
+        columns, rows, bias=True, group_size=group, order=BY_ROWS, dtype=dtype, path="some"
+    )
+    values, made.scales_and_zeros.data = to_int4(random(rows, columns, dtype=dtype), group, "rtn")
+    made.weight.data, made.bias.data = pack(values, BY_ROWS), random(rows, dtype=dtype)
+    return made
+
+
+def int8(rows: int, dtype: torch.dtype) -> Int8Linear:
+    made = Int8Linear(COLUMNS, rows, bias=True, dtype=dtype)
+    made.weight.data, made.scale.data = to_int8(random(rows, COLUMNS, dtype=dtype))
+    made.bias.data = random(rows, dtype=dtype)
+    return made
+
+
+@pytest.fixture
+def threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+# -- floats ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("order", STORED)
+def test_unpacked_by_either(
+    order: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The compiled kernel makes the bits of torch's operations, of some rows too."""
+    if unpack.compiled() is None:
+        pytest.skip("no compiler, or no AVX2")
+    for rows, group in ((16, 32), (48, 64), (208, 128), (272, 64)):
+        codes = torch.randint(0, 16, (rows + 64, 3 * group), dtype=torch.uint8)
+        some = pack(codes, order)[64:]
+        statistics = random(3, rows + 64, 2, dtype=dtype)[:, 64:]
+        exact = from_int4(codes[64:], statistics).T
+        for kind in (torch.float32, torch.bfloat16):
+            memory = torch.full((3 * group * rows,), torch.nan, dtype=kind)
+            made = int4_block(some, statistics, order, memory).clone()
+            with monkeypatch.context() as patch:
+                patch.setattr(unpack, "compiled", lambda: None)
+                wanted = int4_block(some, statistics, order, memory)
+            assert torch.equal(made, wanted)
+            assert error(made, exact) < torch.finfo(kind).eps
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", ["int8", "int4", "int4 by rows"])
+def test_few_and_many_rows(kind: str, dtype: torch.dtype) -> None:
+    """And none; contiguous or not, in inference mode or not. Rounded to int8, inputs cost 1 %."""
+    packed: PackedLinear = int8(80, dtype) if kind == "int8" else int4(80, 64, dtype)
+    if isinstance(packed, Int4Linear):
+        packed.exact_inputs = kind == "int4"
+        packed.settle()
+        assert packed.order == packed.computed_order
+    weight = packed.dequantised().double()
+    rounded = packed.rounds_inputs
+    most = most_by_kernel(packed.bits, dtype, rounded=rounded)
+    for count in sorted({0, 1, 2, 3, 5, FEW, most, most + 1, 63, 130}):
+        x = random(count, 2 * COLUMNS, dtype=dtype)[:, ::2]
+        with torch.inference_mode():
+            got = packed(x)
+        with torch.no_grad():
+            assert torch.equal(packed(x.contiguous()), got)
+        wanted = x.double() @ weight.T + packed.bias.detach().double()
+        assert (got.dtype, got.shape) == (dtype, (count, 80))
+        bound = 0.01 if rounded and count <= most else 16 * torch.finfo(dtype).eps
+        assert not count or error(got, wanted) < bound
+
+
+# -- rounded inputs --------------------------------------------------------------------------------
+
+
+def rounded(rows: torch.Tensor) -> torch.Tensor:
+    """What is multiplied: the nearest of 255 values, 32 at a time."""
+    groups = rows.double().unflatten(-1, (-1, 32))
+    step = (groups.abs().amax(-1, keepdim=True) / 127).clamp(min=1e-300)
+    made: torch.Tensor = ((groups / step).round() * step).flatten(-2)
+    return made
+
+
+@needs_kernel
+@pytest.mark.parametrize("statistics", DTYPES)
+@pytest.mark.parametrize("group", [32, 64, 128])
+def test_rounded_products(group: int, statistics: torch.dtype) -> None:
+    """Those of rounded inputs, but for last bits, for odd numbers of rows and half blocks, too."""
+    for columns in {group, 3 * group, 2 * group + 128}:
+        for out in (4, 7, 16, 129):
+            codes = torch.randint(0, 16, (out, columns), dtype=torch.uint8)
+            both = random(columns // group, out, 2, dtype=statistics)
+            for dtype in DTYPES:
+                x = random(3, columns, dtype=dtype)
+                got = product.multiply(x, pack(codes, BY_ROWS), both)
+                exact = rounded(x) @ from_int4(codes, both).double().T
+                assert got.dtype == dtype
+                # Where a value is as near to two, the reciprocal of the step decides.
+                assert error(got, exact) < max(4 * torch.finfo(dtype).eps, 1e-3)
+                assert error(got, x.double() @ from_int4(codes, both).double().T) < 0.015
+
+
+@needs_kernel
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_company_changes_no_bit(dtype: torch.dtype) -> None:
+    """Whatever rows of input or of the weight are computed beside it, and by how many threads."""
+    packed = int4(656, 64, dtype)
+    weight, both = packed.weight.data, packed.scales_and_zeros.data
+    x = random(130, COLUMNS, dtype=dtype)
+    torch.set_num_threads(1)
+    alone = torch.cat([product.multiply(row, weight, both) for row in x.split(1)])
+    for count in (1, 2):
+        torch.set_num_threads(count)
+        assert torch.equal(product.multiply(x, weight, both), alone)
+        for size in (3, 17, 64):
+            parts = [product.multiply(some, weight, both) for some in x.split(size)]
+            assert torch.equal(torch.cat(parts), alone)
+        for cut in (4, 64, 333):
+            ranges = (slice(0, cut), slice(cut, 656))
+            parts = [product.multiply(x, weight[r], both[:, r].contiguous()) for r in ranges]
+            assert torch.equal(torch.cat(parts, 1), alone)
+
+
+@needs_kernel
+def test_inputs_that_are_hard_to_round() -> None:
+    """Zeros, the smallest and the largest numbers; what is none makes none, in its row alone."""
+    packed = int4(16, 32, torch.float32, columns=96)
+    weight, both = packed.weight.data, packed.scales_and_zeros.data
+    x = random(6, 96)
+    x[0] = 0
+    x[1, 32:64] = 1e-42
+    x[2, :32] *= 1e30
+    x[3, 5] = torch.nan
+    x[4, 50] = torch.inf
+    made = product.multiply(x, weight, both)
+    assert not made[0].any()
+    assert error(made[1], rounded(x[1]) @ packed.dequantised().double().T) < 1e-3
+    assert error(made[2], rounded(x[2]) @ packed.dequantised().double().T) < 1e-3
+    assert not made[3:5].isfinite().any()
+    assert made[5].isfinite().all()
+    assert product.multiply(x.bfloat16(), weight, both)[3].isnan().all()
+
+
+def test_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without it, or where inputs are to stay exact, a weight goes into the order of torch's."""
+    x = random(3, COLUMNS, dtype=torch.bfloat16)
+    exact = int4(80, 64, torch.bfloat16)
+    exact.exact_inputs = True
+    exact.settle()
+    assert exact.order == kernel_order()
+    uncompiled = int4(80, 64, torch.bfloat16)
+    monkeypatch.setattr(product, "compiled", lambda: None)
+    uncompiled.settle()
+    assert torch.equal(uncompiled(x), exact(x))
+    assert error(exact(x), x.double() @ exact.dequantised().double().T + exact.bias) < 0.02
+
+
+def test_nothing_to_compile_with(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is said why weights are put into another order."""
+    monkeypatch.setattr(product, "compile_library", lambda _source: None)
+    product.compiled.cache_clear()
+    with caplog.at_level("INFO", "pipeload"):
+        assert product.compiled() is None
+    product.compiled.cache_clear()
+    assert "there is no C compiler" in caplog.text
+
+
+@needs_kernel
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_memory_of_rounded_inputs(dtype: torch.dtype) -> None:
+    """What is counted is what is allocated."""
+    packed = int4(80, 32, dtype)
+    blocks = COLUMNS // 64
+    codes, scales, sums = 64 * blocks, 4 * 8 * blocks, 4 * COLUMNS // 32
+    assert packed.sizes.of(FEW) == FEW * (codes + scales + sums)
