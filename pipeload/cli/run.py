@@ -48,6 +48,7 @@ class Arguments:
     repetition_penalty: float | None = None
     stop: tuple[str, ...] = ()
     io_mode: str = "auto"
+    exact_inputs: bool = False
     chat_template: bool = True
     json: bool = False
 
@@ -111,6 +112,7 @@ def _load(asked: Arguments, *, tokens: int) -> Any:
         host_memory_limit=asked.host_memory_limit,
         tokens=tokens,
         io_mode=asked.io_mode,
+        exact_inputs=asked.exact_inputs,
         dtype=DTYPES[asked.dtype],
     )
 

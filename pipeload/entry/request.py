@@ -33,6 +33,7 @@ class Request:
     options: Options
     hint: PassHint
     pressure: bool
+    exact_inputs: bool = False
 
 
 def make_request(given: GivenOptions, enclosing: Request | None = None) -> Request:
@@ -75,7 +76,8 @@ def make_request(given: GivenOptions, enclosing: Request | None = None) -> Reque
         device_limit=device_bytes,
         found_out=found_out,
     )
-    return Request(options, hint, given.pressure == "auto")
+    exact = bool(given.exact_inputs) or (enclosing is not None and enclosing.exact_inputs)
+    return Request(options, hint, given.pressure == "auto", exact)
 
 
 def _check(given: GivenOptions) -> None:
@@ -94,6 +96,8 @@ def _check(given: GivenOptions) -> None:
         )
     if given.pressure not in _PRESSURES:
         raise OptionError(f"pressure={given.pressure!r} is unknown. Choose one of 'off', 'auto'.")
+    if given.exact_inputs not in (True, False):  # 1 and 0 come of the environment
+        raise OptionError(f"exact_inputs={given.exact_inputs!r} means nothing. Give True or False.")
 
 
 def _device_limit(device: Device, memory_limit: int | str, outer: Options | None) -> int:

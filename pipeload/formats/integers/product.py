@@ -13,15 +13,12 @@ import ctypes
 import functools
 import logging
 from pathlib import Path
-from typing import Final
 
 import torch
 
 from pipeload.formats.compiler import compile_library
 from pipeload.formats.integers.unpack import KINDS
 
-KERNEL: Final = "int8 inputs by 32"
-"""What is multiplied with int4 weights."""
 _SOURCE = Path(__file__).with_name("product.c")
 _BLOCK = 64  # columns, of which the last may be half
 _LANES = 8  # fp32 of each, for its two scales
