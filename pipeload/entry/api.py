@@ -90,7 +90,7 @@ def from_pretrained(
             what memory_limit="auto" means on the CPU.
         exact_inputs: whether inputs of int4 weights that pipeload has made are multiplied as they
             are, by torch's kernel, also where a faster one of our own rounds those of a few rows to
-            int8 (`handle.plan.kernel` says which it is).
+            int16 (`handle.plan.kernel` says which it is).
         auto_class: the class whose `from_pretrained` is called. AutoModelForCausalLM when None.
         **kwargs: passed on to the library's `from_pretrained`.
 

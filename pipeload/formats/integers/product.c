@@ -1,9 +1,10 @@
-/* Products with int4 weights, of inputs rounded to int8: see product.py, which compiles this file.
+/* Products with int4 weights, of inputs rounded to int16: see product.py, which compiles this file.
 
    A row of the weight lies in one piece, two columns in a byte: 2 i in the low half, 2 i + 1 in the
-   high one. Columns are taken 64 at a time; inputs come in the same order, so that halves of bytes
-   need not be put side by side. Sums of integers are exact, and each number of the result is one
-   thread's: in which company rows are multiplied, and by how many threads, changes no bit. */
+   high one. Columns are taken 64 at a time, as 16 words of four; inputs lie in four times 16, every
+   fourth side by side, so that what is cut out of the words needs no moving. Sums of integers are
+   exact, and each number of the result is one thread's: in which company rows are multiplied, and by
+   how many threads, changes no bit. */
 
 #include <immintrin.h>
 #include <stdint.h>
@@ -14,11 +15,12 @@ enum { FLOAT32, BFLOAT16, FLOAT16 };
 #define TARGET __attribute__((target("avx2,fma,f16c")))
 #define INLINE __attribute__((always_inline)) inline /* where a constant makes the loops short */
 #define BLOCK 64             /* columns */
-#define INPUTS 32            /* that share a scale */
 #define ROWS 4               /* of the weight, that are multiplied at once */
+#define INPUTS 2             /* rows of input, the same */
 #define AHEAD 16             /* rows whose scales and zeros are fetched: a line of memory */
+#define MOST 32767.0f        /* of a code: sums of 128 columns are whole numbers in fp32, too */
 #define LEAST_PRODUCTS 65536 /* that are worth waking other threads for */
-#define LEAST_INPUT 1e-35f   /* what is smaller is zero: its reciprocal must be a number */
+#define LEAST_INPUT 1e-33f   /* what is smaller is zero: its reciprocal must be a number */
 
 int supported(void)
 {
@@ -59,78 +61,63 @@ TARGET static inline float sum_of(__m256 v)
     return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
 }
 
-TARGET static inline int sum_of_bytes(__m256i v)
+/* The largest magnitude, of which what is no number is the largest of all. */
+TARGET static inline float largest_of(const void *input, int64_t first, int64_t count, int kind)
 {
-    const __m256i pairs = _mm256_maddubs_epi16(_mm256_set1_epi8(1), v);
-    const __m256i lanes = _mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
-    __m128i four = _mm_add_epi32(_mm256_castsi256_si128(lanes), _mm256_extracti128_si256(lanes, 1));
-    four = _mm_add_epi32(four, _mm_shuffle_epi32(four, 0x4E));
-    return _mm_cvtsi128_si32(_mm_add_epi32(four, _mm_shuffle_epi32(four, 0xB1)));
-}
-
-/* Rounds 32 inputs to int8, in order; returns their scale. What is no number makes the scale none. */
-TARGET static float round_inputs(const void *input, int64_t first, int kind, __m256i *out)
-{
-    __m256 x[4];
+    const __m256i magnitude = _mm256_set1_epi32(0x7fffffff);
     __m256i most = _mm256_setzero_si256();
-    const __m256i sign = _mm256_set1_epi32(0x7fffffff);
-    for (int i = 0; i < 4; i++) {
-        x[i] = eight(input, first + 8 * i, kind);
-        most = _mm256_max_epi32(most, _mm256_and_si256(_mm256_castps_si256(x[i]), sign));
+    for (int64_t i = 0; i < count; i += 8) {
+        const __m256i bits = _mm256_castps_si256(eight(input, first + i, kind));
+        most = _mm256_max_epi32(most, _mm256_and_si256(bits, magnitude));
     }
-    __m128i four = _mm_max_epi32(_mm256_castsi256_si128(most), _mm256_extracti128_si256(most, 1));
-    four = _mm_max_epi32(four, _mm_shuffle_epi32(four, 0x4E));
-    four = _mm_max_epi32(four, _mm_shuffle_epi32(four, 0xB1));
-    const float largest = _mm_cvtss_f32(_mm_castsi128_ps(four));
-    const int none = largest < LEAST_INPUT;
-    const __m256 by = _mm256_set1_ps(none ? 0 : 127 / largest);
-    __m256i whole[4];
-    for (int i = 0; i < 4; i++)
-        whole[i] = _mm256_cvtps_epi32(_mm256_mul_ps(x[i], by));
-    const __m256i low = _mm256_packs_epi32(whole[0], whole[1]);
-    const __m256i high = _mm256_packs_epi32(whole[2], whole[3]);
-    *out = _mm256_permutevar8x32_epi32(_mm256_packs_epi16(low, high),
-                                       _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
-    return none ? 0 : largest / 127;
+    int32_t eight_bits[8], largest = 0;
+    float made;
+    _mm256_storeu_si256((__m256i *)eight_bits, most);
+    for (int i = 0; i < 8; i++)
+        largest = eight_bits[i] > largest ? eight_bits[i] : largest;
+    memcpy(&made, &largest, 4);
+    return made;
 }
 
-/* One row of input: int8 by blocks, even columns before odd ones; its scales, each four times; and
-   of every group of the weight the sum of what they stand for. */
-TARGET static void round_row(const void *input, int64_t first, int64_t columns, int64_t group,
-                             int kind, int8_t *codes, float *scales, float *sums)
+/* One group of one row of input: int16 in the order of blocks. Returns its scale; what is no number
+   makes that none. `sum`: of what the codes stand for. */
+TARGET static float round_group(const void *input, int64_t first, int64_t group, int kind,
+                                int16_t *codes, int64_t column, float *sum)
 {
-    const __m256i low_bytes = _mm256_set1_epi16(255);
-    memset(sums, 0, columns / group * sizeof(float));
-    for (int64_t start = 0; start < columns; start += BLOCK) {
-        __m256i x[2] = {_mm256_setzero_si256(), _mm256_setzero_si256()};
-        for (int i = 0; i < 2; i++) {
-            const int64_t column = start + i * INPUTS;
-            const int there = column < columns;
-            const float scale = there ? round_inputs(input, first + column, kind, x + i) : 0;
-            if (there)
-                sums[column / group] += scale * (float)sum_of_bytes(x[i]);
-            _mm_storeu_ps(scales + start / BLOCK * 8 + i * 4, _mm_set1_ps(scale));
+    const float largest = largest_of(input, first + column, group, kind);
+    const int none = largest < LEAST_INPUT;
+    const __m256 by = _mm256_set1_ps(none ? 0 : MOST / largest);
+    int32_t total = 0;
+    for (int64_t i = 0; i < group; i += 8) {
+        int32_t made[8];
+        const __m256 x = _mm256_mul_ps(eight(input, first + column + i, kind), by);
+        _mm256_storeu_si256((__m256i *)made, _mm256_cvtps_epi32(x));
+        int16_t *const block = codes + (column + i) / BLOCK * BLOCK;
+        const int64_t word = (column + i) % BLOCK / 4;
+        for (int j = 0; j < 8; j++) {
+            block[j % 4 * 16 + word + j / 4] = (int16_t)made[j];
+            total += (int16_t)made[j];
         }
-        const __m256i even = _mm256_packus_epi16(_mm256_and_si256(x[0], low_bytes),
-                                                 _mm256_and_si256(x[1], low_bytes));
-        const __m256i odd =
-            _mm256_packus_epi16(_mm256_srli_epi16(x[0], 8), _mm256_srli_epi16(x[1], 8));
-        __m256i *const made = (__m256i *)(codes + start);
-        _mm256_storeu_si256(made, _mm256_permute4x64_epi64(even, 0xD8));
-        _mm256_storeu_si256(made + 1, _mm256_permute4x64_epi64(odd, 0xD8));
     }
+    const float scale = none ? 0 : largest / MOST;
+    *sum = scale * (float)total;
+    return scale;
 }
 
-/* input: [rows, columns] in `kind`; columns a multiple of 32, blocks as many as hold them.
-   codes: [rows, blocks, 64]; scales: [rows, blocks, 8]; sums: [rows, columns / group]. */
-void round_rows(const void *input, int8_t *codes, float *scales, float *sums, int64_t rows,
+/* input: [rows, columns] in `kind`; columns a multiple of the group, blocks as many as hold them.
+   codes: [rows, blocks, 64]; scales, sums: [rows, groups]. */
+void round_rows(const void *input, int16_t *codes, float *scales, float *sums, int64_t rows,
                 int64_t columns, int64_t group, int kind)
 {
-    const int64_t blocks = (columns + BLOCK - 1) / BLOCK;
+    const int64_t blocks = (columns + BLOCK - 1) / BLOCK, groups = columns / group;
 #pragma omp parallel for schedule(static) if (rows * columns >= LEAST_PRODUCTS)
-    for (int64_t row = 0; row < rows; row++)
-        round_row(input, row * columns, columns, group, kind, codes + row * blocks * BLOCK,
-                  scales + row * blocks * 8, sums + row * (columns / group));
+    for (int64_t row = 0; row < rows; row++) {
+        int16_t *const made = codes + row * blocks * BLOCK;
+        memset(made + (blocks - 1) * BLOCK, 0, BLOCK * sizeof(int16_t));
+        for (int64_t g = 0; g < groups; g++)
+            scales[row * groups + g] = round_group(input, row * columns, group, kind, made,
+                                                   g * group, sums + row * groups + g);
+    }
 }
 
 /* Scales and shifts (zero - 8 scale) of four rows of the weight. */
@@ -143,95 +130,38 @@ TARGET static INLINE void told(const void *statistics, int64_t first, int kind, 
     *shifts = _mm_fnmadd_ps(*scales, _mm_set1_ps(8), _mm_shuffle_ps(low, high, 0xDD));
 }
 
-TARGET static INLINE __m256 of_block(const uint8_t *weight, const int8_t *codes, int whole)
+/* What is told of a group is the same in all lanes; of two that share a block, in halves. */
+TARGET static INLINE __m256 lanes(__m128 low, __m128 high, int i)
 {
-    const __m256i mask = _mm256_set1_epi8(15), one = _mm256_set1_epi16(1);
-    const __m256i bytes =
-        whole ? _mm256_loadu_si256((const __m256i *)weight)
-              : _mm256_zextsi128_si256(_mm_loadu_si128((const __m128i *)weight));
-    const __m256i even = _mm256_loadu_si256((const __m256i *)codes);
-    const __m256i odd = _mm256_loadu_si256((const __m256i *)codes + 1);
-    const __m256i low = _mm256_maddubs_epi16(_mm256_and_si256(bytes, mask), even);
-    const __m256i high =
-        _mm256_maddubs_epi16(_mm256_and_si256(_mm256_srli_epi16(bytes, 4), mask), odd);
-    return _mm256_cvtepi32_ps(_mm256_madd_epi16(_mm256_add_epi16(low, high), one));
+    const __m128i index = _mm_set1_epi32(i);
+    return _mm256_set_m128(_mm_permutevar_ps(high, index), _mm_permutevar_ps(low, index));
 }
 
-TARGET static inline __m128 lane(__m128 four, int i)
-{
-    return _mm_permutevar_ps(four, _mm_set1_epi32(i));
-}
+struct inputs {
+    const int16_t *codes;
+    const float *scales, *sums;
+    int64_t codes_of_row, groups;
+};
 
-/* Four rows of the weight times one row of input. Their bytes lie far apart for the processor, which
-   would not see that the next ones are wanted. */
-TARGET static INLINE void multiply_rows(const uint8_t *weight, const void *statistics,
-                                        int64_t first, int64_t stride, const int8_t *codes,
-                                        const float *scales, const float *sums, int64_t columns,
-                                        int64_t group, int kind, float *out)
-{
-    __m256 made[ROWS] = {_mm256_setzero_ps(), _mm256_setzero_ps(), _mm256_setzero_ps(),
-                         _mm256_setzero_ps()};
-    __m128 shifted = _mm_setzero_ps(), scale[2], shift[2];
-    for (int64_t start = 0, next; start < columns; start = next) {
-        const int64_t g = start / group, at = g * stride + first;
-        _mm_prefetch((const char *)statistics + (at + 2 * AHEAD) * item(kind), _MM_HINT_T0);
-        told(statistics, at, kind, scale, shift);
-        shifted = _mm_fmadd_ps(shift[0], _mm_set1_ps(sums[g]), shifted);
-        scale[1] = scale[0];
-        next = start + group;
-        if (group < BLOCK) {
-            next = start + BLOCK;
-            if (next <= columns) {
-                told(statistics, at + stride, kind, scale + 1, shift + 1);
-                shifted = _mm_fmadd_ps(shift[1], _mm_set1_ps(sums[g + 1]), shifted);
-            }
-        }
-        for (int r = 0; r < ROWS; r++) {
-            __m256 part = _mm256_setzero_ps();
-            for (int64_t i = start; i < next; i += BLOCK) {
-                const uint8_t *const bytes = weight + (r * columns + i) / 2;
-                _mm_prefetch((const char *)bytes + ROWS * columns / 2, _MM_HINT_T0);
-                part = _mm256_fmadd_ps(of_block(bytes, codes + i, i + BLOCK <= columns),
-                                       _mm256_loadu_ps(scales + i / 8), part);
-            }
-            const __m256 both = _mm256_set_m128(lane(scale[1], r), lane(scale[0], r));
-            made[r] = _mm256_fmadd_ps(part, both, made[r]);
-        }
-    }
-    float shifts[ROWS];
-    _mm_storeu_ps(shifts, shifted);
-    for (int r = 0; r < ROWS; r++)
-        out[r] = sum_of(made[r]) + shifts[r];
-}
+#define FOR TARGET
+#define NAME(WHAT) WHAT##_avx2
+#define ADD_PRODUCTS(SUM, A, B) _mm256_add_epi32(SUM, _mm256_madd_epi16(A, B))
+#include "product_rows.h"
+#undef FOR
+#undef NAME
+#undef ADD_PRODUCTS
 
-/* weight: [out, columns / 2]; statistics: [groups, out, 2] in `told_in`, `stride` items from group
-   to group; codes, scales and sums: as `round_rows` makes them; made: [rows, out] in `kind`.
-   out: 4 at least. */
-TARGET void multiply(const uint8_t *weight, const void *statistics, const int8_t *codes,
-                     const float *scales, const float *sums, void *made, int64_t rows, int64_t out,
-                     int64_t columns, int64_t group, int64_t stride, int told_in, int kind)
+#define FOR __attribute__((target("avx2,fma,f16c,avx512f,avx512vl,avx512vnni")))
+#define NAME(WHAT) WHAT##_vnni
+#define ADD_PRODUCTS(SUM, A, B) _mm256_dpwssd_epi32(SUM, A, B)
+#include "product_rows.h"
+
+/* Bits are the same for both. */
+void multiply(const uint8_t *weight, const void *statistics, const int16_t *codes,
+              const float *scales, const float *sums, void *made, int64_t rows, int64_t out,
+              int64_t columns, int64_t group, int64_t stride, int told_in, int kind)
 {
-    const int64_t blocks = (columns + BLOCK - 1) / BLOCK, groups = columns / group;
-#pragma omp parallel for schedule(static) if (rows * out * columns >= LEAST_PRODUCTS)
-    for (int64_t n = 0; n < (out + ROWS - 1) / ROWS; n++) {
-        /* The last ones overlap those before, which get the same numbers twice. */
-        const int64_t first = n * ROWS + ROWS <= out ? n * ROWS : out - ROWS;
-        for (int64_t row = 0; row < rows; row++) {
-            float products[ROWS];
-#define MULTIPLY(GROUP, KIND)                                                                      \
-    multiply_rows(weight + first * columns / 2, statistics, 2 * first, stride,                     \
-                  codes + row * blocks * BLOCK, scales + row * blocks * 8, sums + row * groups,    \
-                  columns, GROUP, KIND, products)
-            if (told_in != BFLOAT16)
-                MULTIPLY(group, told_in);
-            else if (group == 32)
-                MULTIPLY(32, BFLOAT16);
-            else if (group == 64)
-                MULTIPLY(64, BFLOAT16);
-            else
-                MULTIPLY(128, BFLOAT16);
-            for (int r = 0; r < ROWS; r++)
-                store(products[r], made, row * out + first + r, kind);
-        }
-    }
+    const int vnni = __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni");
+    (vnni ? multiply_vnni : multiply_avx2)(weight, statistics, codes, scales, sums, made, rows, out,
+                                           columns, group, stride, told_in, kind);
 }

@@ -1,10 +1,14 @@
-"""Products with int4 weights whose rows lie one after the other, of inputs rounded to int8.
+"""Products with int4 weights whose rows lie one after the other, of inputs rounded to int16.
 
-Compiled (`product.c`) where there is a `cc`, for processors with AVX2. Each 32 inputs share a
-scale: so integers are multiplied by integers, and a weight takes about as long as reading it. What
-torch's kernel does with exact inputs takes two to three times as long where AVX2 is all there is.
+Compiled (`product.c`) where there is a `cc`, for processors with AVX2. Inputs of a group share a
+scale, so integers are multiplied by integers: a weight takes about as long as reading it. torch's
+kernel, whose inputs are exact, takes three times as long where AVX2 is all there is.
 
 A row of the result has the same bits in whichever company it is computed.
+
+[Note: how exact rounded inputs are] int16 leaves 2e-5 of the products' size as an error, a
+hundredth of what bf16 rounds them by. int8 by 32 would leave 5e-3, and cost SmolLM2 0.7 % of
+perplexity, for a tenth of the time in decoding.
 """
 
 from __future__ import annotations
@@ -21,7 +25,6 @@ from pipeload.formats.integers.unpack import KINDS
 
 _SOURCE = Path(__file__).with_name("product.c")
 _BLOCK = 64  # columns, of which the last may be half
-_LANES = 8  # fp32 of each, for its two scales
 _log = logging.getLogger("pipeload")
 
 
@@ -39,9 +42,8 @@ def multiply(
     assert library is not None  # noqa: S101 - whoever puts weights into this order has asked
     (count, columns), (groups, out, _) = rows.shape, scales_and_zeros.shape
     blocks, group, kind = -(-columns // _BLOCK), columns // groups, KINDS[rows.dtype]
-    codes = torch.empty((count, blocks, _BLOCK), dtype=torch.int8)
-    scales = torch.empty((count, blocks, _LANES))
-    sums = torch.empty((count, groups))
+    codes = torch.empty((count, blocks, _BLOCK), dtype=torch.int16)
+    scales, sums = torch.empty((2, count, groups))
     made = torch.empty((count, out), dtype=rows.dtype)
     rounded = [tensor.data_ptr() for tensor in (codes, scales, sums)]
     library.round_rows(rows.data_ptr(), *rounded, count, columns, group, kind)
@@ -56,7 +58,7 @@ def multiply(
 def temporary_bytes(rows: int, columns: int) -> int:
     """The most that so many rows of input are held in, rounded."""
     blocks = -(-columns // _BLOCK)
-    return rows * blocks * (_BLOCK + 4 * _LANES + 8)  # sums: two groups a block at most
+    return rows * blocks * (2 * _BLOCK + 2 * 8)  # scales and sums of two groups a block at most
 
 
 @functools.cache

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 _MOST_BY_KERNEL = {torch.bfloat16: {8: 12, 4: 16}, torch.float32: {8: 20, 4: 20}}
 """Rows of bf16, by what floats are multiplied in and by the bits of the weight."""
-_MOST_ROUNDED = {torch.bfloat16: 16, torch.float32: 48}
+_MOST_ROUNDED = {torch.bfloat16: 20, torch.float32: 40}
 """The same of our own kernel, and whatever the dtype of the input."""
 _MOST_BY_KERNEL_IF_UNCOMPILED = 192
 _OUT_ROWS = 256  # of a weight at once: whole tiles of int4
