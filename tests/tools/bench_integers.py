@@ -4,7 +4,7 @@
     python tests/tools/bench_integers.py [--native] [--threads 2] [--rounds 15] [--cpu]
 
 One row of input, as in decoding, and a prompt of 256 tokens, in bf16; int4 by groups of 64. All
-take turns in one process, so that each has the same share of a busy machine. Medians, in nanoseconds
+take turns in one process, so that each has the same share of a busy machine. Medians, in ns
 for each weight and row. As if AVX2 were all that the processor has, unless `--native` is said.
 """
 
