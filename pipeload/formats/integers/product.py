@@ -2,7 +2,7 @@
 
 Compiled (`product.c`) where there is a `cc`, for processors with AVX2. Inputs of a group share a
 scale, so integers are multiplied by integers: a weight takes about as long as reading it. torch's
-kernel, whose inputs are exact, takes three times as long where AVX2 is all there is.
+kernel, whose inputs are exact, takes two and a half times as long where AVX2 is all.
 
 A row of the result has the same bits in whichever company it is computed.
 
