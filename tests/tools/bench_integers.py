@@ -15,8 +15,9 @@ import os
 import statistics
 import sys
 import time
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "hooks")]
@@ -56,12 +57,10 @@ def measure(options: argparse.Namespace) -> None:
 
     torch.set_num_threads(options.threads)
     return_freed_memory()
-    library: Any = product.compiled()
-    if library is None:
+    if product.compiled() is None:
         raise SystemExit("There is no kernel to compare with: no C compiler, or no AVX2.")
     if not options.native:
-        library.multiply_avx2.argtypes = library.multiply.argtypes
-        library.multiply = library.multiply_avx2
+        product.multiply = partial(product.multiply, vnni=False)
     clock = time.process_time if options.cpu else time.perf_counter
     capability = torch.backends.cpu.get_cpu_capability()
     print(

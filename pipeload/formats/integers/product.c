@@ -104,10 +104,8 @@ TARGET static float round_group(const void *input, int64_t first, int64_t group,
     return scale;
 }
 
-/* input: [rows, columns] in `kind`; columns a multiple of the group, blocks as many as hold them.
-   codes: [rows, blocks, 64]; scales, sums: [rows, groups]. */
-void round_rows(const void *input, int16_t *codes, float *scales, float *sums, int64_t rows,
-                int64_t columns, int64_t group, int kind)
+static void round_rows(const void *input, int16_t *codes, float *scales, float *sums,
+                       int64_t rows, int64_t columns, int64_t group, int kind)
 {
     const int64_t blocks = (columns + BLOCK - 1) / BLOCK, groups = columns / group;
 #pragma omp parallel for schedule(static) if (rows * columns >= LEAST_PRODUCTS)
@@ -156,12 +154,20 @@ struct inputs {
 #define ADD_PRODUCTS(SUM, A, B) _mm256_dpwssd_epi32(SUM, A, B)
 #include "product_rows.h"
 
-/* Bits are the same for both. */
-void multiply(const uint8_t *weight, const void *statistics, const int16_t *codes,
-              const float *scales, const float *sums, void *made, int64_t rows, int64_t out,
-              int64_t columns, int64_t group, int64_t stride, int told_in, int kind)
+/* input: [rows, columns] in `kind`, columns a multiple of the group; weight: [out, columns / 2];
+   statistics: [groups, out, 2] in `told_in`; made: [rows, out] in `kind`; out: 4 at least.
+   memory: for every row int16 of [blocks, 64], as many as hold the columns, and fp32 of [2, groups].
+   vnni: whether to use it where it is; bits are the same. */
+void product(const void *input, const uint8_t *weight, const void *statistics, void *memory,
+             void *made, int64_t rows, int64_t out, int64_t columns, int64_t group, int told_in,
+             int kind, int vnni)
 {
-    const int vnni = __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni");
+    const int64_t padded = (columns + BLOCK - 1) / BLOCK * BLOCK;
+    int16_t *const codes = memory;
+    float *const scales = (float *)(codes + rows * padded);
+    float *const sums = scales + rows * (columns / group);
+    vnni = vnni && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni");
+    round_rows(input, codes, scales, sums, rows, columns, group, kind);
     (vnni ? multiply_vnni : multiply_avx2)(weight, statistics, codes, scales, sums, made, rows, out,
-                                           columns, group, stride, told_in, kind);
+                                           columns, group, told_in, kind);
 }

@@ -29,7 +29,11 @@ _log = logging.getLogger("pipeload")
 
 
 def multiply(
-    rows: torch.Tensor, weight: torch.Tensor, scales_and_zeros: torch.Tensor
+    rows: torch.Tensor,
+    weight: torch.Tensor,
+    scales_and_zeros: torch.Tensor,
+    *,
+    vnni: bool = True,
 ) -> torch.Tensor:
     """[n, out] of `rows`, [n, in], and uint8 of [out, in / 2]; there must be a kernel.
 
@@ -37,20 +41,17 @@ def multiply(
         rows: contiguous, in bf16, fp16 or fp32; what is returned is in the same.
         weight: contiguous; four rows at least.
         scales_and_zeros: [groups, out, 2], contiguous, in any of those dtypes.
+        vnni: whether to use what AVX512-VNNI adds, where it is; bits are the same.
     """
     library = compiled()
     assert library is not None  # noqa: S101 - whoever puts weights into this order has asked
     (count, columns), (groups, out, _) = rows.shape, scales_and_zeros.shape
-    blocks, group, kind = -(-columns // _BLOCK), columns // groups, KINDS[rows.dtype]
-    codes = torch.empty((count, blocks, _BLOCK), dtype=torch.int16)
-    scales, sums = torch.empty((2, count, groups))
+    memory = torch.empty(temporary_bytes(count, columns), dtype=torch.uint8)
     made = torch.empty((count, out), dtype=rows.dtype)
-    rounded = [tensor.data_ptr() for tensor in (codes, scales, sums)]
-    library.round_rows(rows.data_ptr(), *rounded, count, columns, group, kind)
-    library.multiply(
-        *(weight.data_ptr(), scales_and_zeros.data_ptr(), *rounded, made.data_ptr()),
-        *(count, out, columns, group, 2 * out),
-        *(KINDS[scales_and_zeros.dtype], kind),
+    library.product(
+        *(rows.data_ptr(), weight.data_ptr(), scales_and_zeros.data_ptr()),
+        *(memory.data_ptr(), made.data_ptr(), count, out, columns, columns // groups),
+        *(KINDS[scales_and_zeros.dtype], KINDS[rows.dtype], vnni),
     )
     return made
 
@@ -71,8 +72,6 @@ def compiled() -> ctypes.CDLL | None:
             "compiler, or the processor lacks AVX2"
         )
         return None
-    sizes, kind = ctypes.c_int64, ctypes.c_int
-    library.round_rows.argtypes = [*[ctypes.c_void_p] * 4, *[sizes] * 3, kind]
-    library.multiply.argtypes = [*[ctypes.c_void_p] * 6, *[sizes] * 5, kind, kind]
-    library.round_rows.restype = library.multiply.restype = None
+    addresses, sizes, kinds = [ctypes.c_void_p] * 5, [ctypes.c_int64] * 4, [ctypes.c_int] * 3
+    library.product.argtypes, library.product.restype = [*addresses, *sizes, *kinds], None
     return library

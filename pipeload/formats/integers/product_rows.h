@@ -64,13 +64,10 @@ FOR static INLINE void NAME(rows)(const uint8_t *weight, const void *statistics,
     }
 }
 
-/* weight: [out, columns / 2]; statistics: [groups, out, 2] in `told_in`, `stride` items from group
-   to group; codes, scales and sums: as `round_rows` makes them; made: [rows, out] in `kind`.
-   out: 4 at least. */
-FOR void NAME(multiply)(const uint8_t *weight, const void *statistics, const int16_t *codes,
-                        const float *scales, const float *sums, void *made, int64_t rows,
-                        int64_t out, int64_t columns, int64_t group, int64_t stride, int told_in,
-                        int kind)
+FOR static void NAME(multiply)(const uint8_t *weight, const void *statistics,
+                               const int16_t *codes, const float *scales, const float *sums,
+                               void *made, int64_t rows, int64_t out, int64_t columns,
+                               int64_t group, int told_in, int kind)
 {
     const int64_t padded = (columns + BLOCK - 1) / BLOCK * BLOCK, groups = columns / group;
 #pragma omp parallel for schedule(static) if (rows * out * columns >= LEAST_PRODUCTS)
@@ -83,7 +80,7 @@ FOR void NAME(multiply)(const uint8_t *weight, const void *statistics, const int
                                      sums + row * groups, padded, groups};
             float products[INPUTS][ROWS];
 #define MULTIPLY(GROUP, KIND, COUNT)                                                               \
-    NAME(rows)(weight + first * columns / 2, statistics, 2 * first, stride, x, columns, GROUP,     \
+    NAME(rows)(weight + first * columns / 2, statistics, 2 * first, 2 * out, x, columns, GROUP,    \
                KIND, COUNT, products)
 #define MULTIPLY_FOR(GROUP, KIND)                                                                  \
     do {                                                                                           \
