@@ -7,7 +7,7 @@ Few rows of input by the kernels of torch's core, or our own for int4 in its ord
 from __future__ import annotations
 
 import abc
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -25,9 +25,6 @@ from pipeload.formats.integers.order import (
 from pipeload.formats.integers.rounding import GROUPS, from_int4
 from pipeload.formats.integers.unpack import int4_block
 from pipeload.formats.integers.wide_product import Sizes, WeightBlock
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 _COLUMN_STEP = 16  # the int8 kernel leaves out, or reads beyond, what is no whole vector
 INT8_ALIGNMENT = 16
@@ -117,34 +114,6 @@ class PackedLinear(nn.Linear, abc.ABC):
                 f"int{self.bits} weight is on disk. Call the model itself, or load it without "
                 "pipeload."
             )
-
-
-class PartedLinear(nn.Linear):
-    """A large one: ranges of its rows are modules of their own, which come and go one by one.
-
-    A Linear, so that whoever looks for those finds it.
-    """
-
-    def __init__(self, parts: Sequence[PackedLinear], *, bias: bool, dtype: torch.dtype) -> None:
-        """`parts`, without biases, in the order of their rows. `dtype`: of the bias."""
-        nn.Module.__init__(self)
-        self.in_features = parts[0].in_features
-        self.out_features = sum(part.out_features for part in parts)
-        self.parts = nn.ModuleList(parts)
-        if bias:
-            self.bias = nn.Parameter(torch.empty(self.out_features, dtype=dtype))
-        else:
-            self.register_parameter("bias", None)
-
-    @property
-    def weight(self) -> nn.Parameter:  # type: ignore[override]
-        """The first part's: for those who ask where, or of which dtype, a Linear is."""
-        return self.parts[0].weight  # type: ignore[return-value]
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """`input`: [..., in]; returns [..., out]."""
-        made = torch.cat([part(input) for part in self.parts], -1)
-        return made if self.bias is None else made + self.bias
 
 
 class Int8Linear(PackedLinear):
@@ -255,7 +224,13 @@ class Int4Linear(PackedLinear):
 
     def product(self, rows: torch.Tensor) -> torch.Tensor:
         """Multiply contiguous and aligned [n, in] to [n, out], without the bias."""
-        return super().product(self.in_order(rows))
+        rows = self.in_order(rows)
+        if torch.compiler.is_compiling():
+            made: torch.Tensor = _opaque_product(
+                rows, self.weight, self.scales_and_zeros, self.order
+            )
+            return made
+        return super().product(rows)
 
     def in_order(self, rows: torch.Tensor) -> torch.Tensor:
         """[n, in] with columns as the weight has them."""
@@ -313,6 +288,30 @@ class Int4Linear(PackedLinear):
 def _aligned(tensor: torch.Tensor, alignment: int) -> torch.Tensor:
     """Give the tensor, or a copy that begins where the kernels can read: [Note: addresses]."""
     return tensor if tensor.data_ptr() % alignment == 0 else tensor.clone()
+
+
+@torch.library.custom_op(
+    "pipeload::int4_product",
+    mutates_args=(),
+    schema="(Tensor rows, Tensor weight, Tensor scales_and_zeros, str order) -> Tensor",
+)
+def _opaque_product(
+    rows: torch.Tensor, weight: torch.Tensor, scales_and_zeros: torch.Tensor, order: str
+) -> torch.Tensor:
+    """An int4 product for torch.compile, which must not trace what hands out addresses."""
+    (columns, (groups, out, _)) = rows.shape[1], scales_and_zeros.shape
+    with torch.device("meta"):
+        made = Int4Linear(columns, out, bias=False, group_size=columns // groups, order=order)
+    made.weight = nn.Parameter(weight, requires_grad=False)
+    made.scales_and_zeros = nn.Parameter(scales_and_zeros, requires_grad=False)
+    return made.product(rows)
+
+
+@_opaque_product.register_fake
+def _(
+    rows: torch.Tensor, _weight: torch.Tensor, scales_and_zeros: torch.Tensor, _order: str
+) -> torch.Tensor:
+    return rows.new_empty((rows.shape[0], scales_and_zeros.shape[1]))
 
 
 class _Product(torch.autograd.Function):

@@ -11,8 +11,8 @@ from transformers import AutoConfig
 
 import pipeload
 from pipeload.errors import OptionError
-from pipeload.formats.integers.linear import PartedLinear
 from pipeload.formats.integers.order import kernel_order
+from pipeload.formats.integers.parted_linear import PartedLinear
 from pipeload.formats.integers.quantizer import PipeloadConfig
 from tests.rooms.quantiser.test_quantise import FORMS, OTHER_ORDER, SIZES, made_in
 from tests.support.exact import (

@@ -217,6 +217,23 @@ def test_nothing_to_compile_with(
     assert "there is no C compiler" in caplog.text
 
 
+# What dynamo says of addresses, once in a process.
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace:UserWarning")
+@pytest.mark.parametrize("exact", [True, False])
+def test_torch_compile(exact: bool) -> None:
+    """It goes around the kernels: few rows and many, the same bits."""
+    torch._dynamo.reset()
+    packed = int4(80, 64, torch.bfloat16)
+    packed.exact_inputs = exact
+    packed.settle()
+    compiled = torch.compile(packed, backend="eager")
+    for count in (1, 3, 64):
+        x = random(count, COLUMNS, dtype=torch.bfloat16)
+        with torch.no_grad():
+            assert torch.equal(compiled(x), packed(x))
+
+
 @needs_kernel
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_memory_of_rounded_inputs(dtype: torch.dtype) -> None:
