@@ -12,13 +12,7 @@ from pipeload.devices.shared_device_limit import account_of
 from pipeload.engine.forks import give_back_inherited
 from pipeload.engine.handle import Handle
 from pipeload.entry.exact_inputs import keep_inputs_exact
-from pipeload.entry.loading import (
-    Loading,
-    check_source,
-    needs_of,
-    plan_pending,
-    touched_of,
-)
+from pipeload.entry.loading import Loading, check_source, needs_of, plan_pending, touched_of
 from pipeload.entry.options import GivenOptions
 from pipeload.entry.request import make_request
 from pipeload.entry.wrap import wrap as wrap_model

@@ -33,7 +33,7 @@ class Request:
     options: Options
     hint: PassHint
     pressure: bool
-    exact_inputs: bool = False
+    exact_inputs: bool
 
 
 def make_request(given: GivenOptions, enclosing: Request | None = None) -> Request:
@@ -76,8 +76,7 @@ def make_request(given: GivenOptions, enclosing: Request | None = None) -> Reque
         device_limit=device_bytes,
         found_out=found_out,
     )
-    exact = bool(given.exact_inputs) or (enclosing is not None and enclosing.exact_inputs)
-    return Request(options, hint, given.pressure == "auto", exact)
+    return Request(options, hint, given.pressure == "auto", bool(given.exact_inputs))
 
 
 def _check(given: GivenOptions) -> None:

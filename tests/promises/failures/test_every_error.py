@@ -201,6 +201,8 @@ def test_exact_inputs_that_mean_nothing(floats: Path) -> None:
         pipeload.from_pretrained(floats, memory_limit="100GB", exact_inputs=True)
     with pytest.raises(OptionError, match="exact_inputs='perhaps' means nothing"):
         pipeload.plan(floats, exact_inputs="perhaps")  # type: ignore[arg-type]
+    with pipeload.streaming(memory_limit="100GB", exact_inputs=True):  # where models may be many
+        assert load_plain(floats).pipeload.plan.kernel is None
 
 
 def test_a_limit_in_the_environment(floats: Path, monkeypatch: pytest.MonkeyPatch) -> None:
