@@ -82,6 +82,9 @@ class Plan(Tabled):
     device_share: DeviceShare | None = field(default=None, repr=False)
     """What a device adds: the host's limit and what is in host memory; None on the CPU."""
 
+    kernel: str | None = None
+    """What multiplies int4 weights by few rows of input; None without such."""
+
     @property
     def slot_bytes(self) -> int:
         """Size of one buffer: what the unit that streams most needs."""

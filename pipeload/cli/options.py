@@ -148,6 +148,13 @@ IoModeOption = Annotated[
     IoMode,
     typer.Option(help='"direct" reads past the page cache; "auto" uses it when everything fits.'),
 ]
+ExactInputs = Annotated[
+    bool,
+    typer.Option(
+        "--exact-inputs",
+        help="Of an int4 checkpoint by pipeload: round no inputs, as a faster kernel would.",
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object; sizes in bytes.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print the text and errors only.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks and the libraries' notes.")]

@@ -57,6 +57,7 @@ class Arguments:
     batch: int
     dtype: str
     io_mode: str
+    exact_inputs: bool
     disk_rate: int | None
     json: bool
 
@@ -74,6 +75,7 @@ def show(asked: Arguments, *, debug: bool) -> None:
         "batch": asked.batch,
         "dtype": DTYPES[asked.dtype],
         "io_mode": asked.io_mode,
+        "exact_inputs": asked.exact_inputs,
     }
     with _as_when_running(asked.model, debug=debug):
         plans = [

@@ -68,6 +68,7 @@ def _figures(plan: Plan, *, batch: int, probed: bool) -> dict[str, object]:
         "bytes_per_token": plan.bytes_per_pass / batch,
         "fits": plan.fits,
         "io_mode": plan.io_mode,
+        "kernel": plan.kernel,
         "readers": plan.readers,
         "disk_bytes_per_second": plan.disk_rate,
         "disk_rate_measured": probed,

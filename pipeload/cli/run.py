@@ -51,6 +51,7 @@ class Arguments:
     stop: tuple[str, ...] = ()
     draft: str = OFF
     io_mode: str = "auto"
+    exact_inputs: bool = False
     chat_template: bool = True
     json: bool = False
 
@@ -118,6 +119,7 @@ def _load(asked: Arguments, model: str, *, tokens: int, dtype: str = "auto") -> 
         host_memory_limit=asked.host_memory_limit,
         tokens=tokens,
         io_mode=asked.io_mode,
+        exact_inputs=asked.exact_inputs,
         dtype=dtype,
     )
 

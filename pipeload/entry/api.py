@@ -11,6 +11,7 @@ from pipeload.budget.shared_limit import ACCOUNTANT
 from pipeload.devices.shared_device_limit import account_of
 from pipeload.engine.forks import give_back_inherited
 from pipeload.engine.handle import Handle
+from pipeload.entry.exact_inputs import keep_inputs_exact
 from pipeload.entry.loading import Loading, check_source, needs_of, plan_pending, touched_of
 from pipeload.entry.options import GivenOptions
 from pipeload.entry.request import make_request
@@ -48,6 +49,7 @@ def from_pretrained(
     read_timeout: float | str | None = "auto",
     device: str | torch.device | None = None,
     host_memory_limit: int | str | None = None,
+    exact_inputs: bool = False,
     auto_class: type[Any] | None = None,
     **kwargs: Any,
 ) -> Any:
@@ -80,6 +82,9 @@ def from_pretrained(
             for tensors of all kinds; weights pass through host memory.
         host_memory_limit: with a device, what the whole process may hold in host memory; None is
             what memory_limit="auto" means on the CPU.
+        exact_inputs: whether inputs of int4 weights that pipeload has made are multiplied as they
+            are, by torch's kernel, also where a faster one of our own rounds those of a few rows to
+            int16 (`handle.plan.kernel` says which it is).
         auto_class: the class whose `from_pretrained` is called. AutoModelForCausalLM when None.
         **kwargs: passed on to the library's `from_pretrained`.
 
@@ -176,6 +181,7 @@ def streaming(
     read_timeout: float | str | None = "auto",
     device: str | torch.device | None = None,
     host_memory_limit: int | str | None = None,
+    exact_inputs: bool = False,
 ) -> Iterator[None]:
     """Inside, every `from_pretrained` of every model class is streamed: scripts need no change.
 
@@ -195,6 +201,7 @@ def streaming(
         read_timeout: as for `from_pretrained`.
         device: as for `from_pretrained`.
         host_memory_limit: as for `from_pretrained`.
+        exact_inputs: as for `from_pretrained`; other models are loaded as ever.
 
     Raises:
         OptionError: an option means nothing.
@@ -238,6 +245,7 @@ def plan(
     disk_rate: float | None = None,
     device: str | torch.device | None = None,
     host_memory_limit: int | str | None = None,
+    exact_inputs: bool = False,
     auto_class: type[Any] | None = None,
     **kwargs: Any,
 ) -> Plan:
@@ -254,6 +262,7 @@ def plan(
         disk_rate: bytes per second to predict `seconds_per_pass` with.
         device: as for `from_pretrained`.
         host_memory_limit: as for `from_pretrained`.
+        exact_inputs: as for `from_pretrained`.
         auto_class: as for `from_pretrained`.
         **kwargs: as for `from_pretrained`.
 
@@ -271,6 +280,7 @@ def plan(
     pending = peek(lambda: auto.from_pretrained(pretrained, *args, **passed_on), where)
     if pending is None:
         raise _nothing_loaded(pretrained, auto_class)
+    keep_inputs_exact(pending, request, lenient=False)
     touched = touched_of(pending.model, pending.model)
     return plan_pending(pending, needs_of(pending, where), touched, request).plan
 

@@ -26,6 +26,7 @@ from pipeload.devices.measured_device import measure_device
 from pipeload.devices.shared_device_limit import account_of
 from pipeload.engine.assembly import Assembly
 from pipeload.engine.forks import give_back_inherited
+from pipeload.entry.exact_inputs import keep_inputs_exact
 from pipeload.entry.notebook_bar import show_first_pass
 from pipeload.entry.prepare_process import prepare_process
 from pipeload.errors import MemoryLimitError, UnsupportedModelError
@@ -78,6 +79,7 @@ class Loading:
 
         def stream(pending: PendingLoad) -> Any:
             self.loaded = True
+            keep_inputs_exact(pending, self.request, lenient=self._lenient)
             try:
                 assembly, report = assemble(pending, self.request)
             except NothingToStreamError as error:
@@ -229,22 +231,22 @@ def plan_pending(
 ) -> Build:
     """Plan a model that is on the meta device."""
     model = pending.model
-    tied = model.all_tied_weights_keys or {}
     device = request.options.device
     if device is not None:
         refuse_quantised(pending, device)
     if pending.disable_mmap:
         request = replace(request, options=replace(request.options, may_map=False))
-    return plan_model(
+    build = plan_model(
         model,
         pending.weights(),
-        tied,
+        model.all_tied_weights_keys or {},
         touched,
         pending.files,
         needs=needs,
         request=request,
         statistics_bytes=pending.statistics_bytes(aligned if device is None else device.takes),
     )
+    return build._replace(plan=replace(build.plan, kernel=pending.kernel()))
 
 
 def refuse_quantised(pending: PendingLoad, device: Device) -> None:

@@ -28,6 +28,7 @@ class GivenOptions:
     read_timeout: float | str | None = "auto"
     device: str | torch.device | None = None
     host_memory_limit: int | str | None = None
+    exact_inputs: bool = False
     disk_rate: float | None = None
     """Bytes per second to predict with; `pipeload.plan` alone takes it."""
 

@@ -33,6 +33,7 @@ class Request:
     options: Options
     hint: PassHint
     pressure: bool
+    exact_inputs: bool
 
 
 def make_request(given: GivenOptions, enclosing: Request | None = None) -> Request:
@@ -75,7 +76,7 @@ def make_request(given: GivenOptions, enclosing: Request | None = None) -> Reque
         device_limit=device_bytes,
         found_out=found_out,
     )
-    return Request(options, hint, given.pressure == "auto")
+    return Request(options, hint, given.pressure == "auto", bool(given.exact_inputs))
 
 
 def _check(given: GivenOptions) -> None:
@@ -94,6 +95,8 @@ def _check(given: GivenOptions) -> None:
         )
     if given.pressure not in _PRESSURES:
         raise OptionError(f"pressure={given.pressure!r} is unknown. Choose one of 'off', 'auto'.")
+    if given.exact_inputs not in (True, False):  # 1 and 0 come of the environment
+        raise OptionError(f"exact_inputs={given.exact_inputs!r} means nothing. Give True or False.")
 
 
 def _device_limit(device: Device, memory_limit: int | str, outer: Options | None) -> int:

@@ -190,7 +190,7 @@ def _count_own(words: Sequence[str]) -> int:
         word = words[count]
         if not word.startswith("-") or word in {"-", "--"} or word.startswith(tuple(_BEHIND)):
             break
-        alone = "=" in word or word in {"-h", "--help", "--stats"}
+        alone = "=" in word or word in {"-h", "--help", "--stats", "--exact-inputs"}
         count += 1 if alone else 2
     return min(count, len(words))
 
@@ -233,6 +233,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--io-mode", choices=IO_MODES)
     parser.add_argument("--readers", type=int, help="threads that read at once")
     parser.add_argument("--pressure", choices=("off", "auto"))
+    parser.add_argument(
+        "--exact-inputs",
+        action="store_true",
+        default=None,
+        help="round no inputs of int4 weights, as a faster kernel would",
+    )
     parser.add_argument(
         "--stats", action="store_true", help="say at the end what each model read and took"
     )

@@ -181,6 +181,14 @@ class Format(Protocol):
         """
         return None
 
+    def keep_inputs_exact(self, _model: nn.Module, /) -> bool:
+        """Have inputs never rounded; whether they might have been. The model is on meta."""
+        return False
+
+    def kernel(self, _model: nn.Module, /) -> str | None:
+        """Say what multiplies its weights here, where there is more than one way."""
+        return None
+
     def nearest_form(self, _config: Any, /) -> str:
         """Name what `pipeload quantize` makes that is nearest to it, as options are typed."""
         return INT8

@@ -240,6 +240,14 @@ class PendingLoad:
 
         return needed
 
+    def keep_inputs_exact(self) -> bool:
+        """Have inputs of quantised weights never rounded; whether they might have been."""
+        return self.format is not None and self.format.keep_inputs_exact(self.model)
+
+    def kernel(self) -> str | None:
+        """Say what multiplies quantised weights, where there is more than one way."""
+        return None if self.format is None else self.format.kernel(self.model)
+
     def shown(self, name: str) -> Shown | None:
         """Build what shows a quantised weight; None for any other."""
         packed = self.packed.get(name)

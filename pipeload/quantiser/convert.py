@@ -10,7 +10,7 @@ from pipeload._sizes import parse_size
 from pipeload.checkpoint.headers import TensorEntry
 from pipeload.errors import OptionError
 from pipeload.formats.integers.format import METHOD
-from pipeload.formats.integers.order import kernel_order
+from pipeload.formats.integers.order import BY_ROWS
 from pipeload.formats.integers.quantizer import PipeloadConfig
 from pipeload.quantiser import model_card
 from pipeload.quantiser.coded_source import CodedSource
@@ -104,7 +104,7 @@ def make(
         chosen.bits,
         group_size=chosen.group if four else None,
         method=source.format.method,
-        order=kernel_order() if four else None,
+        order=BY_ROWS if four else None,
         reordered=chosen.reordered,
         part_bytes=PART_BYTES,
         modules_to_not_convert=chosen.kept,

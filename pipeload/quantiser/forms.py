@@ -11,7 +11,7 @@ from transformers.pytorch_utils import Conv1D
 from pipeload.formats.bitsandbytes.format import BITSANDBYTES
 from pipeload.formats.bitsandbytes.tiles import TILE_ROWS
 from pipeload.formats.integers.format import INTEGERS
-from pipeload.formats.integers.order import kernel_order
+from pipeload.formats.integers.order import BY_ROWS
 from pipeload.formats.integers.quantizer import PipeloadConfig
 from pipeload.formats.integers.rounding import (
     IMPORTANCE,
@@ -98,7 +98,7 @@ class IntegerForm:
         """`group` and `zero_points` are int4's; `calibrated` says that inputs will be known."""
         int4 = bits == 4
         self.name = f"int{bits}"
-        self.order = kernel_order() if int4 else None
+        self.order = BY_ROWS if int4 else None
         self._zero_points = zero_points
         how = IMPORTANCE if calibrated else zero_points if int4 else "rtn"
         self._config = PipeloadConfig(

@@ -7,11 +7,16 @@ from typing import TYPE_CHECKING, Final
 from pipeload.formats.format import AS_STORED, Format
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
+
+    from torch import nn
 
     from pipeload.formats.format import PackedWeight, Stored
+    from pipeload.formats.integers.linear import Int4Linear
 
 METHOD: Final = "pipeload"
+OURS: Final = "pipeload's int4 kernel, inputs rounded to int16"
+TORCHS: Final = "torch's int4 kernel, exact inputs"
 
 
 class Integers(Format):
@@ -30,6 +35,30 @@ class Integers(Format):
             for path, module in stored.model.named_modules()
             if isinstance(module, PackedLinear)
         }
+
+    def keep_inputs_exact(self, model: nn.Module, /) -> bool:
+        """Have torch's kernel multiply int4 weights, which rounds no inputs."""
+        from pipeload.formats.integers.order import BY_ROWS
+
+        found = [module for module in _int4_linears(model) if module.order == BY_ROWS]
+        for module in found:
+            module.exact_inputs = True
+        return bool(found)
+
+    def kernel(self, model: nn.Module, /) -> str | None:
+        """Say what multiplies int4 weights by few rows of input."""
+        from pipeload.formats.integers.order import BY_ROWS
+
+        found = next(_int4_linears(model), None)
+        if found is None:
+            return None
+        return OURS if found.computed_order == BY_ROWS else TORCHS
+
+
+def _int4_linears(model: nn.Module) -> Iterator[Int4Linear]:
+    from pipeload.formats.integers.linear import Int4Linear
+
+    return (module for module in model.modules() if isinstance(module, Int4Linear))
 
 
 INTEGERS: Final = Integers()

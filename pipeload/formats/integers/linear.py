@@ -1,30 +1,30 @@
 """Linears with int8 and int4 weights, computed on the CPU.
 
-Few rows of input by the kernels of torch's core, many as `wide_product` says.
+Few rows of input by the kernels of torch's core, or our own for int4 in its order; many as
+`wide_product` says.
 """
 
 from __future__ import annotations
 
 import abc
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
 from pipeload.errors import UnsupportedModelError
+from pipeload.formats.integers import product as rounded_product
 from pipeload.formats.integers import wide_product
 from pipeload.formats.integers.order import (
+    BY_ROWS,
     KERNEL_ROWS,
     kernel_order,
     reorder,
     unpack,
-    unpack_transposed,
 )
 from pipeload.formats.integers.rounding import GROUPS, from_int4
+from pipeload.formats.integers.unpack import int4_block
 from pipeload.formats.integers.wide_product import Sizes, WeightBlock
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 _COLUMN_STEP = 16  # the int8 kernel leaves out, or reads beyond, what is no whole vector
 INT8_ALIGNMENT = 16
@@ -68,9 +68,17 @@ class PackedLinear(nn.Linear, abc.ABC):
 
     def product(self, rows: torch.Tensor) -> torch.Tensor:
         """Multiply contiguous and aligned [n, in] to [n, out], without the bias."""
-        if len(rows) <= wide_product.most_by_kernel(self.bits, rows.dtype):
+        if not len(rows):
+            return rows.new_empty((0, self.out_features))
+        most = wide_product.most_by_kernel(self.bits, rows.dtype, rounded=self.rounds_inputs)
+        if len(rows) <= most:
             return self.by_kernel(rows)
         return wide_product.multiply(rows, self.out_features, self.block)
+
+    @property
+    def rounds_inputs(self) -> bool:
+        """Whether few rows of input are rounded, for our own kernel."""
+        return False
 
     @property
     def sizes(self) -> Sizes:
@@ -83,8 +91,8 @@ class PackedLinear(nn.Linear, abc.ABC):
         """Multiply contiguous and aligned [n, in] to [n, out], without the bias."""
 
     @abc.abstractmethod
-    def block(self, start: int, stop: int, dtype: torch.dtype) -> WeightBlock:
-        """Make rows `start:stop` of the weight floats; `start` is a multiple of 64."""
+    def block(self, start: int, stop: int, values: torch.Tensor) -> WeightBlock:
+        """Make rows `start:stop` of the weight floats, in `values`; `start % 64 == 0`."""
 
     @abc.abstractmethod
     def dequantised(self) -> torch.Tensor:
@@ -106,34 +114,6 @@ class PackedLinear(nn.Linear, abc.ABC):
                 f"int{self.bits} weight is on disk. Call the model itself, or load it without "
                 "pipeload."
             )
-
-
-class PartedLinear(nn.Linear):
-    """A large one: ranges of its rows are modules of their own, which come and go one by one.
-
-    A Linear, so that whoever looks for those finds it.
-    """
-
-    def __init__(self, parts: Sequence[PackedLinear], *, bias: bool, dtype: torch.dtype) -> None:
-        """`parts`, without biases, in the order of their rows. `dtype`: of the bias."""
-        nn.Module.__init__(self)
-        self.in_features = parts[0].in_features
-        self.out_features = sum(part.out_features for part in parts)
-        self.parts = nn.ModuleList(parts)
-        if bias:
-            self.bias = nn.Parameter(torch.empty(self.out_features, dtype=dtype))
-        else:
-            self.register_parameter("bias", None)
-
-    @property
-    def weight(self) -> nn.Parameter:  # type: ignore[override]
-        """The first part's: for those who ask where, or of which dtype, a Linear is."""
-        return self.parts[0].weight  # type: ignore[return-value]
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """`input`: [..., in]; returns [..., out]."""
-        made = torch.cat([part(input) for part in self.parts], -1)
-        return made if self.bias is None else made + self.bias
 
 
 class Int8Linear(PackedLinear):
@@ -169,9 +149,10 @@ class Int8Linear(PackedLinear):
         multiply = torch._weight_int8pack_mm  # noqa: SLF001 - has no other name
         return multiply(rows, self.weight, self.scale)
 
-    def block(self, start: int, stop: int, dtype: torch.dtype) -> WeightBlock:
+    def block(self, start: int, stop: int, values: torch.Tensor) -> WeightBlock:
         """Give integers as they are, which bf16 has as well, and scales for the products."""
-        return WeightBlock(self.weight[start:stop].to(dtype).t(), self.scale[start:stop].to(dtype))
+        made = values.view(stop - start, self.in_features).copy_(self.weight[start:stop])
+        return WeightBlock(made.t(), self.scale[start:stop].to(values.dtype))
 
     def dequantised(self) -> torch.Tensor:
         """The weight as fp32 of [out, in]."""
@@ -203,6 +184,7 @@ class Int4Linear(PackedLinear):
         order: str,
         reordered: bool = False,
         dtype: torch.dtype = torch.float32,
+        exact_inputs: bool = False,
         path: str = "",
     ) -> None:
         """Without values.
@@ -212,13 +194,14 @@ class Int4Linear(PackedLinear):
             out_features: a multiple of 16.
             bias: whether it has one.
             group_size: 32, 64 or 128.
-            order: that its weight will be loaded in, a key of `order.ORDERS`.
+            order: that its weight will be loaded in, one of `order.STORED`.
             reordered: whether it has `columns`.
             dtype: of scales, zeros and bias: bf16, fp16 or fp32.
+            exact_inputs: whether inputs are never rounded, though there is a kernel that does.
             path: what errors call it.
         """
         super().__init__(in_features, out_features, bias=bias, path=path)
-        self.group_size, self.order = group_size, order
+        self.group_size, self.order, self.exact_inputs = group_size, order, exact_inputs
         empty = torch.empty((out_features, in_features // 2), dtype=torch.uint8)
         self.weight = nn.Parameter(empty, requires_grad=False)
         shape = (in_features // group_size, out_features, 2)
@@ -241,7 +224,13 @@ class Int4Linear(PackedLinear):
 
     def product(self, rows: torch.Tensor) -> torch.Tensor:
         """Multiply contiguous and aligned [n, in] to [n, out], without the bias."""
-        return super().product(self.in_order(rows))
+        rows = self.in_order(rows)
+        if torch.compiler.is_compiling():
+            made: torch.Tensor = _opaque_product(
+                rows, self.weight, self.scales_and_zeros, self.order
+            )
+            return made
+        return super().product(rows)
 
     def in_order(self, rows: torch.Tensor) -> torch.Tensor:
         """[n, in] with columns as the weight has them."""
@@ -249,22 +238,33 @@ class Int4Linear(PackedLinear):
 
     def by_kernel(self, rows: torch.Tensor) -> torch.Tensor:
         """Multiply [n, in] to [n, out], without the bias."""
+        if self.rounds_inputs:
+            return rounded_product.multiply(rows, self.weight, self.scales_and_zeros)
         multiply: Any = torch.ops.aten._weight_int4pack_mm_for_cpu  # noqa: SLF001 - the same
         made: torch.Tensor = multiply(rows, self.weight, self.group_size, self.scales_and_zeros)
         return made
 
-    def block(self, start: int, stop: int, dtype: torch.dtype) -> WeightBlock:
+    def block(self, start: int, stop: int, values: torch.Tensor) -> WeightBlock:
         """Dequantise in fp32, then round once."""
-        scale, zero = self.scales_and_zeros[:, start:stop, None].float().unbind(-1)
-        scale, zero = scale.transpose(1, 2), zero.transpose(1, 2)
-        values = unpack_transposed(self.weight[start:stop], self.order).float()
-        grouped = values.view(-1, self.group_size, stop - start)
-        grouped.mul_(scale).add_(zero - 8 * scale)
-        return WeightBlock(values.to(dtype), None)
+        statistics = self.scales_and_zeros[:, start:stop]
+        return WeightBlock(
+            int4_block(self.weight[start:stop], statistics, self.order, values), None
+        )
+
+    @property
+    def rounds_inputs(self) -> bool:
+        """Whether few rows of input are rounded, for our own kernel."""
+        return self.order == BY_ROWS
+
+    @property
+    def computed_order(self) -> str:
+        """The order that its weight is to be in here."""
+        ours = self.order == BY_ROWS and not self.exact_inputs
+        return BY_ROWS if ours and rounded_product.compiled() is not None else kernel_order()
 
     def settle(self) -> None:
-        """Put a weight that was made on another kind of processor into this one's order."""
-        wanted = kernel_order()
+        """Put a weight into the order that it is computed in here."""
+        wanted = self.computed_order
         if self.order != wanted:
             self._refuse_placeholder()
             made = torch.empty_like(self.weight)
@@ -274,7 +274,8 @@ class Int4Linear(PackedLinear):
     @property
     def sizes(self) -> Sizes:
         """What the memory that its products take depends on."""
-        return super().sizes._replace(reordered=self.columns is not None)
+        reordered, rounded = self.columns is not None, self.computed_order == BY_ROWS
+        return super().sizes._replace(reordered=reordered, rounded=rounded)
 
     def dequantised(self) -> torch.Tensor:
         """The weight as fp32 of [out, in]."""
@@ -287,6 +288,30 @@ class Int4Linear(PackedLinear):
 def _aligned(tensor: torch.Tensor, alignment: int) -> torch.Tensor:
     """Give the tensor, or a copy that begins where the kernels can read: [Note: addresses]."""
     return tensor if tensor.data_ptr() % alignment == 0 else tensor.clone()
+
+
+@torch.library.custom_op(
+    "pipeload::int4_product",
+    mutates_args=(),
+    schema="(Tensor rows, Tensor weight, Tensor scales_and_zeros, str order) -> Tensor",
+)
+def _opaque_product(
+    rows: torch.Tensor, weight: torch.Tensor, scales_and_zeros: torch.Tensor, order: str
+) -> torch.Tensor:
+    """An int4 product for torch.compile, which must not trace what hands out addresses."""
+    (columns, (groups, out, _)) = rows.shape[1], scales_and_zeros.shape
+    with torch.device("meta"):
+        made = Int4Linear(columns, out, bias=False, group_size=columns // groups, order=order)
+    made.weight = nn.Parameter(weight, requires_grad=False)
+    made.scales_and_zeros = nn.Parameter(scales_and_zeros, requires_grad=False)
+    return made.product(rows)
+
+
+@_opaque_product.register_fake
+def _(
+    rows: torch.Tensor, _weight: torch.Tensor, scales_and_zeros: torch.Tensor, _order: str
+) -> torch.Tensor:
+    return rows.new_empty((rows.shape[0], scales_and_zeros.shape[1]))
 
 
 class _Product(torch.autograd.Function):

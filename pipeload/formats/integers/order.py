@@ -6,6 +6,9 @@ settled when the kernel is compiled: 64 rows on AVX512, 32 on AVX2 and on plain 
 Bytes made for one and computed with by another are garbage without any error. So a checkpoint says
 in which order it is, what runs here is found out by trying, and where both differ bytes are put
 into the other order as they are read. Seen in torch 2.13.
+
+One order depends on no processor, `BY_ROWS`: it is that of our own kernel (see `product`), and what
+is quantised or converted now. Where that kernel does not run, those are put into torch's order.
 """
 
 from __future__ import annotations
@@ -44,7 +47,11 @@ ORDERS = {
     "pairs-32": Order(32, halves=False),  # x86 without either
     "pairs-16": Order(16, halves=False),  # vectors of 128 bits, as on ARM
 }
-"""Those that checkpoints may be in, by name."""
+"""Those of torch, by name."""
+BY_ROWS = "rows"
+"""One row after the other; a byte holds columns 2 c (low half) and 2 c + 1."""
+STORED = (BY_ROWS, *ORDERS)
+"""Those that checkpoints may be in."""
 
 
 def pack(values: torch.Tensor, name: str) -> torch.Tensor:
@@ -52,11 +59,13 @@ def pack(values: torch.Tensor, name: str) -> torch.Tensor:
 
     Args:
         values: uint8 of [rows, columns], each below 16; rows a multiple of 16.
-        name: the wanted order, a key of `ORDERS`.
+        name: the wanted order, one of `STORED`.
 
     Returns:
         uint8 of [rows, columns / 2].
     """
+    if name == BY_ROWS:
+        return values[:, 1::2].bitwise_left_shift(4).bitwise_or_(values[:, ::2])
     rows, columns = values.shape
     packed = torch.empty((rows, columns // 2), dtype=torch.uint8)
     for start, stop, count in _blocks(rows):
@@ -69,6 +78,10 @@ def unpack(packed: torch.Tensor, name: str) -> torch.Tensor:
     """Undo `pack`: values as uint8 of [rows, columns] of uint8 [rows, columns / 2]."""
     rows, columns = packed.shape[0], 2 * packed.shape[1]
     values = torch.empty((rows, columns), dtype=torch.uint8)
+    if name == BY_ROWS:
+        torch.bitwise_and(packed, 0xF, out=values[:, ::2])
+        torch.bitwise_right_shift(packed, 4, out=values[:, 1::2])
+        return values
     for start, stop, count in _blocks(rows):
         stored = packed[start:stop].view(-1, count * columns // 2)
         block = _unpack_blocks(stored, count, ORDERS[name])
@@ -79,6 +92,8 @@ def unpack(packed: torch.Tensor, name: str) -> torch.Tensor:
 def unpack_transposed(packed: torch.Tensor, name: str) -> torch.Tensor:
     """Undo `pack` to uint8 of [columns, rows], which takes less time: so they lie in a tile."""
     rows, columns = packed.shape[0], 2 * packed.shape[1]
+    if name == BY_ROWS:
+        return unpack(packed, name).T.contiguous()
     values = torch.empty((columns, rows), dtype=torch.uint8)
     for start, stop, count in _blocks(rows):
         stored = packed[start:stop].view(-1, count * columns // 2)
@@ -93,6 +108,9 @@ def reorder(stored: torch.Tensor, out: torch.Tensor, source: str, target: str) -
     Both are uint8 of [rows, columns / 2], a weight or some of its rows from a multiple of 64 on.
     """
     rows, width = stored.shape
+    if BY_ROWS in (source, target):
+        out.copy_(pack(unpack(stored, source), target))
+        return
     for start, stop, count in _blocks(rows):
         block = _unpack_blocks(stored[start:stop].view(-1, count * width), count, ORDERS[source])
         _pack_blocks(block, out[start:stop].view(-1, count * width), ORDERS[target])

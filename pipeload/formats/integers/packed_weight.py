@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from pipeload.errors import CheckpointError
 from pipeload.formats.integers.linear import INT8_ALIGNMENT, Int4Linear, Int8Linear
-from pipeload.formats.integers.order import Reordered, kernel_order
+from pipeload.formats.integers.order import Reordered
 from pipeload.formats.repack import AS_IT_IS, Repack
 from pipeload.weights.arena import DTYPE_CODES
 
@@ -49,8 +49,8 @@ class IntegerWeight:
         if source.dtype != plain.dtype:
             raise _unusable(self._name, module, stored)
         repack: Repack | None = None
-        if isinstance(module, Int4Linear) and module.order != kernel_order():
-            repack = Reordered(module.order, kernel_order())
+        if isinstance(module, Int4Linear) and module.order != module.computed_order:
+            repack = Reordered(module.order, module.computed_order)
         elif isinstance(module, Int8Linear) and source.start % INT8_ALIGNMENT:
             repack = AS_IT_IS
         self._weight = replace(plain, guarded=True, repacked=repack)
@@ -71,7 +71,7 @@ class IntegerWeight:
         return 0
 
     def held_by_products(self, _dtype: torch.dtype) -> Iterable[Held]:
-        """What the products of many rows take."""
+        """What products take."""
         return [self._module.sizes]
 
     def show(self) -> Shown | None:
@@ -79,9 +79,9 @@ class IntegerWeight:
         return None
 
     def leave_to_streaming(self) -> None:
-        """Note the processor's order, in which it is read."""
+        """Note the order in which it is read."""
         if isinstance(self._module, Int4Linear):
-            self._module.order = kernel_order()
+            self._module.order = self._module.computed_order
 
 
 def _unusable(name: str, module: PackedLinear, stored: Stored) -> CheckpointError:

@@ -19,8 +19,9 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from pipeload.errors import OptionError
 from pipeload.formats.form_names import CONVERTED
 from pipeload.formats.integers.format import METHOD
-from pipeload.formats.integers.linear import Int4Linear, Int8Linear, PackedLinear, PartedLinear
-from pipeload.formats.integers.order import BLOCK_ROWS, ORDERS, kernel_order
+from pipeload.formats.integers.linear import Int4Linear, Int8Linear, PackedLinear
+from pipeload.formats.integers.order import BLOCK_ROWS, STORED
+from pipeload.formats.integers.parted_linear import PartedLinear
 from pipeload.formats.integers.rounding import GROUPS, IMPORTANCE, ZERO_POINTS
 from pipeload.weights.row_cuts import RowRange, row_ranges
 
@@ -41,6 +42,7 @@ class PipeloadConfig(QuantizationConfigMixin):
         method: str = "rtn",
         order: str | None = None,
         reordered: bool = False,
+        exact_inputs: bool = False,
         part_bytes: int | None = None,
         modules_to_not_convert: Sequence[str] = (),
         modules: Mapping[str, Mapping[str, int]] | None = None,
@@ -54,6 +56,7 @@ class PipeloadConfig(QuantizationConfigMixin):
             method: how integers were made; says nothing to whoever loads them.
             order: that int4 weights are stored in: see `order`.
             reordered: whether int4 weights say which input each of their columns takes.
+            exact_inputs: whether inputs are never rounded for speed; not the checkpoint's.
             part_bytes: the most that a weight, or one of the parts it is stored in, takes.
             modules_to_not_convert: paths of Linears, or of what holds them, that are floats.
             modules: what differs for single Linears, by their paths: {"bits": 8}.
@@ -65,6 +68,7 @@ class PipeloadConfig(QuantizationConfigMixin):
         self.quant_method: Any = METHOD  # the library has an enum of its own there
         self.bits, self.group_size, self.method, self.order = bits, group_size, method, order
         self.reordered, self.part_bytes = bool(reordered), part_bytes
+        self.exact_inputs = bool(exact_inputs)
         self.modules_to_not_convert = list(modules_to_not_convert)
         self.modules = {path: dict(told) for path, told in (modules or {}).items()}
         for path, told in self.modules.items():
@@ -78,7 +82,7 @@ class PipeloadConfig(QuantizationConfigMixin):
             "method": (*ZERO_POINTS, IMPORTANCE, *CONVERTED),
         }
         if bits == 4:
-            allowed |= {"group_size": GROUPS, "order": tuple(ORDERS)}
+            allowed |= {"group_size": GROUPS, "order": STORED}
         for name, values in allowed.items():
             if getattr(self, name) not in values:
                 raise OptionError(
@@ -91,6 +95,10 @@ class PipeloadConfig(QuantizationConfigMixin):
                 f"quantization_config has part_bytes={part_bytes!r}. Give a number of bytes, or "
                 "None."
             )
+
+    def to_dict(self) -> dict[str, Any]:
+        """What belongs to a checkpoint."""
+        return {name: value for name, value in super().to_dict().items() if name != "exact_inputs"}
 
     def keeps(self, path: str) -> bool:
         """Tell whether the Linear at `path` is left as it is."""
@@ -134,7 +142,7 @@ class PipeloadConfig(QuantizationConfigMixin):
         if self.bits == 8:
             return Int8Linear(*sizes, **options)
         group, order = self.group_size or 0, self.order or ""
-        options["reordered"] = self.reordered
+        options |= {"reordered": self.reordered, "exact_inputs": self.exact_inputs}
         return Int4Linear(*sizes, group_size=group, order=order, **options)
 
 
@@ -175,9 +183,9 @@ class PipeloadQuantizer(HfQuantizer):
         for module in model.modules():
             if isinstance(module, PackedLinear):
                 module.settle()
-        if self.quantization_config.bits == 4:
-            # It is saved with what its weights are from now on.
-            self.quantization_config.order = kernel_order()
+            if isinstance(module, Int4Linear):
+                # It is saved with what its weights are from now on.
+                self.quantization_config.order = module.order
         return model
 
     def is_serializable(self) -> bool:

@@ -4,35 +4,42 @@ The kernels for integers take each row of input by itself. They are the fastest 
 decoding; a prompt is faster as a product of floats, making those included. Blocks bound what that
 takes: never a whole weight.
 
-[Note: how many rows are many] AMD EPYC with AVX512-BF16, two threads, torch 2.13, in ms for a
-weight of 11008 x 4096, kernel / floats in blocks of 256. Other work ran beside it: compare the two
-figures of a pair, not pairs. A weight of 4096 x 4096 crosses at the same rows.
+[Note: how many rows are many] AMD EPYC with AVX512-BF16, one thread, torch 2.13, in ms for a weight
+of 11008 x 4096, kernel / floats in blocks of 256. A weight of 4096 x 4096 crosses at the same rows.
 
-    rows                              32         64        128        192        256
-    int8 in bf16                   113 / 72   191 / 83   372 / 138  378 / 140  369 / 120
-    int4 in bf16                    86 / 222  138 / 245  276 / 173  318 / 169  271 / 227
-    int8, as if AVX2 were all       80 / 86   176 / 260  337 / 266  510 / 436  915 / 608
-    int4, the same                  89 / 209  167 / 242  381 / 503  494 / 641  879 / 903
+    rows                                8         12         16         20         24        256
+    int8 in bf16                  12 / 16    18 / 16    24 / 18    29 / 20    35 / 21  384 / 123
+    int4 in bf16                   9 / 15    13 / 17    17 / 19    21 / 20    25 / 22  270 / 120
+    int8, as if AVX2 were all     14 / 22    22 / 28    29 / 30    36 / 33    42 / 36  450 / 259
+    int4, the same                14 / 23    20 / 26    27 / 30    33 / 32    40 / 36  420 / 271
 
-For fp32 and fp16 there are no such kernels but plain loops (int8 fp32: 22 ms for one row, 149 for
-eight; floats 17 and 26), so from two rows on floats are faster.
+Our own kernel for int4 takes 1.0 ms a row, 1.25 without VNNI: it crosses at 22 and 40 rows. Where
+torch's own operations unpack int4, it takes ten times as long as it does compiled, and pays
+from some 190 rows on. For fp32 and fp16 there are no such kernels but plain loops (4096 x 4096:
+int8 14 to 17 ms a row, int4 28 to 31; floats 3), so floats are always faster.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+from pipeload.formats.integers import product
+from pipeload.formats.integers.unpack import compiled
 
-_MOST_BY_KERNEL = {8: 48, 4: 192}
-"""Rows of bf16, by the bits of the weight."""
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_MOST_BY_KERNEL = {torch.bfloat16: {8: 12, 4: 16}, torch.float32: {8: 20, 4: 20}}
+"""Rows of bf16, by what floats are multiplied in and by the bits of the weight."""
+_MOST_ROUNDED = {torch.bfloat16: 20, torch.float32: 40}
+"""The same of our own kernel, and whatever the dtype of the input."""
+_MOST_BY_KERNEL_IF_UNCOMPILED = 192
 _OUT_ROWS = 256  # of a weight at once: whole tiles of int4
 _ROWS = 256  # of input at once, where they are cast
-_BF16 = ("avx512_bf16", "amx_bf16", "bf16")
 
 
 class WeightBlock(NamedTuple):
@@ -42,6 +49,10 @@ class WeightBlock(NamedTuple):
     """[in, rows]."""
     scale: torch.Tensor | None
     """[rows]: what products are to be multiplied by."""
+
+
+MakeBlock = Callable[[int, int, torch.Tensor], WeightBlock]
+"""Of the first row, the one after the last, and memory for the values."""
 
 
 class Sizes(NamedTuple):
@@ -54,6 +65,8 @@ class Sizes(NamedTuple):
     """Of the input."""
     reordered: bool = False
     """Whether columns of the input are put into another order first."""
+    rounded: bool = False
+    """Whether few rows of input are rounded for our own kernel."""
 
     def of(self, rows: int) -> int:
         """Bytes that a product of so many rows of input holds beside its tensors."""
@@ -61,14 +74,24 @@ class Sizes(NamedTuple):
         return copied + temporary_bytes(rows, self)
 
 
-def most_by_kernel(bits: int, dtype: torch.dtype) -> int:
-    """Rows of input up to which the kernel is taken: see [Note: how many rows are many]."""
-    return _MOST_BY_KERNEL[bits] if dtype == torch.bfloat16 else 1
+def most_by_kernel(bits: int, dtype: torch.dtype, *, rounded: bool) -> int:
+    """Rows of input up to which a kernel is taken: see [Note: how many rows are many].
+
+    Args:
+        bits: of the weight.
+        dtype: of the input.
+        rounded: whether it is our own kernel.
+    """
+    if rounded:
+        return _MOST_ROUNDED[product_dtype(dtype)]
+    if dtype != torch.bfloat16:
+        return 0
+    if bits == 4 and compiled() is None:
+        return _MOST_BY_KERNEL_IF_UNCOMPILED
+    return _MOST_BY_KERNEL[product_dtype(dtype)][bits]
 
 
-def multiply(
-    rows: torch.Tensor, out_features: int, block: Callable[[int, int, torch.dtype], WeightBlock]
-) -> torch.Tensor:
+def multiply(rows: torch.Tensor, out_features: int, block: MakeBlock) -> torch.Tensor:
     """[n, out] of `rows`, [n, in].
 
     What is added up in which order depends on the sizes and the processor alone, so the bits do.
@@ -76,36 +99,41 @@ def multiply(
     Args:
         rows: contiguous, at an address that is a multiple of 64.
         out_features: rows of the weight.
-        block: makes its rows from the first number to before the second, as that dtype.
+        block: makes its rows from the first number to before the second.
     """
+    count, columns = rows.shape
     dtype = product_dtype(rows.dtype)
-    made = torch.empty((len(rows), out_features), dtype=rows.dtype)
-    parts = rows.split(len(rows) if dtype == rows.dtype else _ROWS)
+    made = torch.empty((count, out_features), dtype=rows.dtype)
+    # Fresh memory for each block would take longer than filling it.
+    values = torch.empty(min(_OUT_ROWS, out_features) * columns, dtype=dtype)
+    parts = rows.split(count if dtype == rows.dtype else _ROWS)
     for start in range(0, out_features, _OUT_ROWS):
         stop = min(start + _OUT_ROWS, out_features)
-        _multiply(parts, block(start, stop, dtype), made[:, start:stop])
+        one = block(start, stop, values[: (stop - start) * columns])
+        _multiply(parts, one, made[:, start:stop])
     return made
 
 
 def _multiply(parts: Sequence[torch.Tensor], block: WeightBlock, out: torch.Tensor) -> None:
-    """Multiply by one block. A function of its own, so that nothing of it outlives it."""
     for part, into in zip(parts, out.split(len(parts[0])), strict=True):
-        product = part.to(block.values.dtype) @ block.values
-        into.copy_(product if block.scale is None else product.mul_(block.scale))
-        del product
+        made = part.to(block.values.dtype) @ block.values
+        into.copy_(made if block.scale is None else made.mul_(block.scale))
+        del made  # before the next one is made
 
 
 def temporary_bytes(rows: int, weight: Sizes) -> int:
     """The most that a product of so many rows of input holds beside those and what it returns."""
-    if rows <= most_by_kernel(weight.bits, weight.dtype):
-        return 0
+    if rows <= most_by_kernel(weight.bits, weight.dtype, rounded=weight.rounded):
+        return product.temporary_bytes(rows, weight.in_features) if weight.rounded else 0
     dtype = product_dtype(weight.dtype)
     count = min(weight.out_features, _OUT_ROWS)
     part = rows if dtype == weight.dtype else min(rows, _ROWS)
     # The library may put both factors into an order of its own.
     items = (2 * count + part * (dtype != weight.dtype)) * weight.in_features + part * count
     nbytes: float = items * dtype.itemsize
-    if weight.bits == 4:  # integers, exact floats, scales and zeros of groups of 32
+    if (
+        weight.bits == 4 and compiled() is None
+    ):  # integers, exact floats, scales and zeros of groups of 32
         exact = torch.float32.itemsize * (dtype != torch.float32)
         nbytes += count * weight.in_features * (1.5 + exact)
     return int(nbytes)
@@ -115,5 +143,6 @@ def temporary_bytes(rows: int, weight: Sizes) -> int:
 def product_dtype(dtype: torch.dtype) -> torch.dtype:
     """What to multiply in: bf16 only where the processor does, fp32 is several times as fast."""
     known = torch.cpu.get_capabilities()
-    native = dtype == torch.bfloat16 and any(known.get(name) for name in _BF16)
-    return dtype if native else torch.float32
+    wide = torch.backends.cpu.get_cpu_capability().startswith("AVX512")  # nobody has forbidden it
+    native = known.get("bf16") or (wide and known.get("avx512_bf16"))
+    return dtype if dtype == torch.bfloat16 and native else torch.float32

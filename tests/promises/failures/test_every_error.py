@@ -195,6 +195,16 @@ def test_an_unknown_pressure(floats: Path) -> None:
         pipeload.from_pretrained(floats, memory_limit="100GB", pressure="high")
 
 
+def test_exact_inputs_that_mean_nothing(floats: Path) -> None:
+    """No model but int4 by rows has others; and it is yes or no."""
+    with pytest.raises(OptionError, match=r"exact_inputs=True, and no .* is int4 by rows"):
+        pipeload.from_pretrained(floats, memory_limit="100GB", exact_inputs=True)
+    with pytest.raises(OptionError, match="exact_inputs='perhaps' means nothing"):
+        pipeload.plan(floats, exact_inputs="perhaps")  # type: ignore[arg-type]
+    with pipeload.streaming(memory_limit="100GB", exact_inputs=True):  # where models may be many
+        assert load_plain(floats).pipeload.plan.kernel is None
+
+
 def test_a_limit_in_the_environment(floats: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The message says where the limit comes from."""
     before = PreTrainedModel.from_pretrained

@@ -352,7 +352,7 @@ def test_options_reach_the_loading(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those before the script are ours, those after it are its own."""
     words = (
         "--memory-limit 2GB --tokens=40 --batch 2 --io-mode buffered --readers 3 --pressure auto "
-        "--stats --device cuda:1 --host-memory-limit 8GB"
+        "--exact-inputs --stats --device cuda:1 --host-memory-limit 8GB"
     )
     options, target = entry_script._parse([*words.split(), str(SCRIPTS), "--tokens", "9"])
     assert vars(options) == {
@@ -362,6 +362,7 @@ def test_options_reach_the_loading(monkeypatch: pytest.MonkeyPatch) -> None:
         "io_mode": "buffered",
         "readers": 3,
         "pressure": "auto",
+        "exact_inputs": True,
         "device": "cuda:1",
         "host_memory_limit": "8GB",
         "stats": True,

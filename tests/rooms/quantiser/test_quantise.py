@@ -29,8 +29,11 @@ from pipeload.errors import (
     UnsupportedModelError,
 )
 from pipeload.formats.form_names import FORMS as METHODS
-from pipeload.formats.integers.linear import Int4Linear, Int8Linear, PackedLinear, PartedLinear
+from pipeload.formats.integers import product
+from pipeload.formats.integers.format import OURS, TORCHS
+from pipeload.formats.integers.linear import Int4Linear, Int8Linear, PackedLinear
 from pipeload.formats.integers.order import ORDERS, kernel_order
+from pipeload.formats.integers.parted_linear import PartedLinear
 from pipeload.formats.integers.quantizer import PipeloadConfig
 from pipeload.formats.integers.rounding import to_int8
 from pipeload.hf.pending_load import PendingLoad
@@ -240,15 +243,41 @@ def test_saved_and_loaded_again(form: str, llama: Path, tmp_path: Path) -> None:
     assert_same(outputs(load_plain(tmp_path / "removed")), expected)
 
 
-def test_made_on_another_processor(
-    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def made_in(order: str, llama: Path, target: Path) -> Path:
+    """int4 in an order of torch's kernel, as earlier versions made it."""
+    with pytest.MonkeyPatch.context() as earlier:
+        earlier.setattr("pipeload.quantiser.forms.BY_ROWS", order)
+        return pipeload.quantize(llama, target, **FORMS["int4 by 32"])
+
+
+def test_exact_inputs(llama: Path, tmp_path: Path) -> None:
+    """What torch's kernel makes of the same weights in its own order, streamed and plain."""
+    folder = pipeload.quantize(llama, tmp_path / "rows", **FORMS["int4 by 32"])
+    own = made_in(kernel_order(), llama, tmp_path / "own")
+    expected = outputs(load_plain(own))
+    config = AutoConfig.from_pretrained(folder)
+    config.quantization_config["exact_inputs"] = True
+    plain = load_plain(folder, config=config)
+    assert_same(outputs(plain), expected, "plain")
+    for limit in limits(folder, 3, exact_inputs=True):
+        model = load(folder, limit, exact_inputs=True)
+        assert_same(outputs(model), expected, f"at {limit}")
+        assert model.pipeload.plan.kernel == TORCHS
+    model.pipeload.remove()
+    model.save_pretrained(tmp_path / "saved")
+    assert_same(outputs(load_plain(tmp_path / "saved")), expected, "saved")
+    rounded = load_smallest(folder)
+    ours = rounded.pipeload.plan.kernel == OURS
+    assert ours == (product.compiled() is not None)
+    assert ours == any(
+        not torch.equal(*pair) for pair in zip(outputs(rounded), expected, strict=True)
+    )
+
+
+def test_made_on_another_processor(llama: Path, tmp_path: Path) -> None:
     """Int4 rows lie in another order there: put right at load, as they stream, and when saved."""
-    options = FORMS["int4 by 32"]
-    own = pipeload.quantize(llama, tmp_path / "own", **options)
-    with monkeypatch.context() as elsewhere:
-        elsewhere.setattr("pipeload.quantiser.forms.kernel_order", lambda: OTHER_ORDER)
-        other = pipeload.quantize(llama, tmp_path / "other", **options)
+    own = made_in(kernel_order(), llama, tmp_path / "own")
+    other = made_in(OTHER_ORDER, llama, tmp_path / "other")
     name = "model.layers.1.mlp.up_proj.weight"
     stored = [load_file(folder / "model.safetensors")[name] for folder in (own, other)]
     assert not torch.equal(*stored)

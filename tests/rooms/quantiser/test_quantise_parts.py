@@ -11,9 +11,10 @@ from transformers import AutoConfig
 
 import pipeload
 from pipeload.errors import OptionError
-from pipeload.formats.integers.linear import PartedLinear
+from pipeload.formats.integers.order import kernel_order
+from pipeload.formats.integers.parted_linear import PartedLinear
 from pipeload.formats.integers.quantizer import PipeloadConfig
-from tests.rooms.quantiser.test_quantise import FORMS, OTHER_ORDER, SIZES
+from tests.rooms.quantiser.test_quantise import FORMS, OTHER_ORDER, SIZES, made_in
 from tests.support.exact import (
     assert_same,
     limits,
@@ -93,13 +94,10 @@ def test_parts_are_the_rows_of_the_whole(
     )
 
 
-def test_made_on_another_processor(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_made_on_another_processor(source: Path, tmp_path: Path) -> None:
     """Every part is put into this one's order."""
-    own = pipeload.quantize(source, tmp_path / "own", **FORMS["int4 by 32"])
-    monkeypatch.setattr("pipeload.quantiser.forms.kernel_order", lambda: OTHER_ORDER)
-    other = pipeload.quantize(source, tmp_path / "other", **FORMS["int4 by 32"])
+    own = made_in(kernel_order(), source, tmp_path / "own")
+    other = made_in(OTHER_ORDER, source, tmp_path / "other")
     expected = outputs(load_plain(own))
     assert_same(outputs(load_plain(other)), expected, "plain")
     assert_same(outputs(load_smallest(other)), expected, "streamed")

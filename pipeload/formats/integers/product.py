@@ -1,0 +1,77 @@
+"""Products with int4 weights whose rows lie one after the other, of inputs rounded to int16.
+
+Compiled (`product.c`) where there is a `cc`, for processors with AVX2. Inputs of a group share a
+scale, so integers are multiplied by integers: a weight takes about as long as reading it. torch's
+kernel, whose inputs are exact, takes two and a half times as long where AVX2 is all.
+
+A row of the result has the same bits in whichever company it is computed.
+
+[Note: how exact rounded inputs are] int16 leaves 2e-5 of the products' size as an error, a
+hundredth of what bf16 rounds them by. int8 by 32 would leave 5e-3, and cost SmolLM2 0.7 % of
+perplexity, for a tenth of the time in decoding.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+from pathlib import Path
+
+import torch
+
+from pipeload.formats.compiler import compile_library
+from pipeload.formats.integers.unpack import KINDS
+
+_SOURCE = Path(__file__).with_name("product.c")
+_BLOCK = 64  # columns, of which the last may be half
+_log = logging.getLogger("pipeload")
+
+
+def multiply(
+    rows: torch.Tensor,
+    weight: torch.Tensor,
+    scales_and_zeros: torch.Tensor,
+    *,
+    vnni: bool = True,
+) -> torch.Tensor:
+    """[n, out] of `rows`, [n, in], and uint8 of [out, in / 2]; there must be a kernel.
+
+    Args:
+        rows: contiguous, in bf16, fp16 or fp32; what is returned is in the same.
+        weight: contiguous; four rows at least.
+        scales_and_zeros: [groups, out, 2], contiguous, in any of those dtypes.
+        vnni: whether to use what AVX512-VNNI adds, where it is; bits are the same.
+    """
+    library = compiled()
+    assert library is not None  # noqa: S101 - whoever puts weights into this order has asked
+    (count, columns), (groups, out, _) = rows.shape, scales_and_zeros.shape
+    memory = torch.empty(temporary_bytes(count, columns), dtype=torch.uint8)
+    made = torch.empty((count, out), dtype=rows.dtype)
+    library.product(
+        *(rows.data_ptr(), weight.data_ptr(), scales_and_zeros.data_ptr()),
+        *(memory.data_ptr(), made.data_ptr(), count, out, columns, columns // groups),
+        *(KINDS[scales_and_zeros.dtype], KINDS[rows.dtype], vnni),
+    )
+    return made
+
+
+def temporary_bytes(rows: int, columns: int) -> int:
+    """The most that so many rows of input are held in, rounded."""
+    blocks = -(-columns // _BLOCK)
+    return rows * blocks * (2 * _BLOCK + 2 * 8)  # scales and sums of two groups a block at most
+
+
+@functools.cache
+def compiled() -> ctypes.CDLL | None:
+    """Compile the kernel; None without a compiler, on other processors, or if that goes wrong."""
+    library = compile_library(_SOURCE)
+    if library is None:
+        _log.info(
+            "int4 weights are put into the order of torch's kernel as they are read: there is no C "
+            "compiler, or the processor lacks AVX2"
+        )
+        return None
+    addresses, sizes, kinds = [ctypes.c_void_p] * 5, [ctypes.c_int64] * 4, [ctypes.c_int] * 3
+    library.product.argtypes, library.product.restype = [*addresses, *sizes, *kinds], None
+    return library
