@@ -16,6 +16,7 @@ import typer
 from pipeload import __version__
 from pipeload._sizes import parse_size
 from pipeload.cli import options as opt
+from pipeload.cli.evaluate_command import evaluate
 from pipeload.cli.exit_status import Commands, load, reported
 from pipeload.cli.log_lines import replace_unprintable
 from pipeload.cli.prompt import read_prompt
@@ -150,46 +151,7 @@ def plan(
         )
 
 
-@app.command("eval")
-def evaluate(
-    models: opt.Models,
-    *,
-    text: opt.Text,
-    memory_limit: opt.MemoryLimit = "auto",
-    device: opt.Device = "cpu",
-    host_memory_limit: opt.HostMemoryLimit = None,
-    window: opt.WindowLength = None,
-    stride: opt.Stride = None,
-    batch: opt.WindowsPerPass = None,
-    max_tokens: opt.MaxTokens = None,
-    dtype: opt.DtypeOption = opt.Dtype.AUTO,
-    compare: opt.Compare = False,
-    json: opt.Json = False,
-    quiet: opt.Quiet = False,
-    debug: opt.Debug = False,
-) -> None:
-    """Measure perplexity: how well models predict a text, by a sliding window."""
-    with reported(debug=debug, quiet=quiet or json, smaller_pass=("--window", "--batch")):
-        load("from_pretrained")
-        from pipeload.cli import evaluate as cli_evaluate
-
-        cli_evaluate.run(
-            cli_evaluate.Arguments(
-                models=tuple(models),
-                text=text,
-                memory_limit=memory_limit,
-                device=device,
-                host_memory_limit=host_memory_limit,
-                window=window,
-                stride=stride,
-                batch=batch,
-                max_tokens=max_tokens,
-                dtype=dtype.value,
-                compare=compare,
-                json=json,
-            ),
-            debug=debug,
-        )
+app.command("eval")(evaluate)
 
 
 @app.command()

@@ -238,37 +238,6 @@ DiskRate = Annotated[
     typer.Option(callback=_rate, help='Bytes per second, as "1GB"; measured when not given.'),
 ]
 
-# -- eval ----------------------------------------------------------------------------------------
-
-Models = Annotated[
-    list[str], typer.Argument(help="Folders or hub ids, float or quantised; one row for each.")
-]
-Text = Annotated[Path, typer.Option(help="The text that is to be predicted, in UTF-8.")]
-WindowLength = Annotated[
-    int | None,
-    typer.Option(min=2, help="Tokens seen at once; 1024, or all that the models know."),
-]
-Stride = Annotated[
-    int | None, typer.Option(min=1, help="Tokens scored per window; half of it by default.")
-]
-WindowsPerPass = Annotated[
-    int | None,
-    typer.Option(
-        min=1, help="Windows per pass; by default as many as save reading, with LLM.int8 one."
-    ),
-]
-MaxTokens = Annotated[
-    int | None, typer.Option(min=2, help="Stop after this many tokens of the text.")
-]
-
-Compare = Annotated[
-    bool,
-    typer.Option(
-        "--compare",
-        help="How far predictions are from the first model's; its logits wait in a file (TMPDIR).",
-    ),
-]
-
 # -- demo ----------------------------------------------------------------------------------------
 
 DemoLimit = Annotated[
