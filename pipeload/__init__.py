@@ -24,7 +24,15 @@ if TYPE_CHECKING:
     from pipeload.budget.plan import Plan
     from pipeload.engine.handle import Handle
     from pipeload.engine.stats import Stats
-    from pipeload.entry.api import from_pretrained, handle, plan, smallest_limit, streaming, wrap
+    from pipeload.entry.api import (
+        from_pretrained,
+        generate_many,
+        handle,
+        plan,
+        smallest_limit,
+        streaming,
+        wrap,
+    )
     from pipeload.quantiser.convert import convert
     from pipeload.quantiser.quantise import quantize
 
@@ -43,6 +51,7 @@ __all__ = [
     "UnsupportedOperationError",
     "convert",
     "from_pretrained",
+    "generate_many",
     "handle",
     "plan",
     "quantize",
@@ -58,6 +67,7 @@ _HOMES = {
     "Stats": "pipeload.engine.stats",
     "convert": "pipeload.quantiser.convert",
     "from_pretrained": "pipeload.entry.api",
+    "generate_many": "pipeload.entry.api",
     "handle": "pipeload.entry.api",
     "plan": "pipeload.entry.api",
     "quantize": "pipeload.quantiser.quantise",

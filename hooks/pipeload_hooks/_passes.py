@@ -35,6 +35,7 @@ class PassGate:
         self._renew_lock()
         self._owner: int | None = None
         self._entered: list[nn.Module | Mark] = []
+        self._held = False
         _GATES.add(self)
 
     def _renew_lock(self) -> None:
@@ -54,10 +55,30 @@ class PassGate:
             if self._owner == me and self._alive(sys._getframe(), module):
                 self._entered.append(module)
                 return False
-            while self._owner not in (None, me) and not (self._rests() or self._owner_is_dead()):
-                self._changed.wait(_POLL_SECONDS)
+            self._wait_for_others(me)
             self._owner, self._entered = me, [module]
             return True
+
+    def hold(self) -> None:
+        """Keep passes from beginning until `let_go`, in all threads. Waits for the running one.
+
+        For those who let passes take turns in ways of their own, by other gates.
+        """
+        with self._lock:
+            self._wait_for_others(None)
+            self._held, self._owner, self._entered = True, None, []
+
+    def let_go(self) -> None:
+        """Let passes begin again, whoever has kept them from it."""
+        with self._lock:
+            self._held = False
+            self._changed.notify_all()
+
+    def _wait_for_others(self, me: int | None) -> None:
+        while self._held or (
+            self._owner not in (None, me) and not (self._rests() or self._owner_is_dead())
+        ):
+            self._changed.wait(_POLL_SECONDS)
 
     def leave(self, module: nn.Module) -> bool:
         """Called after `module` ran. True when this ends the pass."""
@@ -135,7 +156,10 @@ class PassGate:
     def busy(self) -> bool:
         """Whether a pass runs in any thread."""
         with self._lock:
-            return self._owner is not None and not self._owner_is_dead()
+            return self._runs()
+
+    def _runs(self) -> bool:
+        return self._held or (self._owner is not None and not self._owner_is_dead())
 
     @contextlib.contextmanager
     def idle(self, modules: Collection[nn.Module], waiting: Collection[int]) -> Iterator[bool]:
@@ -145,7 +169,7 @@ class PassGate:
         that are `waiting`, by their identity, have not yet computed anything in theirs.
         """
         with self._lock:
-            running = self._owner is not None and not self._owner_is_dead()
+            running = self._runs()
             wanted = set(map(id, modules))
             yield not running and not any(
                 _is_inside(frame, wanted)

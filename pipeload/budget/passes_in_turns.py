@@ -1,0 +1,51 @@
+"""What passes need together that take turns: each computes alone, beside what the others keep."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from torch import nn
+
+    from pipeload.budget.pass_needs import PassNeeds
+
+
+class Call(Protocol):
+    """A call of a model."""
+
+    @property
+    def module(self) -> nn.Module | None:
+        """What is called; None is the whole model."""
+
+    @property
+    def args(self) -> tuple[Any, ...]:
+        """With what, by place."""
+
+    @property
+    def kwargs(self) -> Mapping[str, Any]:
+        """With what, by name."""
+
+
+class Called(NamedTuple):
+    """A `Call`."""
+
+    module: nn.Module | None
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+
+def needs_in_turns(needs: PassNeeds, calls: Sequence[Call]) -> list[int]:
+    """Bytes that the first pass takes on, the first two together, and so on."""
+    alone = [needs.for_pass(call.args, call.kwargs, call.module) for call in calls]
+    if len(calls) == 1:
+        return alone
+    kept = [
+        min(need, needs.between_turns(call.args, call.kwargs))
+        for need, call in zip(alone, calls, strict=True)
+    ]
+    # One computes at a time: beside what all keep, there is what the largest takes for that.
+    computing = accumulate((need - one for need, one in zip(alone, kept, strict=True)), max)
+    return [*map(sum, zip(accumulate(kept), computing, strict=True))]

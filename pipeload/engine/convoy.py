@@ -1,0 +1,346 @@
+"""Many passes that share one reading of the weights: a convoy.
+
+[Note: how a convoy runs] Each member is a thread in a call of its own, of `generate` say, and each
+computes alone, so that its bits are those of a run alone. They take turns: a member has its turn
+until a site has run, or a range of rows of one; then the next one runs the same site with the same
+weights, and when all have, these go. Turns are given, not taken: the one that ends its turn wakes
+the next, so that nothing that a pass relies on is ever used by two at once.
+
+Members begin their passes together, in a round: what plans, measures or lets go of hooks is done
+when all of them wait for one. Those whose pass does not fit beside the others' wait for a later
+one; the newest gives up what it has, and may be begun again, where the oldest could not go on.
+
+Between the outcomes that a caller waits for, nobody runs: the caller's own random numbers, and
+whatever else it does with the model, are then as they would be without.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+from collections import deque
+from statistics import median
+from typing import TYPE_CHECKING, Any, Protocol
+
+from pipeload.engine.convoy_members import GaveWayError, Member, Party, forget_locals
+from pipeload.engine.pass_state import Running
+from pipeload.engine.shared_units import SharedUnits
+from pipeload.engine.thread_context import RandomNumbers, ThreadContext, modules_outside
+from pipeload.errors import MemoryLimitError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from torch import nn
+
+    from pipeload.engine.direct_calls import PassCall
+    from pipeload.engine.pass_state import PassState
+    from pipeload.engine.replan import Replan
+    from pipeload.engine.streamer import Streamer
+
+_TICK_SECONDS = 0.5
+_ROUNDS = 32
+
+
+class Passes(Protocol):
+    """What rounds need of whoever knows where passes begin and end."""
+
+    @property
+    def model(self) -> nn.Module:
+        """What streams."""
+
+    def open_round(self, calls: Sequence[PassCall]) -> int:
+        """Make room for passes that take turns, the first ones; returns how many. Or raises."""
+
+    def recover(self) -> None:
+        """Give back what the pass was holding whose turn it is."""
+
+    def rest(self) -> None:
+        """Be done with what passes have left behind that took no turns."""
+
+
+class Convoy:
+    """The members that run one model together. See [Note: how a convoy runs]."""
+
+    def __init__(self, own: PassState, streamer: Streamer, replan: Replan) -> None:
+        """`own` is where passes stand that take no turns."""
+        self._own, self._streamer, self._replan = own, streamer, replan
+        self._units = SharedUnits(streamer, replan.prefetcher)
+        # Guards who is there, who has the turn, and who waits. All else is that one's who has it.
+        self._lock = threading.Lock()
+        self._members: list[Member] = []
+        """The oldest first."""
+        self._by_thread: dict[int, Member] = {}
+        self._turn: Member | None = None
+        self._waiting = 0
+        """Callers that wait for a member, or for the end of all."""
+        self.active = False
+        """Whether other passes are kept from beginning."""
+        self._passes: Passes | None = None
+        """Held while there are members: it holds this."""
+        self._outside: RandomNumbers | None = None
+        """Those of the process, while a member has its turn."""
+        self._round: tuple[float, float, int] | None = None
+        """Seconds that passes had taken and waited when the round began, and how many they are."""
+        self._computing: deque[float] = deque(maxlen=_ROUNDS)
+
+    # -- what callers ask ------------------------------------------------------------------------
+
+    @property
+    def seconds_per_pass(self) -> float | None:
+        """What one member's pass takes without waiting, as a rule; None before there was any."""
+        return median(self._computing) if self._computing else None
+
+    def state_of_thread(self) -> PassState:
+        """Where the calling thread's passes stand."""
+        member = self._by_thread.get(threading.get_ident()) if self.active else None
+        return self._own if member is None else member.state
+
+    def start(
+        self, party: Party, passes: Passes, work: Callable[[], Any], *, seed: int, name: str
+    ) -> Member:
+        """Have a thread called `name` do `work`, which calls the model, once somebody waits.
+
+        `seed`: of its random numbers.
+
+        Raises:
+            RuntimeError: the system gives no thread.
+        """
+        model = passes.model
+        device = getattr(model, "device", None)
+        context = ThreadContext(RandomNumbers(device, seed), modules_outside(model))
+        member = Member(party, self._own.twin(), context)
+
+        def run() -> None:
+            with self._lock:
+                self._members.append(member)
+                self._by_thread[threading.get_ident()] = member
+                self._passes = passes
+                self._own.log.open_for(member.state.log)
+            member.entered.set()
+            member.wake.acquire()
+            self._travel(member, work)
+
+        thread = threading.Thread(target=run, name=name, daemon=True)
+        party.threads = [*filter(threading.Thread.is_alive, party.threads), thread]
+        thread.start()
+        member.entered.wait()
+        return member
+
+    def outcome(self, party: Party) -> tuple[Member, Any]:
+        """Have members run until one of the party's ends: that one, and what came of it."""
+        with contextlib.suppress(queue.Empty):
+            return party.outcomes.get_nowait()
+        with self._lock:
+            party.waits = True
+            self._waiting += 1
+            self._resume()
+        try:
+            while True:
+                with contextlib.suppress(queue.Empty):
+                    return party.outcomes.get(timeout=_TICK_SECONDS)
+        finally:
+            with self._lock:
+                self._served(party)
+
+    def close(self, party: Party) -> None:
+        """Have the party's members end, each at its next turn; returns when they have."""
+        party.closed = True
+        with self.waited_for():
+            for thread in party.threads:
+                thread.join()
+
+    @contextlib.contextmanager
+    def waited_for(self) -> Iterator[None]:
+        """Inside, members run: the caller waits for the end of them."""
+        with self._lock:
+            self._waiting += 1
+            self._resume()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._waiting -= 1
+
+    def _resume(self) -> None:
+        if self._turn is None and self._members:
+            self._give_turn(self._next(len(self._members) - 1))
+
+    def _served(self, party: Party) -> None:
+        if party.waits:
+            party.waits = False
+            self._waiting -= 1
+
+    # -- what the member calls whose turn it is --------------------------------------------------
+
+    def hand_over(self) -> None:
+        """Let the others have their turns; nothing is in use that only this one knows of."""
+        if (me := self._turn) is not None:
+            with self._lock:
+                following = self._next(self._members.index(me))
+            if following is not me:
+                self._switch(me, following)
+            me.check()
+
+    def arrive(self, call: PassCall) -> bool:
+        """Wait for a round in which there is room for this pass; False in a thread of no member.
+
+        Raises:
+            MemoryLimitError: there is none, whoever else gives way.
+        """
+        me = self._by_thread.get(threading.get_ident()) if self.active else None
+        if me is None:
+            return False
+        self.leave_round()  # with a pass of which nobody has said that it was over
+        me.call = call
+        while me.call is not None:
+            me.check(begins=True)
+            with self._lock:
+                following = self._next(self._members.index(me))
+            if not following.can_run:
+                self._open_round()
+                with self._lock:
+                    following = self._next(-1)
+            if following is not me:
+                self._switch(me, following)
+        me.check()
+        me.passes += 1
+        return True
+
+    def leave_round(self) -> None:
+        """The pass is over of whose turn it is."""
+        self._units.end(id(self._streamer.now))
+
+    def _next(self, index: int) -> Member:
+        """Whose turn follows that of a member by its place; where all wait, the next of them."""
+        ring = self._members[index + 1 :] + self._members[: index + 1]
+        return next((member for member in ring if member.can_run), ring[0])
+
+    def _give_turn(self, member: Member) -> None:
+        self._turn = member
+        member.wake.release()
+
+    def _switch(self, me: Member, following: Member) -> None:
+        me.context.take_off()
+        self._give_turn(following)
+        me.wake.acquire()
+        self._take_turn(me)
+
+    def _take_turn(self, me: Member) -> None:
+        if not self.active:
+            self._begin()
+        if self._outside is None:
+            self._outside = RandomNumbers(me.context.device)
+            self._own.log.start_clock()
+        self._streamer.now = me.state
+        me.context.put_on()
+
+    # -- the life of a member, and of all --------------------------------------------------------
+
+    def _travel(self, me: Member, work: Callable[[], Any]) -> None:
+        try:
+            self._take_turn(me)
+            me.check()
+            outcome = work()
+        except BaseException as error:  # whoever waits gets it
+            forget_locals(error)
+            outcome = error
+        self._leave(me, outcome)
+
+    def _leave(self, me: Member, outcome: Any) -> None:
+        state = me.state
+        died = state.inside or state.held or state.running is not Running.NOTHING
+        if self._passes is not None and died:
+            self._passes.recover()  # it died where no hook runs
+        state.modes.discard()
+        self._units.end(id(state))
+        me.context.take_off()
+        with self._lock:
+            index = self._members.index(me)
+            del self._members[index], self._by_thread[threading.get_ident()]
+            self._own.log.close_for(state.log)
+            over = not self._members
+        if over:
+            self._end()
+        with self._lock:
+            self._served(me.party)
+            go_on = self._waiting > 0 or any(member.party.closed for member in self._members)
+            if not go_on:
+                self._come_outside()
+            me.party.outcomes.put((me, outcome))
+            self._turn = None
+            if go_on and self._members:
+                self._give_turn(self._next(index - 1))
+
+    def _come_outside(self) -> None:
+        """Have the process's own random numbers there, and count no time: nobody runs."""
+        if self._outside is not None:
+            self._outside.restore()
+            self._outside = None
+            if self._round is not None:
+                self._own.log.lap()
+
+    def _begin(self) -> None:
+        """Keep other passes from beginning, once the one that runs is over."""
+        self._own.gate.hold()
+        if self._passes is not None:
+            self._passes.rest()
+        self._streamer.source, self._streamer.hand_over = self._units, self.hand_over
+        self.active = True
+
+    def _end(self) -> None:
+        """Nobody is left: let others' passes begin."""
+        try:
+            self._end_round()
+        finally:
+            streamer = self._streamer
+            streamer.source, streamer.hand_over = self._replan.prefetcher, None
+            streamer.now, self.active, self._passes = self._own, False, None
+            self._come_outside()
+            self._own.gate.let_go()
+
+    # -- rounds ----------------------------------------------------------------------------------
+
+    def _open_round(self) -> None:
+        """Let as many passes begin as there is room for; all members wait for that."""
+        self._end_round()
+        waiting = [member for member in self._members if member.call is not None]
+        calls = [member.call for member in waiting if member.call is not None]
+        passes = self._passes
+        assert passes is not None  # noqa: S101 - as long as there are members
+        try:
+            admitted = passes.open_round(calls)
+        except MemoryLimitError as error:
+            newest = next((one for one in reversed(waiting[1:]) if one.passes), None)
+            if newest is None:
+                waiting[0].error = error
+            else:
+                newest.error = GaveWayError(error)
+            return
+        except Exception as error:  # others will meet it in their turn
+            waiting[0].error = error
+            return
+        for member in waiting[:admitted]:
+            member.call = None
+            self._units.begin(id(member.state))
+        if self._replan.settled:
+            self._replan.governor.let_run()  # nothing is left that says when passes are over
+            return
+        log = self._own.log
+        log.start_clock()
+        self._round = log.pass_seconds, self._streamer.stall_seconds, admitted
+
+    def _end_round(self) -> None:
+        """All passes of a round are over."""
+        if self._round is None:
+            return
+        (began, stalled, passes), self._round = self._round, None
+        log = self._own.log
+        log.lap()
+        waited = self._streamer.stall_seconds - stalled
+        self._computing.append(max(0.0, log.pass_seconds - began - waited) / passes)
+        self._replan.pass_ended()
+        self._replan.governor.after_pass()
+        if not self._replan.settled:
+            self._replan.drop_settled()
