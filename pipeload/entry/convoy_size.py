@@ -1,4 +1,4 @@
-"""How many requests at once help: as many as wait for the same reading, and fit beside each other."""
+"""How many requests at once help: as many as fill the time of reading, and fit in memory."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class ConvoySize:
         wanted = [self._governor.bytes_alone(*sizes_of(model, each)) for each in (*running, more)]
         caches, passes = zip(*wanted, strict=True)
         fits = sum(caches) + max(passes) <= self._spare
-        return fits and caches[-1] * len(running) < streamed
+        return fits and bool(caches[-1] * len(running) < streamed)
 
     def _most(self, streamed: int) -> int:
         """How many fill the time of reading, and one more."""
