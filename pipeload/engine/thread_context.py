@@ -57,7 +57,7 @@ class RandomNumbers:
 class OwnAttributes:
     """Attributes and buffers of some modules, as one caller has left them.
 
-    Only what it has set itself is its own: all else is everybody's.
+    Only tensors, caches and numbers that it has set itself: all else is everybody's.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
@@ -95,10 +95,16 @@ class OwnAttributes:
                 value, then = space.get(name, _MISSING), before.get(name, _MISSING)
                 if name in mine:
                     mine[name] = value
-                elif value is not then:
+                elif value is not then and (_is_state(value) or _is_state(then)):
                     mine[name], others[name] = value, then
             _set(space, others)
             others.clear()
+
+
+def _is_state(value: object) -> bool:
+    """Whether it may belong to one call: a flag tells what was done to the model, for all calls."""
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return number or isinstance(value, torch.Tensor) or hasattr(value, "get_seq_length")
 
 
 def _set(space: dict[str, Any], values: dict[str, Any]) -> None:
