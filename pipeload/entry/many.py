@@ -43,6 +43,8 @@ class Request(NamedTuple):
 def _is_plain(value: object) -> bool:
     if isinstance(value, (list, tuple)):
         return all(map(_is_plain, value))
+    if getattr(value, "keeps_nothing", False):
+        return True
     return value is None or isinstance(value, (torch.Tensor, int, float, str, GenerationConfig))
 
 
