@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from pipeload.bench import measure
 from pipeload.bench.report import legend
 from pipeload.checkpoint.file_reads import FileSet
-from pipeload.cli.answer import Answer, StopAt, Cut
+from pipeload.cli.answer import Answer, Cut, StopAt
 from pipeload.engine.stats import work_rows
 from pipeload.errors import ReadError
 from tests.promises.ways_in.test_notebook import STATS
