@@ -162,14 +162,17 @@ class PassGate:
         return self._held or (self._owner is not None and not self._owner_is_dead())
 
     @contextlib.contextmanager
-    def idle(self, modules: Collection[nn.Module], waiting: Collection[int]) -> Iterator[bool]:
+    def idle(
+        self, modules: Collection[nn.Module], waiting: Collection[int], *, held: bool = False
+    ) -> Iterator[bool]:
         """Keep passes from beginning; gives whether none runs.
 
         Calls of `modules` count as well: they may have begun while these carried no hooks. Threads
-        that are `waiting`, by their identity, have not yet computed anything in theirs.
+        that are `waiting`, by their identity, have not yet computed anything in theirs. `held`: the
+        caller is one of those that `hold` was called for.
         """
         with self._lock:
-            running = self._runs()
+            running = self._runs() and not held
             wanted = set(map(id, modules))
             yield not running and not any(
                 _is_inside(frame, wanted)

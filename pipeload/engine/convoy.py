@@ -19,45 +19,25 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
-from collections import deque
-from statistics import median
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from pipeload.engine.convoy_members import GaveWayError, Member, Party, forget_locals
+from pipeload.engine.convoy_members import Member, Party, forget_locals
+from pipeload.engine.convoy_rounds import Rounds
 from pipeload.engine.pass_state import Running
 from pipeload.engine.shared_units import SharedUnits
 from pipeload.engine.thread_context import RandomNumbers, ThreadContext, modules_outside
-from pipeload.errors import MemoryLimitError
+from pipeload.errors import UnsupportedOperationError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator
 
-    from torch import nn
-
+    from pipeload.engine.convoy_rounds import Passes
     from pipeload.engine.direct_calls import PassCall
     from pipeload.engine.pass_state import PassState
     from pipeload.engine.replan import Replan
     from pipeload.engine.streamer import Streamer
 
 _TICK_SECONDS = 0.5
-_ROUNDS = 32
-
-
-class Passes(Protocol):
-    """What rounds need of whoever knows where passes begin and end."""
-
-    @property
-    def model(self) -> nn.Module:
-        """What streams."""
-
-    def open_round(self, calls: Sequence[PassCall]) -> int:
-        """Make room for passes that take turns, the first ones; returns how many. Or raises."""
-
-    def recover(self) -> None:
-        """Give back what the pass was holding whose turn it is."""
-
-    def rest(self) -> None:
-        """Be done with what passes have left behind that took no turns."""
 
 
 class Convoy:
@@ -81,21 +61,35 @@ class Convoy:
         """Held while there are members: it holds this."""
         self._outside: RandomNumbers | None = None
         """Those of the process, while a member has its turn."""
-        self._round: tuple[float, float, int] | None = None
-        """Seconds that passes had taken and waited when the round began, and how many they are."""
-        self._computing: deque[float] = deque(maxlen=_ROUNDS)
+        self._rounds = Rounds(own, streamer, replan, self._units)
+
+    def anew(self) -> Convoy:
+        """One that has no members, in a forked child: those of this one are not there."""
+        streamer = self._streamer
+        streamer.now, streamer.source = self._own, self._replan.prefetcher
+        streamer.hand_over = None
+        return Convoy(self._own, streamer, self._replan)
 
     # -- what callers ask ------------------------------------------------------------------------
 
     @property
     def seconds_per_pass(self) -> float | None:
         """What one member's pass takes without waiting, as a rule; None before there was any."""
-        return median(self._computing) if self._computing else None
+        return self._rounds.seconds_per_pass
 
     def state_of_thread(self) -> PassState:
         """Where the calling thread's passes stand."""
         member = self._by_thread.get(threading.get_ident()) if self.active else None
         return self._own if member is None else member.state
+
+    def has_turn(self) -> bool:
+        """Whether the calling thread is the member whose turn it is."""
+        return self.active and threading.get_ident() in self._by_thread
+
+    @property
+    def threads(self) -> frozenset[int]:
+        """Those of members, by their identity: where they wait, they have computed nothing yet."""
+        return frozenset(self._by_thread)
 
     def start(
         self, party: Party, passes: Passes, work: Callable[[], Any], *, seed: int, name: str
@@ -129,7 +123,16 @@ class Convoy:
         return member
 
     def outcome(self, party: Party) -> tuple[Member, Any]:
-        """Have members run until one of the party's ends: that one, and what came of it."""
+        """Have members run until one of the party's ends: that one, and what came of it.
+
+        Raises:
+            UnsupportedOperationError: the caller is in a pass, which they would wait for.
+        """
+        if self.has_turn() or (self._own.gate.owned() and not self._own.gate.died()):
+            raise UnsupportedOperationError(
+                "results of generate_many() are waited for from inside a call of the same model, "
+                "which the requests wait for in their turn. Take them outside of that call."
+            )
         with contextlib.suppress(queue.Empty):
             return party.outcomes.get_nowait()
         with self._lock:
@@ -199,7 +202,8 @@ class Convoy:
             with self._lock:
                 following = self._next(self._members.index(me))
             if not following.can_run:
-                self._open_round()
+                assert self._passes is not None  # noqa: S101 - as long as there are members
+                self._rounds.open(self._passes, self._members)
                 with self._lock:
                     following = self._next(-1)
             if following is not me:
@@ -278,8 +282,7 @@ class Convoy:
         if self._outside is not None:
             self._outside.restore()
             self._outside = None
-            if self._round is not None:
-                self._own.log.lap()
+            self._rounds.pause()
 
     def _begin(self) -> None:
         """Keep other passes from beginning, once the one that runs is over."""
@@ -292,55 +295,10 @@ class Convoy:
     def _end(self) -> None:
         """Nobody is left: let others' passes begin."""
         try:
-            self._end_round()
+            self._rounds.end()
         finally:
             streamer = self._streamer
             streamer.source, streamer.hand_over = self._replan.prefetcher, None
             streamer.now, self.active, self._passes = self._own, False, None
             self._come_outside()
             self._own.gate.let_go()
-
-    # -- rounds ----------------------------------------------------------------------------------
-
-    def _open_round(self) -> None:
-        """Let as many passes begin as there is room for; all members wait for that."""
-        self._end_round()
-        waiting = [member for member in self._members if member.call is not None]
-        calls = [member.call for member in waiting if member.call is not None]
-        passes = self._passes
-        assert passes is not None  # noqa: S101 - as long as there are members
-        try:
-            admitted = passes.open_round(calls)
-        except MemoryLimitError as error:
-            newest = next((one for one in reversed(waiting[1:]) if one.passes), None)
-            if newest is None:
-                waiting[0].error = error
-            else:
-                newest.error = GaveWayError(error)
-            return
-        except Exception as error:  # others will meet it in their turn
-            waiting[0].error = error
-            return
-        for member in waiting[:admitted]:
-            member.call = None
-            self._units.begin(id(member.state))
-        if self._replan.settled:
-            self._replan.governor.let_run()  # nothing is left that says when passes are over
-            return
-        log = self._own.log
-        log.start_clock()
-        self._round = log.pass_seconds, self._streamer.stall_seconds, admitted
-
-    def _end_round(self) -> None:
-        """All passes of a round are over."""
-        if self._round is None:
-            return
-        (began, stalled, passes), self._round = self._round, None
-        log = self._own.log
-        log.lap()
-        waited = self._streamer.stall_seconds - stalled
-        self._computing.append(max(0.0, log.pass_seconds - began - waited) / passes)
-        self._replan.pass_ended()
-        self._replan.governor.after_pass()
-        if not self._replan.settled:
-            self._replan.drop_settled()

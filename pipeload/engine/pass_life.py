@@ -171,7 +171,10 @@ class PassLife:
             if self._experts.seats:
                 self._experts.check()
         admitted = self._governor.before_passes(calls)
-        self._replan.catch_up()
+        if self._replan.settled:
+            self._catch_up_settled()
+        else:
+            self._replan.catch_up()
         return admitted
 
     def end(self, module: nn.Module, _args: tuple[Any, ...], output: object) -> None:
@@ -276,7 +279,8 @@ class PassLife:
         """Put `plan` into force if no pass is running; returns whether none was."""
         model = self._hooks.outermost()
         modules = [] if model is None else list(model.modules())
-        with self._gate.idle(modules, self._waiting) as idle:
+        member, waiting = self.convoy.has_turn(), self._waiting | self.convoy.threads
+        with self._gate.idle(modules, waiting, held=member) as idle:
             if idle:
                 if self._own.running is not Running.NOTHING or self._own.held:
                     self.recover()  # a pass that died holds what is to be given back
@@ -288,6 +292,7 @@ class PassLife:
 
         Returns whether memory is left to give back.
         """
+        self.convoy = self.convoy.anew()  # its threads are not there
         if self._replan.settled:
             return False
         # So a pass recovers first, which is refused here: before anything is computed, since the
