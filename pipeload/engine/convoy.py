@@ -128,7 +128,7 @@ class Convoy:
         Raises:
             UnsupportedOperationError: the caller is in a pass, which they would wait for.
         """
-        if self.has_turn() or (self._own.gate.owned() and not self._own.gate.died()):
+        if self._is_inside_call():
             raise UnsupportedOperationError(
                 "results of generate_many() are waited for from inside a call of the same model, "
                 "which the requests wait for in their turn. Take them outside of that call."
@@ -148,11 +148,18 @@ class Convoy:
                 self._served(party)
 
     def close(self, party: Party) -> None:
-        """Have the party's members end, each at its next turn; returns when they have."""
+        """Have the party's members end, each at its next turn; returns when they have.
+
+        Inside a call of the model, which they wait for, it returns at once.
+        """
         party.closed = True
         with self.waited_for():
-            for thread in party.threads:
+            for thread in [] if self._is_inside_call() else party.threads:
                 thread.join()
+
+    def _is_inside_call(self) -> bool:
+        gate = self._own.gate
+        return self.has_turn() or (gate.owned() and not gate.died())
 
     @contextlib.contextmanager
     def waited_for(self) -> Iterator[None]:

@@ -114,7 +114,7 @@ def main() -> int:
     parser.add_argument("--ranges", action="store_true", help="cut blocks into ranges of rows")
     given = parser.parse_args()
     if given.ranges:
-        cut.CHUNKS = (1 << 14,)
+        cut.CHUNKS = (1 << 14,)  # type: ignore[assignment]
     chance = random.Random(given.seed)
     compared = wrong = 0
     with tempfile.TemporaryDirectory() as name:

@@ -16,7 +16,7 @@ import pipeload
 from pipeload.budget import cut as budget_cut
 from pipeload.budget.governor import Governor
 from pipeload.budget.pass_needs import PassNeeds
-from pipeload.errors import MemoryLimitError, OptionError, ReadError
+from pipeload.errors import MemoryLimitError, OptionError, ReadError, UnsupportedOperationError
 from tests.promises.exact.test_generation import MODES, RECORDED
 from tests.support.exact import ROOMY, assert_same, load, load_smallest, prompt, steady_floor
 from tests.support.models import load_plain
@@ -311,6 +311,25 @@ def test_random_ends(tiny: TinyCheckpoint) -> None:
         assert_nothing_held(model)
     wait_for_threads(before)
     check_usable(model, wanted)
+
+
+def test_results_that_are_waited_for_inside_a_call(tiny: TinyCheckpoint) -> None:
+    """Of the same model, in a pass or in a request: it would wait for itself."""
+    model = load_smallest(tiny("llama", "fp32"))
+    many = [{"input_ids": prompt(), "max_new_tokens": 1}]
+
+    def ask(*_: object) -> None:
+        next(pipeload.generate_many(model, many))
+
+    handle = model.model.norm.register_forward_hook(ask)
+    with pytest.raises(UnsupportedOperationError, match="inside a call of the same model"):
+        model.generate(prompt(), max_new_tokens=1)
+    ((_, error),) = pipeload.generate_many(model, many)
+    assert isinstance(error, UnsupportedOperationError)
+    handle.remove()
+    ((_, tokens),) = pipeload.generate_many(model, many)
+    assert tokens.shape == (1, 20)
+    assert_nothing_held(model)
 
 
 def test_what_a_model_writes_on_itself_is_each_requests_own(tiny: TinyCheckpoint) -> None:
