@@ -85,10 +85,13 @@ def __getattr__(name: str) -> object:
     if name not in _HOMES:
         raise AttributeError(f"module 'pipeload' has no attribute {name!r}")
     import importlib
+    import sys
 
-    if _HOMES[name].startswith(("pipeload.entry.", "pipeload.quantiser.")):
+    home = _HOMES[name]
+    # Not where it has been done: pages of libraries that are given back are read again.
+    if home.startswith(("pipeload.entry.", "pipeload.quantiser.")) and home not in sys.modules:
         _import_torch()
-    value = getattr(importlib.import_module(_HOMES[name]), name)
+    value = getattr(importlib.import_module(home), name)
     globals()[name] = value
     return value
 

@@ -13,6 +13,11 @@ if TYPE_CHECKING:
     from pipeload.budget.pass_needs import PassNeeds
 
 
+_THREAD_BYTES = 5_000_000
+"""What a thread takes on that computes for the first time: its part of the heap, OpenMP's threads
+and their buffers. Measured: 3 to 4.5 MB."""
+
+
 class Call(Protocol):
     """A call of a model."""
 
@@ -28,6 +33,10 @@ class Call(Protocol):
     def kwargs(self) -> Mapping[str, Any]:
         """With what, by name."""
 
+    @property
+    def first(self) -> bool:
+        """Whether it is the first in a thread of its own."""
+
 
 class Called(NamedTuple):
     """A `Call`."""
@@ -35,6 +44,7 @@ class Called(NamedTuple):
     module: nn.Module | None
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
+    first: bool = False
 
 
 def needs_in_turns(needs: PassNeeds, calls: Sequence[Call]) -> list[int]:
@@ -46,6 +56,7 @@ def needs_in_turns(needs: PassNeeds, calls: Sequence[Call]) -> list[int]:
         min(need, needs.between_turns(call.args, call.kwargs))
         for need, call in zip(alone, calls, strict=True)
     ]
+    threads = accumulate(_THREAD_BYTES * call.first for call in calls)
     # One computes at a time: beside what all keep, there is what the largest takes for that.
     computing = accumulate((need - one for need, one in zip(alone, kept, strict=True)), max)
-    return [*map(sum, zip(accumulate(kept), computing, strict=True))]
+    return [*map(sum, zip(accumulate(kept), computing, threads, strict=True))]

@@ -203,7 +203,7 @@ class Convoy:
         if me is None:
             return False
         self.leave_round()  # with a pass of which nobody has said that it was over
-        me.call = call
+        me.call = call._replace(first=not me.passes)
         while me.call is not None:
             me.check(begins=True)
             with self._lock:

@@ -83,7 +83,12 @@ def main() -> int:
     given = parser.parse_args()
     most, failed = max(given.at_once), False
     model = pipeload.from_pretrained(
-        given.folder, memory_limit=given.limit, dtype="auto", io_mode="direct", tokens=128
+        given.folder,
+        memory_limit=given.limit,
+        dtype="auto",
+        io_mode="direct",
+        tokens=128,
+        batch=most,
     )
     handle = pipeload.handle(model)
     many = requests(most, given.new_tokens, model.config.vocab_size)

@@ -9,7 +9,11 @@ import transformers
 
 from pipeload.budget.pass_needs import PassNeeds
 from pipeload.budget.passes_in_turns import Called, needs_in_turns
+from pipeload.hf import cache_layers
 from tests.support.models import tiny_config
+
+
+assert cache_layers  # says how caches are read
 
 
 class Needs:
@@ -32,6 +36,15 @@ def test_one_computes_at_a_time() -> None:
     assert together((10, 4)) == [10]
     assert together((10, 4), (30, 5), (7, 1)) == [10, 34, 35]
     assert together((10, 4), (8, 99)) == [10, 18]  # none keeps more than it takes
+
+
+def test_threads_that_are_new() -> None:
+    """Each takes on what libraries keep of a thread."""
+    needs: Any = Needs()
+    calls = [Called(None, (10, 4), {}, first=first) for first in (False, True, True)]
+    old, *new = needs_in_turns(needs, calls)
+    assert old == 10
+    assert new[1] - new[0] == new[0] - old == 4 + 5_000_000
 
 
 def test_what_a_decoder_keeps() -> None:
