@@ -56,7 +56,8 @@ def needs_in_turns(needs: PassNeeds, calls: Sequence[Call]) -> list[int]:
         min(need, needs.between_turns(call.args, call.kwargs))
         for need, call in zip(alone, calls, strict=True)
     ]
-    threads = accumulate(_THREAD_BYTES * call.first for call in calls)
+    # Not of the oldest: what fits alone is to fit.
+    threads = accumulate(_THREAD_BYTES * call.first * bool(at) for at, call in enumerate(calls))
     # One computes at a time: beside what all keep, there is what the largest takes for that.
     computing = accumulate((need - one for need, one in zip(alone, kept, strict=True)), max)
     return [*map(sum, zip(accumulate(kept), computing, threads, strict=True))]

@@ -27,6 +27,7 @@ from pipeload.engine.pass_state import Running
 from pipeload.engine.shared_units import SharedUnits
 from pipeload.engine.thread_context import RandomNumbers, ThreadContext, modules_outside
 from pipeload.errors import UnsupportedOperationError
+from pipeload.system.memory import share_one_heap
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -101,6 +102,7 @@ class Convoy:
         Raises:
             RuntimeError: the system gives no thread.
         """
+        share_one_heap()
         model = passes.model
         device = getattr(model, "device", None)
         context = ThreadContext(RandomNumbers(device, seed), modules_outside(model))

@@ -7,13 +7,10 @@ from typing import Any
 import torch
 import transformers
 
+import pipeload.hf.cache_layers  # noqa: F401 - caches are read by it
 from pipeload.budget.pass_needs import PassNeeds
 from pipeload.budget.passes_in_turns import Called, needs_in_turns
-from pipeload.hf import cache_layers
 from tests.support.models import tiny_config
-
-
-assert cache_layers  # says how caches are read
 
 
 class Needs:
@@ -41,10 +38,10 @@ def test_one_computes_at_a_time() -> None:
 def test_threads_that_are_new() -> None:
     """Each takes on what libraries keep of a thread."""
     needs: Any = Needs()
-    calls = [Called(None, (10, 4), {}, first=first) for first in (False, True, True)]
-    old, *new = needs_in_turns(needs, calls)
-    assert old == 10
-    assert new[1] - new[0] == new[0] - old == 4 + 5_000_000
+    calls = [Called(None, (10, 4), {}, first=True) for _ in range(3)]
+    oldest, *new = needs_in_turns(needs, calls)
+    assert oldest == 10  # what fits alone is to fit
+    assert new[1] - new[0] == new[0] - oldest == 4 + 5_000_000
 
 
 def test_what_a_decoder_keeps() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import random
@@ -191,6 +192,26 @@ def test_a_line_that_is_wrong(
         assert result["response"]["status_code"] == 400
         assert words in result["response"]["body"]["error"]["message"]
         assert result["response"]["body"]["error"]["param"] == parameter
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        (None, "has no chat template to put messages in. Give a prompt instead."),
+        ("{{ raise_exception('no') }}", "does not take this (TemplateError: no). Give others."),
+    ],
+)
+def test_a_model_that_takes_no_messages(
+    settings: Any, files: tuple[Path, Path], template: str | None, words: str
+) -> None:
+    """Its lines say so."""
+    tokenizer = copy.deepcopy(settings.tokenizer)
+    tokenizer.chat_template = template
+    write(files[0], [request(0, chat())])
+    (line,) = read_lines(files[0], ALL)
+    with pytest.raises(LineError) as error:
+        parse(line, settings._replace(tokenizer=tokenizer))
+    assert words in str(error.value)
 
 
 def test_what_asks_for_nothing_is_taken(settings: Any, files: tuple[Path, Path]) -> None:
