@@ -262,20 +262,20 @@ class Convoy:
         self._leave(me, outcome)
 
     def _leave(self, me: Member, outcome: Any) -> None:
-        state = me.state
-        died = state.inside or state.held or state.running is not Running.NOTHING
-        if self._passes is not None and died:
-            self._passes.recover()  # it died where no hook runs
-        state.modes.discard()
-        self._units.end(id(state))
-        me.context.take_off()
+        try:
+            self._give_back(me)
+        except Exception as error:  # reading has ended, say: whoever waits is to hear of it
+            outcome = outcome if isinstance(outcome, BaseException) else error
         with self._lock:
             index = self._members.index(me)
             del self._members[index], self._by_thread[threading.get_ident()]
-            self._own.log.close_for(state.log)
+            self._own.log.close_for(me.state.log)
             over = not self._members
         if over:
-            self._end()
+            try:
+                self._end()
+            except Exception as error:  # as above
+                outcome = outcome if isinstance(outcome, BaseException) else error
         with self._lock:
             self._served(me.party)
             go_on = self._waiting > 0 or any(member.party.closed for member in self._members)
@@ -285,6 +285,17 @@ class Convoy:
             self._turn = None
             if go_on and self._members:
                 self._give_turn(self._next(index - 1))
+
+    def _give_back(self, me: Member) -> None:
+        state = me.state
+        died = state.inside or state.held or state.running is not Running.NOTHING
+        try:
+            if self._passes is not None and died:
+                self._passes.recover()  # it died where no hook runs
+            state.modes.discard()
+            self._units.end(id(state))
+        finally:
+            me.context.take_off()
 
     def _come_outside(self) -> None:
         """Have the process's own random numbers there, and count no time: nobody runs."""
@@ -308,6 +319,9 @@ class Convoy:
         finally:
             streamer = self._streamer
             streamer.source, streamer.hand_over = self._replan.prefetcher, None
-            streamer.now, self.active, self._passes = self._own, False, None
+            streamer.now, self.active = self._own, False
+            with self._lock:
+                if not self._members:  # else one has come meanwhile
+                    self._passes = None
             self._come_outside()
             self._own.gate.let_go()

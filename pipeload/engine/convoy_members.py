@@ -53,8 +53,9 @@ class Member:
 
     def __init__(self, party: Party, state: PassState, context: ThreadContext) -> None:
         self.party, self.state, self.context = party, state, context
-        self.wake = threading.Semaphore(0)
+        self.wake = threading.Lock()
         """Released by whoever gives it the turn."""
+        self.wake.acquire()
         self.entered = threading.Event()
         self.call: PassCall | None = None
         """The pass with which it waits for a round."""

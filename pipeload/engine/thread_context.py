@@ -82,7 +82,7 @@ class OwnAttributes:
 
     def take_off(self) -> None:
         """See what was set since `put_on`, and leave what others have."""
-        for number, space in enumerate(self._spaces):
+        for number, space in enumerate(self._spaces if self._found else ()):
             mine, found = self._mine[number], self._found[number]
             changed = len(space) != len(found) or not all(map(operator.is_, space.values(), found))
             if not changed and not mine:

@@ -24,7 +24,7 @@ import torch
 import transformers
 
 import pipeload
-from pipeload.budget import cut
+from pipeload.budget import cut, passes_in_turns
 from pipeload.budget.shared_limit import Accountant
 from tests.support.exact import FLOOR_BYTES, load_smallest
 from tests.support.measuring import steady
@@ -124,6 +124,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as name:
         folder = save_random("llama", Path(name), "bf16", seed=3)
         # As if the process never grew: in the room for that, so small a model would fit.
+        passes_in_turns._THREAD_BYTES = 0
         held = mock.patch.object(Accountant, "other_bytes", return_value=FLOOR_BYTES)
         with steady(FLOOR_BYTES), held:
             model = load_smallest(folder, tokens=80, batch=3)

@@ -14,8 +14,10 @@ import transformers
 
 import pipeload
 from pipeload.budget import cut as budget_cut
+from pipeload.budget import passes_in_turns
 from pipeload.budget.governor import Governor
 from pipeload.budget.pass_needs import PassNeeds
+from pipeload.engine.replan import Replan
 from pipeload.errors import MemoryLimitError, OptionError, ReadError, UnsupportedOperationError
 from tests.promises.exact.test_generation import MODES, RECORDED
 from tests.support.exact import ROOMY, assert_same, load, load_smallest, prompt, steady_floor
@@ -76,6 +78,12 @@ def check_usable(model: Any, wanted: list[Any]) -> None:
     """Nothing is held, and the model gives what it gave."""
     assert_nothing_held(model)
     assert_same(alone(model, requests()[1]), wanted[1])
+
+
+@pytest.fixture(autouse=True)
+def light_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads take nothing, as the process takes nothing: a tiny model would fit in their room."""
+    monkeypatch.setattr(passes_in_turns, "_THREAD_BYTES", 0)
 
 
 @pytest.fixture(params=["blocks", "ranges"])
@@ -253,6 +261,22 @@ def test_a_disk_that_fails(tiny: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch
     assert_nothing_held(model)
     fails[0] = False
     assert_all_same(dict(pipeload.generate_many(model, requests(), at_once=9)), wanted)
+
+
+def test_what_fails_at_the_end_is_told(
+    tiny: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody waits for ever, and other passes may begin."""
+    folder = tiny("llama", "bf16")
+    model, wanted = load_smallest(folder), wanted_of(folder)
+    with monkeypatch.context() as patch:
+        for name in ("pass_ended", "drop_settled"):
+            patch.setattr(Replan, name, lambda _self: 1 / 0)
+        ((_, outcome),) = pipeload.generate_many(
+            model, [{"input_ids": prompt(), "max_new_tokens": 1}]
+        )
+    assert isinstance(outcome, ZeroDivisionError)
+    check_usable(model, wanted)
 
 
 def test_closing_ends_those_that_run(tiny: TinyCheckpoint) -> None:
