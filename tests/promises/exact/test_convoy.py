@@ -32,7 +32,7 @@ from tests.support.streaming import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
     from pathlib import Path
 
     from tests.conftest import TinyCheckpoint
@@ -43,10 +43,13 @@ LATEST = 30
 """Seconds after which a thread is stuck."""
 
 
-def requests() -> list[dict[str, Any]]:
-    """Every mode of `generate`, with prompts of many lengths, and answers of two."""
+SOME = ("greedy", "sampling", "beam search", "static cache", "prompt lookup", "hidden states")
+
+
+def requests(modes: Iterable[str] = SOME) -> list[dict[str, Any]]:
+    """One of each mode of `generate`, with prompts and answers of many lengths."""
     made = []
-    for number, (rows, options) in enumerate(MODES.values()):
+    for number, (rows, options) in enumerate(MODES[mode] for mode in modes):
         ids = prompt(rows, 5 + 2 * number, seed=number)
         longest = {"max_new_tokens": 4 + number % 3}
         if "min_new_tokens" in options:
@@ -63,9 +66,9 @@ def alone(model: Any, request: dict[str, Any]) -> Any:
 
 
 @functools.cache
-def wanted_of(folder: Path) -> list[Any]:
+def wanted_of(folder: Path, modes: tuple[str, ...] = SOME) -> list[Any]:
     plain = load_plain(folder)
-    return [alone(plain, request) for request in requests()]
+    return [alone(plain, request) for request in requests(modes)]
 
 
 def assert_all_same(found: dict[int, Any], wanted: list[Any]) -> None:
@@ -86,25 +89,33 @@ def light_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(passes_in_turns, "_THREAD_BYTES", 0)
 
 
-@pytest.fixture(params=["blocks", "ranges"])
-def cut(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As whole blocks, and as ranges of rows."""
-    if request.param == "ranges":
+@pytest.mark.parametrize(
+    ("family", "dtype", "ranges"),
+    [("llama", "bf16", True), ("gemma3", "bf16", False), ("gpt2", "fp32", True)],
+)
+def test_every_mode_at_once(
+    tiny: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch, family: str, dtype: str, ranges: bool
+) -> None:
+    """Tokens, scores, logits and hidden states are equal; the process's random numbers stay."""
+    if ranges:
         monkeypatch.setattr(budget_cut, "CHUNKS", (1 << 14,))
         monkeypatch.setattr(budget_cut, "_TABLE_BYTES", 1 << 12)
-
-
-@pytest.mark.usefixtures("cut")
-@pytest.mark.parametrize(
-    ("family", "dtype"), [("llama", "bf16"), ("gemma3", "fp32"), ("gpt2", "fp32")]
-)
-def test_every_mode_at_once(tiny: TinyCheckpoint, family: str, dtype: str) -> None:
-    """Tokens, scores, logits and hidden states are equal; the process's random numbers stay."""
     folder = tiny(family, dtype)
     model, before = load_smallest(folder), torch.get_rng_state()
-    found = dict(pipeload.generate_many(model, requests(), at_once=20))
+    found = dict(pipeload.generate_many(model, requests(MODES), at_once=20))
     assert torch.equal(torch.get_rng_state(), before)
-    assert_all_same(found, wanted_of(folder))
+    assert_all_same(found, wanted_of(folder, tuple(MODES)))
+    check_usable(model, wanted_of(folder))
+
+
+@pytest.mark.parametrize("method", ["int8", "int4"])
+def test_quantised(tiny: TinyCheckpoint, tmp_path: Path, method: str) -> None:
+    """What is packed on disk is as exact."""
+    folder = tmp_path / "quantised"
+    group = 32 if method == "int4" else None
+    pipeload.quantize(tiny("llama", "bf16"), folder, method=method, group_size=group)
+    model = load_smallest(folder)
+    assert_all_same(dict(pipeload.generate_many(model, requests(), at_once=4)), wanted_of(folder))
     check_usable(model, wanted_of(folder))
 
 
