@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from pipeload_hooks._callers import CALL_CODE, Mark
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator
+    from collections.abc import Callable, Collection, Iterator
     from types import FrameType
 
     from torch import nn
@@ -35,7 +35,8 @@ class PassGate:
         self._renew_lock()
         self._owner: int | None = None
         self._entered: list[nn.Module | Mark] = []
-        self._held = False
+        self._held: Callable[[], None] | None = None
+        """Called when a pass waits for whoever holds it; None where nobody does."""
         _GATES.add(self)
 
     def _renew_lock(self) -> None:
@@ -59,25 +60,28 @@ class PassGate:
             self._owner, self._entered = me, [module]
             return True
 
-    def hold(self) -> None:
+    def hold(self, wanted: Callable[[], None]) -> None:
         """Keep passes from beginning until `let_go`, in all threads. Waits for the running one.
 
-        For those who let passes take turns in ways of their own, by other gates.
+        For those who let passes take turns in ways of their own, by other gates. `wanted` is called
+        when a pass waits for them.
         """
         with self._lock:
             self._wait_for_others(None)
-            self._held, self._owner, self._entered = True, None, []
+            self._held, self._owner, self._entered = wanted, None, []
 
     def let_go(self) -> None:
         """Let passes begin again, whoever has kept them from it."""
         with self._lock:
-            self._held = False
+            self._held = None
             self._changed.notify_all()
 
     def _wait_for_others(self, me: int | None) -> None:
-        while self._held or (
+        while self._held is not None or (
             self._owner not in (None, me) and not (self._rests() or self._owner_is_dead())
         ):
+            if self._held is not None:
+                self._held()
             self._changed.wait(_POLL_SECONDS)
 
     def leave(self, module: nn.Module) -> bool:
@@ -159,7 +163,7 @@ class PassGate:
             return self._runs()
 
     def _runs(self) -> bool:
-        return self._held or (self._owner is not None and not self._owner_is_dead())
+        return self._held is not None or (self._owner is not None and not self._owner_is_dead())
 
     @contextlib.contextmanager
     def idle(

@@ -30,7 +30,7 @@ from pipeload.errors import UnsupportedOperationError
 from pipeload.system.memory import share_one_heap
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from pipeload.engine.convoy_rounds import Passes
     from pipeload.engine.direct_calls import PassCall
@@ -55,7 +55,9 @@ class Convoy:
         self._by_thread: dict[int, Member] = {}
         self._turn: Member | None = None
         self._waiting = 0
-        """Callers that wait for a member, or for the end of all."""
+        """Callers that wait for a member."""
+        self._is_wanted = False
+        """Whether a pass that is no member's waits for the end of all."""
         self.active = False
         """Whether other passes are kept from beginning."""
         self._passes: Passes | None = None
@@ -155,25 +157,21 @@ class Convoy:
         Inside a call of the model, which they wait for, it returns at once.
         """
         party.closed = True
-        with self.waited_for():
-            for thread in [] if self._is_inside_call() else party.threads:
-                thread.join()
+        with self._lock:
+            self._resume()
+        for thread in [] if self._is_inside_call() else party.threads:
+            thread.join()
 
     def _is_inside_call(self) -> bool:
         gate = self._own.gate
         return self.has_turn() or (gate.owned() and not gate.died())
 
-    @contextlib.contextmanager
-    def waited_for(self) -> Iterator[None]:
-        """Inside, members run: the caller waits for the end of them."""
+    def run_to_the_end(self) -> None:
+        """Have members run, whoever waits for them, until all have ended."""
         with self._lock:
-            self._waiting += 1
-            self._resume()
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._waiting -= 1
+            if self._members:
+                self._is_wanted = True
+                self._resume()
 
     def _resume(self) -> None:
         if self._turn is None and self._members:
@@ -278,7 +276,8 @@ class Convoy:
                 outcome = outcome if isinstance(outcome, BaseException) else error
         with self._lock:
             self._served(me.party)
-            go_on = self._waiting > 0 or any(member.party.closed for member in self._members)
+            go_on = self._waiting > 0 or self._is_wanted
+            go_on = go_on or any(member.party.closed for member in self._members)
             if not go_on:
                 self._come_outside()
             me.party.outcomes.put((me, outcome))
@@ -306,7 +305,7 @@ class Convoy:
 
     def _begin(self) -> None:
         """Keep other passes from beginning, once the one that runs is over."""
-        self._own.gate.hold()
+        self._own.gate.hold(self.run_to_the_end)
         if self._passes is not None:
             self._passes.rest()
         self._streamer.source, self._streamer.hand_over = self._units, self.hand_over
@@ -321,6 +320,7 @@ class Convoy:
             streamer.source, streamer.hand_over = self._replan.prefetcher, None
             streamer.now, self.active = self._own, False
             with self._lock:
+                self._is_wanted = False
                 if not self._members:  # else one has come meanwhile
                     self._passes = None
             self._come_outside()

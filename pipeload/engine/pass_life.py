@@ -112,9 +112,8 @@ class PassLife:
         now = self.convoy.state_of_thread()
         if now.running is Running.CALL:
             now.gate.part(module, first=module is self._hooks.outermost())
-        with self.convoy.waited_for():
-            if not now.gate.enter(module):
-                return
+        if not now.gate.enter(module):
+            return
         if now.running is Running.CALL:  # nobody said that it was over
             self._close(done=not now.held and not now.inside)
         if self._replan.settled:  # by the pass that this one waited for; others may run beside it
@@ -248,8 +247,7 @@ class PassLife:
         if not granted:
             self._adapters.check()
             self._governor.before_pass(args, kwargs, module)
-            with self.convoy.waited_for():
-                self._catch_up_settled()
+            self._catch_up_settled()
             self._gate.wait_while_idle()
         if self._replan.settled:
             self._governor.let_run()
@@ -266,6 +264,8 @@ class PassLife:
                 # Other threads may be computing with what is to be given back, and carry no hook.
                 self._waiting.add(me)
                 if not self.adopt(self._governor.plan):
+                    if not self.convoy.has_turn():
+                        self.convoy.run_to_the_end()
                     time.sleep(_IDLE_SECONDS)
         finally:
             self._waiting.discard(me)

@@ -80,6 +80,11 @@ def anonymous_bytes() -> int:
     return int(found[1]) * 1024
 
 
+def floor(_accountant: Accountant) -> int:
+    """What the process is said to hold; a mock would remember each call, and grow."""
+    return FLOOR_BYTES
+
+
 def one_round(model: Any, chance: random.Random) -> tuple[int, int]:
     """Some requests at once; how many were compared, and how many were wrong."""
     given: list[dict[str, Any]] = []
@@ -125,7 +130,7 @@ def main() -> int:
         folder = save_random("llama", Path(name), "bf16", seed=3)
         # As if the process never grew: in the room for that, so small a model would fit.
         passes_in_turns._THREAD_BYTES = 0
-        held = mock.patch.object(Accountant, "other_bytes", return_value=FLOOR_BYTES)
+        held = mock.patch.object(Accountant, "other_bytes", floor)
         with steady(FLOOR_BYTES), held:
             model = load_smallest(folder, tokens=80, batch=3)
             threads, grown = threading.active_count(), 0

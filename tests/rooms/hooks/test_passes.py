@@ -222,7 +222,8 @@ def test_a_gate_that_is_held(gate: PassGate) -> None:
 
     first = in_thread(Gated(gate, run))
     assert began.wait(WAIT_SECONDS)
-    held = in_thread(gate.hold)
+    wanted = threading.Event()
+    held = in_thread(gate.hold, wanted.set)
     assert not held.done()
     go_on.set()
     held.result(WAIT_SECONDS)
@@ -233,7 +234,9 @@ def test_a_gate_that_is_held(gate: PassGate) -> None:
         assert not idle
     with gate.idle([], [], held=True) as idle:
         assert idle
+    assert not wanted.is_set()
     later = in_thread(Gated(gate, nothing))
+    assert wanted.wait(WAIT_SECONDS)
     assert not later.done()
     gate.let_go()
     later.result(WAIT_SECONDS)
