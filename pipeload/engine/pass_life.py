@@ -258,13 +258,13 @@ class PassLife:
             self.begin(module, args, kwargs, granted=granted)
 
     def _catch_up_settled(self) -> None:
-        me = threading.get_ident()
+        me, member = threading.get_ident(), self.convoy.has_turn()
         try:
             while self._replan.settled and self._replan.is_behind:
                 # Other threads may be computing with what is to be given back, and carry no hook.
                 self._waiting.add(me)
-                if not self.adopt(self._governor.plan):
-                    if not self.convoy.has_turn():
+                if not self.adopt(self._governor.plan, between_rounds=member):
+                    if not member:
                         self.convoy.run_to_the_end()
                     time.sleep(_IDLE_SECONDS)
         finally:
@@ -275,12 +275,15 @@ class PassLife:
         if call is not None:
             self.begin_settled(call.module, call.args, call.kwargs)
 
-    def adopt(self, plan: Plan) -> bool:
-        """Put `plan` into force if no pass is running; returns whether none was."""
+    def adopt(self, plan: Plan, *, between_rounds: bool = False) -> bool:
+        """Put `plan` into force if no pass is running; returns whether none was.
+
+        `between_rounds`: all members of the convoy wait for a round, the caller among them.
+        """
         model = self._hooks.outermost()
         modules = [] if model is None else list(model.modules())
-        member, waiting = self.convoy.has_turn(), self._waiting | self.convoy.threads
-        with self._gate.idle(modules, waiting, held=member) as idle:
+        waiting = self._waiting | (self.convoy.threads if between_rounds else frozenset())
+        with self._gate.idle(modules, waiting, held=between_rounds) as idle:
             if idle:
                 if self._own.running is not Running.NOTHING or self._own.held:
                     self.recover()  # a pass that died holds what is to be given back

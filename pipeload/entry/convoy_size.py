@@ -59,6 +59,7 @@ class ConvoySize:
 
     def __init__(self, governor: Governor, counters: Counters, convoy: Convoy) -> None:
         self._governor, self._counters, self._convoy = governor, counters, convoy
+        self._known: dict[Sizes, tuple[int, int]] = {}
         self._spare = governor.spare_bytes()
         """What there was for all of them before the first began."""
 
@@ -71,10 +72,15 @@ class ConvoySize:
         streamed = self._governor.plan.bytes_per_pass
         if len(running) >= self._most(streamed):
             return False
-        wanted = [self._governor.bytes_alone(*sizes_of(model, each)) for each in (*running, more)]
+        wanted = [self._bytes_of(sizes_of(model, each)) for each in (*running, more)]
         caches, passes = zip(*wanted, strict=True)
         fits = sum(caches) + max(passes) <= self._spare
         return fits and bool(caches[-1] * len(running) < streamed)
+
+    def _bytes_of(self, sizes: Sizes) -> tuple[int, int]:
+        if sizes not in self._known:  # to find out may take a trial
+            self._known[sizes] = self._governor.bytes_alone(*sizes)
+        return self._known[sizes]
 
     def _most(self, streamed: int) -> int:
         """How many fill the time of reading, and one more."""

@@ -20,7 +20,15 @@ from pipeload.budget.pass_needs import PassNeeds
 from pipeload.engine.replan import Replan
 from pipeload.errors import MemoryLimitError, OptionError, ReadError, UnsupportedOperationError
 from tests.promises.exact.test_generation import MODES, RECORDED
-from tests.support.exact import ROOMY, assert_same, load, load_smallest, prompt, steady_floor
+from tests.support.exact import (
+    ROOMY,
+    assert_same,
+    load,
+    load_smallest,
+    prompt,
+    smallest_limit,
+    steady_floor,
+)
 from tests.support.models import load_plain
 from tests.support.streaming import (
     assert_nothing_held,
@@ -165,6 +173,22 @@ def test_a_model_that_fits(tiny: TinyCheckpoint) -> None:
     for at_once in (4, "auto"):
         found = dict(pipeload.generate_many(model, requests(), at_once=at_once))
         assert_all_same(found, wanted_of(folder))
+
+
+def test_another_limit_between_two_results(tiny: TinyCheckpoint) -> None:
+    """What was all there streams from the next round on, and the other way round."""
+    folder = tiny("llama", "bf16")
+    wanted, smallest = wanted_of(folder), smallest_limit(folder)
+    for first, second in ((ROOMY, smallest), (smallest, ROOMY)):
+        model = load(folder, first)
+        alone(model, requests()[0])
+        running = pipeload.generate_many(model, requests(), at_once=4)
+        found = dict([next(running)])
+        session_of(model).governor.take_limit(second)  # as `set_memory_limit` has it do
+        found.update(running)
+        assert_all_same(found, wanted)
+        assert (model.pipeload.plan.bytes_per_pass > 0) == (second == smallest)
+        check_usable(model, wanted)
 
 
 def test_the_model_can_be_called_between_two_results(tiny: TinyCheckpoint) -> None:
