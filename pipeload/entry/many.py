@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from pipeload.engine.session import Session
 
 _SEEDS = 1 << 63
+_END = object()
 _TORCH_SEEDS = range(-(1 << 63), 1 << 64)
 
 
@@ -101,7 +102,7 @@ class Requests:
                 if isinstance(outcome, GaveWayError):
                     self._most = max(1, len(self._running))
                     if request.can_repeat:
-                        self._next.append(request)
+                        self._next.appendleft(request)
                         continue
                     outcome = outcome.lacking
                 yield request.number, outcome
@@ -112,8 +113,8 @@ class Requests:
         """Have as many requests run as may; those that are none."""
         while self._most is None or len(self._running) < self._most:
             if not self._next:
-                given = next(self._given, None)
-                if given is None:
+                given = next(self._given, _END)
+                if given is _END:
                     return
                 number = next(self._numbers)
                 try:

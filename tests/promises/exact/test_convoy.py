@@ -434,6 +434,7 @@ def test_autocast_and_inference_mode_come_along(tiny: TinyCheckpoint) -> None:
     ("request_", "words"),
     [
         (["no", "dict"], "request 1 is a list. Give a dict of generate"),
+        (None, "request 1 is a NoneType. Give a dict of generate"),
         ({"seed": "three"}, "seed='three' of request 1 is no seed"),
         ({"seed": True}, "seed=True of request 1 is no seed"),
         ({"seed": 1 << 64}, "is no seed. Give a whole number"),
