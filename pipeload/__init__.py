@@ -24,15 +24,8 @@ if TYPE_CHECKING:
     from pipeload.budget.plan import Plan
     from pipeload.engine.handle import Handle
     from pipeload.engine.stats import Stats
-    from pipeload.entry.api import (
-        from_pretrained,
-        generate_many,
-        handle,
-        plan,
-        smallest_limit,
-        streaming,
-        wrap,
-    )
+    from pipeload.entry.api import from_pretrained, handle, plan, smallest_limit, streaming, wrap
+    from pipeload.entry.many import generate_many
     from pipeload.quantiser.convert import convert
     from pipeload.quantiser.quantise import quantize
 
@@ -67,7 +60,7 @@ _HOMES = {
     "Stats": "pipeload.engine.stats",
     "convert": "pipeload.quantiser.convert",
     "from_pretrained": "pipeload.entry.api",
-    "generate_many": "pipeload.entry.api",
+    "generate_many": "pipeload.entry.many",
     "handle": "pipeload.entry.api",
     "plan": "pipeload.entry.api",
     "quantize": "pipeload.quantiser.quantise",
@@ -88,8 +81,10 @@ def __getattr__(name: str) -> object:
     import sys
 
     home = _HOMES[name]
+    room = home.startswith("pipeload.entry.")
     # Not where it has been done: pages of libraries that are given back are read again.
-    if home.startswith(("pipeload.entry.", "pipeload.quantiser.")) and home not in sys.modules:
+    first = ("pipeload.entry.api" if room else home) not in sys.modules
+    if first and (room or home.startswith("pipeload.quantiser.")):
         _import_torch()
     value = getattr(importlib.import_module(home), name)
     globals()[name] = value

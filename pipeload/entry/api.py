@@ -12,7 +12,6 @@ from pipeload.devices.shared_device_limit import account_of
 from pipeload.engine.forks import give_back_inherited
 from pipeload.engine.handle import Handle
 from pipeload.entry.loading import Loading, check_source, needs_of, plan_pending, touched_of
-from pipeload.entry.many import Requests
 from pipeload.entry.options import GivenOptions
 from pipeload.entry.request import make_request
 from pipeload.entry.wrap import wrap as wrap_model
@@ -26,7 +25,7 @@ from pipeload.hf.takeover import (
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Iterator
 
     import torch
     from torch import nn
@@ -302,39 +301,6 @@ def smallest_limit(
     except MemoryLimitError as error:
         return error.smallest_limit
     return made.smallest_limit
-
-
-def generate_many(
-    model: nn.Module, requests: Iterable[Mapping[str, Any]], at_once: int | str = "auto"
-) -> Iterator[tuple[int, Any]]:
-    """Have a streamed model answer many requests, all by the same reading of its weights.
-
-    Each request has the result of `model.generate(...)` alone, bit for bit: they take turns, and
-    none is batched with another. The model may be called as ever between two results.
-
-    Args:
-        model: what `from_pretrained` or `wrap` returned.
-        requests: dicts of `generate`'s arguments, taken as there is room for them; `seed` beside
-            these is that of its random numbers, as `torch.manual_seed` sets them; without one they
-            are others each time. The process's own random numbers stay as they are.
-        at_once: the most requests that run at the same time; "auto" takes as many as fit in memory
-            and make it faster.
-
-    Yields:
-        The number of a request, from 0 on, and what it returned, as they end; an exception where
-        that is what came of it. To close the iterator ends those that still run.
-
-    Raises:
-        OptionError: nothing in `model` is streamed, or an option means nothing.
-    """
-    if at_once != "auto" and (not isinstance(at_once, int) or at_once < 1):
-        raise OptionError(
-            f'at_once={at_once!r} is no number of requests. Pass "auto", or a whole number from 1.'
-        )
-    session = handle(model).session
-    return Requests(
-        model, session, requests, at_once if isinstance(at_once, int) else None
-    ).outcomes()
 
 
 def handle(model: nn.Module) -> Handle:

@@ -14,11 +14,14 @@ import torch
 from transformers import GenerationConfig
 
 from pipeload.engine.convoy_members import GaveWayError, Party
+from pipeload.entry.api import handle
 from pipeload.entry.convoy_size import ConvoySize
 from pipeload.errors import OptionError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
+
+    from torch import nn
 
     from pipeload.engine.convoy_members import Member
     from pipeload.engine.session import Session
@@ -26,6 +29,39 @@ if TYPE_CHECKING:
 _SEEDS = 1 << 63
 _END = object()
 _TORCH_SEEDS = range(-(1 << 63), 1 << 64)
+
+
+def generate_many(
+    model: nn.Module, requests: Iterable[Mapping[str, Any]], at_once: int | str = "auto"
+) -> Iterator[tuple[int, Any]]:
+    """Have a streamed model answer many requests, all by the same reading of its weights.
+
+    Each request has the result of `model.generate(...)` alone, bit for bit: they take turns, and
+    none is batched with another. The model may be called as ever between two results.
+
+    Args:
+        model: what `from_pretrained` or `wrap` returned.
+        requests: dicts of `generate`'s arguments, taken as there is room for them; `seed` beside
+            these is that of its random numbers, as `torch.manual_seed` sets them; without one they
+            are others each time. The process's own random numbers stay as they are.
+        at_once: the most requests that run at the same time; "auto" takes as many as fit in memory
+            and make it faster.
+
+    Yields:
+        The number of a request, from 0 on, and what it returned, as they end; an exception where
+        that is what came of it. To close the iterator ends those that still run.
+
+    Raises:
+        OptionError: nothing in `model` is streamed, or an option means nothing.
+    """
+    if at_once != "auto" and (not isinstance(at_once, int) or at_once < 1):
+        raise OptionError(
+            f'at_once={at_once!r} is no number of requests. Pass "auto", or a whole number from 1.'
+        )
+    session = handle(model).session
+    return Requests(
+        model, session, requests, at_once if isinstance(at_once, int) else None
+    ).outcomes()
 
 
 class Request(NamedTuple):
