@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from pipeload.engine.handle import Handle
     from pipeload.engine.stats import Stats
     from pipeload.entry.api import from_pretrained, handle, plan, smallest_limit, streaming, wrap
+    from pipeload.entry.many import generate_many
     from pipeload.quantiser.convert import convert
     from pipeload.quantiser.quantise import quantize
 
@@ -43,6 +44,7 @@ __all__ = [
     "UnsupportedOperationError",
     "convert",
     "from_pretrained",
+    "generate_many",
     "handle",
     "plan",
     "quantize",
@@ -58,6 +60,7 @@ _HOMES = {
     "Stats": "pipeload.engine.stats",
     "convert": "pipeload.quantiser.convert",
     "from_pretrained": "pipeload.entry.api",
+    "generate_many": "pipeload.entry.many",
     "handle": "pipeload.entry.api",
     "plan": "pipeload.entry.api",
     "quantize": "pipeload.quantiser.quantise",
@@ -75,10 +78,15 @@ def __getattr__(name: str) -> object:
     if name not in _HOMES:
         raise AttributeError(f"module 'pipeload' has no attribute {name!r}")
     import importlib
+    import sys
 
-    if _HOMES[name].startswith(("pipeload.entry.", "pipeload.quantiser.")):
+    home = _HOMES[name]
+    room = home.startswith("pipeload.entry.")
+    # Not where it has been done: pages of libraries that are given back are read again.
+    first = ("pipeload.entry.api" if room else home) not in sys.modules
+    if first and (room or home.startswith("pipeload.quantiser.")):
         _import_torch()
-    value = getattr(importlib.import_module(_HOMES[name]), name)
+    value = getattr(importlib.import_module(home), name)
     globals()[name] = value
     return value
 

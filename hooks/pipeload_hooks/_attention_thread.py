@@ -36,12 +36,13 @@ class AttentionAside(PassMode):
     Not where somebody else's modes would miss it, or autograd.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, place: _Place | None = None) -> None:
         super().__init__()
-        self._thread: ThreadPoolExecutor | None = None
-        self._started = _NOWHERE
-        """In which process, and for how many threads of OpenMP."""
-        self._met: set[_Call] = set()
+        self._place = _Place() if place is None else place
+
+    def twin(self) -> AttentionAside:
+        """One for another thread, which computes where this one does: no two do so at once."""
+        return AttentionAside(self._place)
 
     def __torch_function__(
         self,
@@ -53,18 +54,32 @@ class AttentionAside(PassMode):
         kwargs = kwargs or {}
         if func is functional.scaled_dot_product_attention and self.active:
             call = _sizes(args, kwargs)
-            if call is not None and not _is_watched() and (thread := self._thread_for(call)):
+            if call is not None and not _is_watched() and (thread := self._place.thread_for(call)):
                 return thread.submit(_State().compute, func, args, kwargs).result()
         return func(*args, **kwargs)
 
     def close(self) -> None:
         """End it, and its thread when that has done what it does. May be called again."""
         self.end()
+        self._place.close()
+
+
+class _Place:
+    """The thread that attention is computed in."""
+
+    def __init__(self) -> None:
+        self._thread: ThreadPoolExecutor | None = None
+        self._started = _NOWHERE
+        """In which process, and for how many threads of OpenMP."""
+        self._met: set[_Call] = set()
+
+    def close(self) -> None:
+        """End it when it has done what it does. May be called again."""
         if self._thread is not None:
             self._thread.shutdown(wait=False)
         self._thread, self._started = None, _NOWHERE
 
-    def _thread_for(self, call: _Call) -> ThreadPoolExecutor | None:
+    def thread_for(self, call: _Call) -> ThreadPoolExecutor | None:
         """Where it is computed; None where a thread of ours would compute with another number."""
         here = os.getpid(), torch.get_num_threads()
         kept = len(self._met) * here[1]

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from pipeload_hooks._callers import CALL_CODE, Mark
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator
+    from collections.abc import Callable, Collection, Iterator
     from types import FrameType
 
     from torch import nn
@@ -35,6 +35,8 @@ class PassGate:
         self._renew_lock()
         self._owner: int | None = None
         self._entered: list[nn.Module | Mark] = []
+        self._held: Callable[[], None] | None = None
+        """Called when a pass waits for whoever holds it; None where nobody does."""
         _GATES.add(self)
 
     def _renew_lock(self) -> None:
@@ -54,10 +56,33 @@ class PassGate:
             if self._owner == me and self._alive(sys._getframe(), module):
                 self._entered.append(module)
                 return False
-            while self._owner not in (None, me) and not (self._rests() or self._owner_is_dead()):
-                self._changed.wait(_POLL_SECONDS)
+            self._wait_for_others(me)
             self._owner, self._entered = me, [module]
             return True
+
+    def hold(self, wanted: Callable[[], None]) -> None:
+        """Keep passes from beginning until `let_go`, in all threads. Waits for the running one.
+
+        For those who let passes take turns in ways of their own, by other gates. `wanted` is called
+        when a pass waits for them.
+        """
+        with self._lock:
+            self._wait_for_others(None)
+            self._held, self._owner, self._entered = wanted, None, []
+
+    def let_go(self) -> None:
+        """Let passes begin again, whoever has kept them from it."""
+        with self._lock:
+            self._held = None
+            self._changed.notify_all()
+
+    def _wait_for_others(self, me: int | None) -> None:
+        while self._held is not None or (
+            self._owner not in (None, me) and not (self._rests() or self._owner_is_dead())
+        ):
+            if self._held is not None:
+                self._held()
+            self._changed.wait(_POLL_SECONDS)
 
     def leave(self, module: nn.Module) -> bool:
         """Called after `module` ran. True when this ends the pass."""
@@ -135,17 +160,23 @@ class PassGate:
     def busy(self) -> bool:
         """Whether a pass runs in any thread."""
         with self._lock:
-            return self._owner is not None and not self._owner_is_dead()
+            return self._runs()
+
+    def _runs(self) -> bool:
+        return self._held is not None or (self._owner is not None and not self._owner_is_dead())
 
     @contextlib.contextmanager
-    def idle(self, modules: Collection[nn.Module], waiting: Collection[int]) -> Iterator[bool]:
+    def idle(
+        self, modules: Collection[nn.Module], waiting: Collection[int], *, held: bool = False
+    ) -> Iterator[bool]:
         """Keep passes from beginning; gives whether none runs.
 
         Calls of `modules` count as well: they may have begun while these carried no hooks. Threads
-        that are `waiting`, by their identity, have not yet computed anything in theirs.
+        that are `waiting`, by their identity, have not yet computed anything in theirs. `held`: the
+        caller is one of those that `hold` was called for.
         """
         with self._lock:
-            running = self._owner is not None and not self._owner_is_dead()
+            running = self._runs() and not held
             wanted = set(map(id, modules))
             yield not running and not any(
                 _is_inside(frame, wanted)

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 from pipeload.budget.kv_cache import PACKED, STATIC
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from pipeload.budget.kv_cache import CachedLayers
     from pipeload.budget.model_sizes import Widths
     from pipeload.budget.pass_shape import Extras, PassShape
@@ -50,3 +52,15 @@ def mask_elements(layer: CachedLayers, shape: PassShape, extras: Extras, w: Widt
     if plain and w.attention != "eager":
         return 0
     return shape.batch * shape.tokens * wide
+
+
+def recorded(w: Widths, layers: Sequence[CachedLayers], shape: PassShape, extras: Extras) -> int:
+    """What a call has the library keep of every layer."""
+    nbytes = 0
+    if extras.hidden_states:
+        nbytes += extras.hidden_states * shape.tokens * shape.batch * w.hidden * w.item
+    if extras.attentions:
+        nbytes += sum(
+            layer.alike * layer.attended(shape.tokens) * shape.tokens for layer in layers
+        ) * (shape.batch * w.heads * w.item)
+    return nbytes

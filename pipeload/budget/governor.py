@@ -15,17 +15,20 @@ from typing import TYPE_CHECKING, Any
 from pipeload.budget import limit_errors
 from pipeload.budget.eviction_policy import Patience
 from pipeload.budget.ledger import TooLarge
+from pipeload.budget.pass_shape import PassShape
+from pipeload.budget.passes_in_turns import Called, needs_in_turns
 from pipeload.budget.plan_for_limit import Planner
 from pipeload.system.memory import PeakSince
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch import nn
 
     from pipeload.budget.ledger import Ledger
     from pipeload.budget.make_plan import Build
     from pipeload.budget.pass_needs import PassNeeds
+    from pipeload.budget.passes_in_turns import Call
     from pipeload.budget.plan import Plan
     from pipeload.budget.reserve import PassHint
 
@@ -127,20 +130,35 @@ class Governor:
         Raises:
             MemoryLimitError: it does not fit even with nothing resident.
         """
+        self.before_passes([Called(module, args, kwargs)])
+
+    def before_passes(self, calls: Sequence[Call]) -> int:
+        """Make room for passes that take turns, for as many of the first ones as there is room for.
+
+        Returns how many they are, at least one.
+
+        Raises:
+            MemoryLimitError: the first does not fit even with nothing resident.
+        """
         ledger, planner = self.ledger, self._planner
         account, smallest = ledger.account, planner.smallest
         with account.lock:
-            need = self._needs.for_pass(args, kwargs, module)
-            self._need = ledger.corrected(need)
+            needs = needs_in_turns(self._needs, calls)
             account.note_pass(self)
             other = ledger.begin_pass(self.held_bytes())
             self.peak.look(ledger.process_bytes)
             in_force = ledger.limit_in_force(self._plan.memory_limit)
             others = account.promised_to_others(self)
-            room = planner.room(in_force, other, others) - self._need
+            room = planner.room(in_force, other, others)
+            fitting = sum(ledger.corrected(need) <= room - smallest for need in needs)
+            admitted = max(1, fitting)
+            need = needs[admitted - 1]
+            self._need = ledger.corrected(need)
+            room -= self._need
             if room < smallest:
                 room += account.reclaim(self, smallest - room)
             if room < smallest:
+                args, kwargs = calls[0].args, calls[0].kwargs
                 shape, limit = self._needs.shape(args, kwargs), self._plan.memory_limit
                 # What the process took on during some pass, for whatever reason, revokes no promise
                 # as long as the limit holds: what is set aside for that is there to be used.
@@ -159,6 +177,7 @@ class Governor:
             self._aim(room)
             if changed and self._plan is before:
                 self.plan = self._plan_for(self._budget)
+            return admitted
 
     def pass_bytes(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | None:
         """What a pass with these arguments would move now; None where it does not fit.
@@ -172,6 +191,18 @@ class Governor:
             if budget < self._planner.smallest:
                 return None
             return self.ledger.moved_bytes(self._plan_for(budget))
+
+    def spare_bytes(self) -> int:
+        """What passes and caches may take now, if nothing is resident."""
+        with self.ledger.account.lock:
+            return (
+                self._room(self._limit, self.ledger.account.other_bytes()) - self._planner.smallest
+            )
+
+    def bytes_alone(self, prompt: int, tokens: int, batch: int) -> tuple[int, int]:
+        """What the cache of `batch` sequences of `tokens` takes, and the pass of their prompts."""
+        needs = self._needs
+        return needs.cache_bytes(tokens, batch), needs.for_shape(PassShape(prompt, batch))
 
     def inside_pass(self) -> None:
         """Look again before a site runs: somebody else may have taken memory meanwhile."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from pipeload.budget.attention_memory import attention, mask_elements, rotated
+from pipeload.budget.attention_memory import attention, mask_elements, recorded, rotated
 from pipeload.budget.hint_pass import hinted_calls, hinted_trial, main_input
 from pipeload.budget.kv_cache import (
     NO_ROWS,
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from pipeload.budget.model_sizes import Widths
 
 __all__ = ["PassNeeds", "PassShape"]
 
@@ -138,6 +137,21 @@ class PassNeeds:
         need = _with_margin(growth, int(self._short_by * self._peak(layers, shape, extras)))
         return need if trial is None else max(need, self._with_trial(trial, shape, sampled=False))
 
+    def between_turns(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+        """What of it is there while others compute whose passes take turns with this one."""
+        if self._trace is not None:
+            return _MOST  # all of it, as far as anybody knows
+        shape = self.shape(args, kwargs)
+        layers = self._cached(args, kwargs, shape)
+        extras, w = read_extras(kwargs, shape, self._widths, self._configs), self._widths
+        masks = {layer.kind: mask_elements(layer, shape, extras, w) for layer in layers}
+        kept = shape.tokens * shape.batch * 3 * w.hidden * w.item + int(sum(masks.values())) * (
+            w.item if w.attention == "eager" else 1
+        )
+        kept += recorded(w, layers, shape, extras) + self._head(shape, extras, sampled=False)
+        grown = max(0, self._growth(layers, args, kwargs, shape))
+        return int((grown + kept) * _MARGIN) + min(grown // 2, _HOLES_BYTES)
+
     def _with_trial(self, trial: Trial, shape: PassShape, *, sampled: bool) -> int:
         """What a pass takes that was tried; and what `generate` makes of its logits."""
         peak = trial.peak + self._beside(shape.tokens * shape.batch)
@@ -163,6 +177,10 @@ class PassNeeds:
             if trial is not None:
                 return self._with_trial(trial, shape, sampled=True)
         return _with_margin(growth, self._peak(layers, shape, Extras(kept)))
+
+    def cache_bytes(self, tokens: int, batch: int) -> int:
+        """What a cache of `batch` sequences of `tokens` takes."""
+        return sum(layer.growth(tokens) for layer in self._reader.fresh(batch))
 
     def longest_tokens(self, room_bytes: int, batch: int) -> int:
         """The longest prompt of `batch` sequences that fits in `room_bytes`; 0 if none does.
@@ -279,7 +297,7 @@ class PassNeeds:
         )
         # A mask of two values as it lives throughout: bool, or the scores' own type.
         held = mask * (item if w.attention == "eager" else 1)
-        held += _recorded(w, layers, shape, extras)
+        held += recorded(w, layers, shape, extras)
         held += self._beside(positions)
         head = self._head(shape, extras, sampled=sampled)
         return max(max(block, scores) + held, head + held, self._towers(extras))
@@ -309,18 +327,6 @@ class PassNeeds:
         """A vision tower or an encoder: it runs before the first layer."""
         w = self._widths
         return (extras.patches * w.vision + extras.encoded * (4 * w.hidden + w.inner)) * w.item
-
-
-def _recorded(w: Widths, layers: Sequence[CachedLayers], shape: PassShape, extras: Extras) -> int:
-    """What a call has the library keep of every layer."""
-    nbytes = 0
-    if extras.hidden_states:
-        nbytes += extras.hidden_states * shape.tokens * shape.batch * w.hidden * w.item
-    if extras.attentions:
-        nbytes += sum(
-            layer.alike * layer.attended(shape.tokens) * shape.tokens for layer in layers
-        ) * (shape.batch * w.heads * w.item)
-    return nbytes
 
 
 def _with_margin(growth: int, transient: int) -> int:

@@ -44,7 +44,7 @@ class Answer(BaseStreamer):
         self.first_stats = self.handle.stats()
         self._write = write
         self._on_first_token = on_first_token
-        self._cut = _Cut(stops)
+        self._cut = Cut(stops)
         self._parts: list[str] = []
         self._prompt_seen = False
         self._line: list[int] = []
@@ -114,19 +114,22 @@ class StopAt(transformers.StoppingCriteria):
     was planned with.
     """
 
+    keeps_nothing = True
+    """From one call to the next: a request with it may be begun again."""
+
     def __init__(self, tokenizer: Any, stops: Sequence[str], *, prompt_tokens: int) -> None:
         self._tokenizer, self._stops, self._prompt = tokenizer, stops, prompt_tokens
         # Every token is a byte at least.
         self._window = max(len(stop.encode()) for stop in stops) + _TOKENS_MORE
 
     def __call__(self, ids: torch.Tensor, _scores: object, **_options: object) -> torch.Tensor:
-        """Whether to end; `ids` is int64, `[1, tokens]`."""
-        text = self._tokenizer.decode(ids[0, self._prompt :][-self._window :])
-        found = any(stop in text for stop in self._stops)
-        return torch.full((1,), found, device=ids.device)
+        """Whether to end each; `ids` is int64, `[answers, tokens]`."""
+        texts = map(self._tokenizer.decode, ids[:, self._prompt :][:, -self._window :])
+        found = [any(stop in text for stop in self._stops) for text in texts]
+        return torch.tensor(found, device=ids.device)
 
 
-class _Cut:
+class Cut:
     """Lets text through up to the first of some stops, however it is cut into pieces."""
 
     def __init__(self, stops: Sequence[str]) -> None:

@@ -16,6 +16,7 @@ import typer
 from pipeload import __version__
 from pipeload._sizes import parse_size
 from pipeload.cli import options as opt
+from pipeload.cli.batch_command import batch
 from pipeload.cli.evaluate_command import evaluate
 from pipeload.cli.exit_status import Commands, load, reported
 from pipeload.cli.log_lines import replace_unprintable
@@ -296,6 +297,9 @@ def convert(
             json=json,
             debug=debug,
         )
+
+
+app.command()(batch)
 
 
 def command_names() -> list[str]:

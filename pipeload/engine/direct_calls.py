@@ -32,6 +32,8 @@ class PassCall(NamedTuple):
     kwargs: Mapping[str, Any]
     mark: Mark | None = None
     """Where nobody says that it is over: on its frame."""
+    first: bool = False
+    """Whether it is the first in a thread of its own."""
 
 
 class DirectCalls:

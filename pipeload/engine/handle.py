@@ -51,6 +51,19 @@ class Handle:
         """
         return self._plan if self._session is None else self._session.governor.plan
 
+    @property
+    def session(self) -> Session:
+        """The parts that stream the model.
+
+        Raises:
+            UnsupportedOperationError: it is not streamed any more.
+        """
+        if self._session is None:
+            raise UnsupportedOperationError(
+                "the model is a plain one since remove(). Load it again to have it streamed."
+            )
+        return self._session
+
     def set_memory_limit(
         self, memory_limit: int | str, *, host_memory_limit: int | str | None = None
     ) -> None:

@@ -16,14 +16,14 @@ _ENDLESS = 1 << 62
 
 
 class PassLog:
-    """One entry at a time: passes are serialised before they get here.
+    """One entry at a time, but for those of others whose passes take turns with each other.
 
     Tokens are counted as growth of the cache, since a pass with drafts may keep several tokens or
     crop some away. How much a pass kept shows only when the next one begins.
     """
 
     def __init__(self) -> None:
-        self.passes = 0
+        self._passes = 0
         self.pass_seconds = 0.0
         self._tokens = 0
         self._started = 0.0
@@ -32,11 +32,31 @@ class PassLog:
         self._batch = 1
         self._prompt = _ENDLESS
         self._ended = 0
+        self._others: list[PassLog] = []
+
+    @property
+    def passes(self) -> int:
+        """Passes so far."""
+        return self._passes + sum(log.passes for log in self._others)
 
     @property
     def tokens(self) -> int:
         """Tokens so far, those of the last pass included."""
-        return self._tokens + self._grown()
+        return self._tokens + self._grown() + sum(log.tokens for log in self._others)
+
+    def open_for(self, other: PassLog) -> None:
+        """Count what `other` counts as well, but for its time."""
+        self._others.append(other)
+
+    def close_for(self, other: PassLog) -> None:
+        """Nothing is added to `other` any more."""
+        self._others.remove(other)
+        self._passes += other.passes
+        self._tokens += other.tokens
+
+    def start_clock(self) -> None:
+        """Time is counted from now on, until `lap`."""
+        self._started = time.perf_counter()
 
     def begin(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """A pass with these arguments starts."""
@@ -51,7 +71,7 @@ class PassLog:
         except TypeError:
             self._cache = None  # a tuple of tensors, from long ago
         self._ended = 0
-        self._started = time.perf_counter()
+        self.start_clock()
 
     def end(self) -> None:
         """Count a pass that has given its output."""
@@ -66,7 +86,7 @@ class PassLog:
 
     def count(self) -> None:
         """Count one more pass, however long it takes."""
-        self.passes += 1
+        self._passes += 1
         # What the pass gave at least, should its cache be gone before anybody asks.
         self._ended = self._batch
 

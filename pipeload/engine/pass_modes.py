@@ -15,22 +15,33 @@ if TYPE_CHECKING:
     from torch import nn
 
     from pipeload.engine.pass_refusals import FirstCalls
+    from pipeload_hooks import PassGate
 
 
 class PassModes:
     """The watch of a pass that is called as none was before; attention aside, of all prompts."""
 
-    def __init__(self, first_calls: FirstCalls, dtypes: Iterable[torch.dtype]) -> None:
+    def __init__(
+        self,
+        first_calls: FirstCalls,
+        dtypes: Iterable[torch.dtype],
+        aside: AttentionAside | None = None,
+    ) -> None:
         """`first_calls` has the watch; `dtypes` are those of the weights."""
         self._first_calls = first_calls
         self.done: Callable[[], None] = self._first_calls.done
         """The pass that is over has given its output."""
-        self._aside = AttentionAside()
+        self._dtypes = frozenset(dtypes)
+        self._aside = AttentionAside() if aside is None else aside
         # Else every function of torch would take longer for nothing.
-        self._keeps = any(map(kernels_stay, {*dtypes}))
+        self._keeps = any(map(kernels_stay, self._dtypes))
         """Whether attention of prompts leaves kernels behind, autocast apart."""
         self.end: Callable[[], None] = _both(self._first_calls.end, self._aside.close)
         """Be done with both, in any thread; holds no more than them."""
+
+    def twin(self, gate: PassGate) -> PassModes:
+        """The same for passes of another thread, which `gate` is around."""
+        return PassModes(self._first_calls.twin(gate), self._dtypes, self._aside.twin())
 
     def renew(self) -> None:
         """A pass begins, and nobody knows yet how it was called."""

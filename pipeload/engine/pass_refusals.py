@@ -44,6 +44,16 @@ def arguments_alone(
     return args, kwargs if is_head else {**kwargs, "logits_to_keep": 1}
 
 
+class _Known:
+    """What watching calls has shown of a model."""
+
+    def __init__(self) -> None:
+        self.seen: set[Call] = set()
+        """Calls that have been watched to their end."""
+        self.served = False
+        """Whether a table was used past its module: then every call is watched."""
+
+
 class FirstCalls:
     """Watches each kind of call once, to its end, for reads of weights that are on disk."""
 
@@ -53,12 +63,15 @@ class FirstCalls:
         tables: Sequence[TableSeat],
         adapters: Adapters,
         gate: PassGate,
+        known: _Known | None = None,
     ) -> None:
-        """Watch the weights of these seats and tables; `gate` tells whether a pass died."""
+        """Watch the weights of these seats and tables; `gate` tells whether a pass died.
+
+        `known` is what others have found out about the same model.
+        """
         self.call: Call | None = None
         """How the running pass was called; None until that is known."""
-        self._seen: set[Call] = set()
-        """Calls that have been watched to their end."""
+        self._known = _Known() if known is None else known
         self._adapters = adapters
         # Held weakly: a pass that died leaves its watch on its thread's stack of modes.
         adapters_then, gate_then = weakref.ref(adapters), weakref.ref(gate)
@@ -71,9 +84,14 @@ class FirstCalls:
             gate = gate_then()
             return gate is None or gate.died()
 
+        self._watched = seats, tables
         self._watch = _make_watch(seats, tables, adapted=adapted, ended=ended)
         self.end: Callable[[], None] = self._watch.end
         """Watches no more, in any thread; holds no more than the watch."""
+
+    def twin(self, gate: PassGate) -> FirstCalls:
+        """The same for passes of another thread, which `gate` is around."""
+        return FirstCalls(*self._watched, self._adapters, gate, self._known)
 
     def begin(
         self, module: nn.Module, args: Sequence[object], kwargs: Mapping[str, object]
@@ -81,7 +99,7 @@ class FirstCalls:
         """A pass begins that was called so: watch it, unless that is known to need nothing."""
         self.call = call = _call_of(module, args, kwargs)
         # With adapters, it depends on which of them are active.
-        if self._adapters.present or self._watch.has_served or call not in self._seen:
+        if self._adapters.present or self._known.served or call not in self._known.seen:
             self._watch.begin()
 
     def stop(self) -> None:
@@ -96,7 +114,8 @@ class FirstCalls:
     def done(self) -> None:
         """The pass that is over has given its output."""
         if self.call is not None and not self._adapters.present:
-            self._seen.add(self.call)
+            self._known.seen.add(self.call)
+        self._known.served |= self._watch.has_served
 
 
 def _call_of(module: nn.Module, args: Sequence[object], kwargs: Mapping[str, object]) -> Call:

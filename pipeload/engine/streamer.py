@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, NoReturn, Protocol
 
 from pipeload.engine.pass_refusals import refuse_recording
 from pipeload.weights.resident_memory import whole_tensor
@@ -15,10 +15,21 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from pipeload.engine.pass_state import PassState
     from pipeload.engine.replan import Replan
     from pipeload.engine.site_parameters import Seat
     from pipeload.engine.table_parameters import TableSeat
     from pipeload.weights.layout import Weight
+
+
+class UnitSource(Protocol):
+    """Has units there while they are in use."""
+
+    def acquire(self, index: int) -> float:
+        """Return once the unit's bytes are there; the seconds that were waited."""
+
+    def release(self, index: int) -> None:
+        """The unit is not in use any more."""
 
 
 class Streamer:
@@ -32,13 +43,22 @@ class Streamer:
         replan: Replan,
     ) -> None:
         self.seats, self.tables = seats, tables
-        self.inside: set[int] = set()
-        """Sites that are running."""
+        self.now: PassState
+        """Where the pass stands whose turn it is: put there by whoever knows of passes."""
+        self.source: UnitSource = replan.prefetcher
+        """Where units come from: from the disk, or from others who had them before."""
+        self.hand_over: Callable[[], None] | None = None
+        """Lets others have their turn, where nothing is in use; None where there are none."""
         self.stall_seconds = 0.0
         """How long sites have waited for their weights."""
         self._replan = replan
         self._prefetcher, self._governor = replan.prefetcher, replan.governor
         self._experts = replan.experts
+
+    @property
+    def inside(self) -> set[int]:
+        """Sites that are running."""
+        return self.now.inside
 
     def acquire(self, site: int) -> bool:
         """Bind the site's weights, waiting for the disk if they are not there yet.
@@ -46,13 +66,12 @@ class Streamer:
         Returns False for a site whose ranges of rows come one by one, through `chunks`.
         """
         seat = self.seats[site]
-        self.inside.add(site)
+        self.now.inside.add(site)
         self._replan.look_again()
-        prefetcher = self._prefetcher
-        units = prefetcher.units
+        source, units = self.source, self._prefetcher.units
         if seat.whole is None:
             for index in seat.chosen:
-                self.stall_seconds += prefetcher.acquire(index)
+                self.stall_seconds += source.acquire(index)
                 seat.bind(units[index])
             return True
         if any(units[index].streams for index in seat.units):
@@ -64,25 +83,29 @@ class Streamer:
             self._gather(seat, seat.whole)
             return True
         for index in () if seat.settled(units) else seat.units:
-            self.stall_seconds += prefetcher.acquire(index)
-            prefetcher.release(index)
+            self.stall_seconds += source.acquire(index)
+            source.release(index)
         seat.bind_whole(self._replan.whole)
         return True
 
     def chunks(self, site: int) -> Generator[tuple[int, int, torch.Tensor], None, None]:
         """The chosen ranges of rows of a split weight: (first row, last row + 1, their values)."""
-        return self._ranges(self.seats[site].chosen)
+        return self._ranges(self.seats[site].chosen, in_turns=self.now.inside == {site})
 
-    def _ranges(self, units: Sequence[int]) -> Generator[tuple[int, int, torch.Tensor], None, None]:
+    def _ranges(
+        self, units: Sequence[int], *, in_turns: bool = False
+    ) -> Generator[tuple[int, int, torch.Tensor], None, None]:
         # No `finally`: a generator that an interrupt left behind would run it much later. Whoever
         # stops halfway calls `release`, or the next pass recovers.
         for index in units:
-            self.stall_seconds += self._prefetcher.acquire(index)
+            self.stall_seconds += self.source.acquire(index)
             unit = self._prefetcher.units[index]
             views = unit.kept.views if unit.slot is None else unit.slots[unit.slot].views
             ((_, rows),) = views.items()
             yield (*unit.rows, rows)
-            self._prefetcher.release(index)
+            self.source.release(index)
+            if in_turns and self.hand_over is not None:
+                self.hand_over()
 
     def by_whole(
         self, site: int, module: nn.Module, given: torch.Tensor, dtype: torch.dtype
@@ -102,14 +125,15 @@ class Streamer:
 
     def release(self, site: int) -> bool:
         """Unbind what is streamed. Returns whether the site was running; else nothing is done."""
-        if site not in self.inside:
+        now = self.now
+        if site not in now.inside:
             return False
-        seat, prefetcher = self.seats[site], self._prefetcher
+        seat = self.seats[site]
         seat.unbind()
         for index in seat.units:
-            if index in prefetcher.held:
-                prefetcher.release(index)
-        self.inside.discard(site)
+            if index in now.held:
+                self.source.release(index)
+        now.inside.discard(site)
         return True
 
     def refuse_recording(self, site: int) -> NoReturn:
@@ -129,16 +153,21 @@ class Streamer:
 
     def recover(self) -> None:
         """Give back what a pass that died was holding."""
-        for seat in self.seats:
+        alone = self.source is self._prefetcher
+        # What others hold, whose turn comes again, is theirs.
+        for seat in self.seats if alone else [self.seats[site] for site in self.now.inside]:
             seat.unbind()
             if seat.whole is not None and (module := seat.module()) is not None:
                 restore_split(module)
         for table in self.tables:
             table.unbind()
         self._experts.recover()
-        self.inside.clear()
-        self._prefetcher.held.clear()
-        if not self._replan.settled:
+        self.now.inside.clear()
+        for index in [] if alone else [*self.now.held]:
+            self.source.release(index)
+        if alone:
+            self._prefetcher.held.clear()
+        if alone and not self._replan.settled:
             self._prefetcher.reset()
 
     def abandon(self) -> None:

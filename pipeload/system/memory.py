@@ -20,6 +20,7 @@ from pipeload.errors import UnsupportedOperationError
 # small models' activations and caches leave holes in the heap: up to 50 MB more at the same pass.)
 _MMAP_THRESHOLD_BYTES = 1 << 18
 _M_MMAP_THRESHOLD = -3
+_M_ARENA_MAX = -8
 _UNLIMITED = 1 << 60
 # oneDNN compiles a kernel for each new shape of a half-precision product (0.6 MB on AVX2), and it
 # and torch keep 1024 of them each: prompts of many lengths would take 600 MB. A decoding step uses
@@ -160,6 +161,17 @@ def return_freed_memory() -> None:
     # another C library: it has no such threshold
     with contextlib.suppress(AttributeError, OSError):
         ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD_BYTES)
+
+
+def share_one_heap() -> None:
+    """Have threads that start from now on allocate from the heap of all (glibc only).
+
+    Each would keep some megabytes of freed blocks in one of its own. For threads that take turns,
+    which never wait for each other there.
+    """
+    if sys.platform.startswith("linux"):
+        with contextlib.suppress(AttributeError, OSError):  # as above
+            ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)
 
 
 def keep_few_kernels() -> None:

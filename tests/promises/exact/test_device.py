@@ -94,6 +94,20 @@ PART = 500_000
 EVERYTHING = 10_000_000
 
 
+@pytest.mark.parametrize("spare", [0, PART, EVERYTHING])
+def test_many_requests_at_once(tiny: TinyCheckpoint, device: FakeDevice, spare: int) -> None:
+    """Each has the tokens of a run alone; nothing is written to while it is computed with."""
+    folder = tiny("llama")
+    plain = freshly_allocated(folder)
+    many = [{"input_ids": IDS[:1, : 3 + n], "max_new_tokens": 3 + n % 3} for n in range(4)]
+    model = load(folder, spare=spare)
+    for at_once in (4, "auto"):
+        for number, output in pipeload.generate_many(model, many, at_once=at_once):
+            assert torch.equal(output, plain.generate(**many[number]))
+    assert device.torn == []
+    assert device.errors == []
+
+
 @pytest.mark.parametrize(
     ("family", "spare"),
     [

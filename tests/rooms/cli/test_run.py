@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from pipeload.bench import measure
 from pipeload.bench.report import legend
 from pipeload.checkpoint.file_reads import FileSet
-from pipeload.cli.answer import Answer, StopAt, _Cut
+from pipeload.cli.answer import Answer, Cut, StopAt
 from pipeload.engine.stats import work_rows
 from pipeload.errors import ReadError
 from tests.promises.ways_in.test_notebook import STATS
@@ -109,7 +109,7 @@ def test_a_stop_ends_the_answer_before_it(talker: Path) -> None:
 @given(st.lists(st.text("ab", max_size=4)), st.lists(st.text("ab", min_size=1, max_size=4)))
 def test_stops_are_found_however_text_comes(pieces: list[str], stops: list[str]) -> None:
     """Also across pieces; nothing is shown that would have to be taken back."""
-    cut = _Cut(stops)
+    cut = Cut(stops)
     shown = [cut.add(piece, end=False) for piece in pieces]
     text = "".join(pieces)
     found = [(text.find(stop) + len(stop), text.find(stop)) for stop in stops if stop in text]

@@ -177,14 +177,15 @@ def test_parts_that_generate_calls_are_passes_of_their_own(folder: Path, spare: 
         forwarded(model)
     wanted = model.generate(IDS)
     governor, seen = session_of(model).passes._governor, []
-    before = governor.before_pass
+    before = governor.before_passes
 
-    def look(args: Any, kwargs: Any, module: Any = None) -> None:
-        shapes = [tuple(value.shape) for value in (*args, *kwargs.values()) if value is not None]
-        seen.append((module, shapes))
-        before(args, kwargs, module)
+    def look(calls: Any) -> int:
+        (call,) = calls
+        given = (*call.args, *call.kwargs.values())
+        seen.append((call.module, [tuple(value.shape) for value in given if value is not None]))
+        return before(calls)
 
-    governor.before_pass = look  # type: ignore[method-assign]
+    governor.before_passes = look  # type: ignore[method-assign]
     assert torch.equal(model.generate(IDS), wanted)
     assert [shapes for _, shapes in seen] == [[(1, 2)], [tuple(IDS.shape)]]
     assert all(module is model.model for module, _ in seen)

@@ -117,6 +117,29 @@ def test_a_model_that_needs_no_thread_counts_on(folder: Path) -> None:
     assert in_fork(check) == ""
 
 
+@pytest.mark.parametrize("spare", [0, 10_000_000])
+def test_a_child_of_a_process_in_which_requests_run(folder: Path, spare: int) -> None:
+    """It does not wait for them: they are not there."""
+    expected = logits(load_plain(folder))
+    torch.set_num_threads(1)
+    model = load_streamed(folder, spare=spare)
+    logits(model)  # what fits is all there then
+    many = [{"input_ids": IDS[:1], "max_new_tokens": new} for new in (1, 5, 5)]
+    running = pipeload.generate_many(model, many, at_once=3)
+    next(running)
+
+    def check() -> None:
+        if spare:
+            assert torch.equal(logits(model), expected)
+        else:
+            with pytest.raises(pipeload.UnsupportedOperationError, match="was forked"):
+                logits(model)
+
+    assert in_fork(check) == ""
+    assert len(list(running)) == 2
+    assert torch.equal(logits(model), expected)
+
+
 _PRELOAD = """
 import os, signal, sys, torch, pipeload
 folder = sys.argv[1]

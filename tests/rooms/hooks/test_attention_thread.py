@@ -147,8 +147,8 @@ def test_another_number_of_threads_has_another_thread(aside: AttentionAside) -> 
         torch.set_num_threads(number + 1)
         attend(9)
         assert len(threads() - before) == 1
-        assert aside._thread is not None
-        assert aside._thread.submit(torch.get_num_threads).result() == number + 1
+        assert aside._place._thread is not None
+        assert aside._place._thread.submit(torch.get_num_threads).result() == number + 1
     finally:
         torch.set_num_threads(number)
     assert first

@@ -210,3 +210,34 @@ def test_leaving_what_was_never_entered(gate: PassGate) -> None:
     outer = Gated(gate, lambda: gate.leave(module))
     outer()
     assert outer.log == WHOLE_PASS
+
+
+def test_a_gate_that_is_held(gate: PassGate) -> None:
+    """No pass begins until it is let go; it is held once the running one has ended."""
+    began, go_on = threading.Event(), threading.Event()
+
+    def run() -> None:
+        began.set()
+        assert go_on.wait(WAIT_SECONDS)
+
+    first = in_thread(Gated(gate, run))
+    assert began.wait(WAIT_SECONDS)
+    wanted = threading.Event()
+    held = in_thread(gate.hold, wanted.set)
+    assert not held.done()
+    go_on.set()
+    held.result(WAIT_SECONDS)
+    first.result(WAIT_SECONDS)
+    assert gate.busy
+    assert not gate.owned()
+    with gate.idle([], []) as idle:
+        assert not idle
+    with gate.idle([], [], held=True) as idle:
+        assert idle
+    assert not wanted.is_set()
+    later = in_thread(Gated(gate, nothing))
+    assert wanted.wait(WAIT_SECONDS)
+    assert not later.done()
+    gate.let_go()
+    later.result(WAIT_SECONDS)
+    assert not gate.busy

@@ -1,0 +1,254 @@
+"""`pipeload batch`: a file of requests, answered many at once, into a file of results."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pipeload
+from pipeload._sizes import counted, format_size
+from pipeload.cli.batch_file import LineError, Results, read_lines
+from pipeload.cli.batch_request import Asked, Ends, Settings, answer, parse
+from pipeload.cli.load_model import DTYPES, check_model, load_whole
+from pipeload.cli.log_lines import log, silence_libraries
+from pipeload.cli.progress_bar import ProgressBar
+from pipeload.cli.run_report import describe_plan
+from pipeload.entry.texts import check_tokens, first_line, load_tokenizer
+from pipeload.errors import CheckpointChangedError, CheckpointError, MemoryLimitError, ReadError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from pipeload.cli.batch_file import Line, Shard
+
+_TOO_LARGE, _FAILED = 413, 500  # HTTP's
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arguments:
+    """What was typed behind the command."""
+
+    model: str
+    requests: Path
+    results: Path
+    memory_limit: str
+    device: str = "cpu"
+    host_memory_limit: str | None = None
+    at_once: int | str = "auto"
+    max_new_tokens: int
+    shard: Shard
+    dtype: str = "auto"
+    io_mode: str = "auto"
+    json: bool = False
+
+
+@dataclass(slots=True)
+class Counts:
+    """What this run has done. Sizes in bytes."""
+
+    requests: int = 0
+    """In this part of the file."""
+    found: int = 0
+    """That were answered before."""
+    answered: int = 0
+    failed: int = 0
+    new_tokens: int = 0
+    seconds: float = 0.0
+    bytes_read: int = 0
+    peak_rss_bytes: int = 0
+
+    @property
+    def done(self) -> int:
+        """Requests that have a result."""
+        return self.found + self.answered + self.failed
+
+
+def run(asked: Arguments, *, debug: bool) -> None:
+    """Answer what has no result yet.
+
+    Raises:
+        PipeloadError: something is wrong with the model, the limit, an option, or the disk; what
+            was answered is in the file.
+    """
+    silence_libraries(debug=debug)
+    check_model(asked.model, files=True)
+    tokenizer = load_tokenizer(asked.model)
+    with Results(asked.results) as results:
+        counts = Counts()
+        for line in read_lines(asked.requests, asked.shard):
+            counts.requests += 1
+            counts.found += results.has(line)
+        if counts.found:
+            log.info("%d of %s are answered already", counts.found, _requests(counts.requests))
+        if counts.done < counts.requests:
+            model = load_whole(
+                asked.model,
+                memory_limit=asked.memory_limit,
+                device=asked.device,
+                host_memory_limit=asked.host_memory_limit,
+                io_mode=asked.io_mode,
+                dtype=DTYPES[asked.dtype],
+            )
+            log.info("%s", describe_plan(pipeload.handle(model).plan))
+            name = Path(asked.model).name
+            names = frozenset({asked.model, name})
+            settings = Settings(tokenizer, name, names, asked.max_new_tokens)
+            _Job(asked, model, settings, results, counts).run()
+    _report(asked, counts)
+
+
+def _requests(count: int) -> str:
+    return counted(count, "request")
+
+
+class _Job:
+    """The requests of one run on their way."""
+
+    def __init__(
+        self, asked: Arguments, model: Any, settings: Settings, results: Results, counts: Counts
+    ) -> None:
+        self._asked, self._model, self._settings = asked, model, settings
+        self._results, self._counts = results, counts
+        self._running: dict[int, Asked] = {}
+        self._given = 0
+        self._ending = False
+        self._bar = _Rate(counts)
+
+    def run(self) -> None:
+        """Answer them, until the file ends or a signal comes."""
+        handle = pipeload.handle(self._model)
+        began, before = time.monotonic(), handle.stats().bytes_read
+        many = pipeload.generate_many(self._model, self._requests(), at_once=self._asked.at_once)
+        try:
+            with _signals(self._end), contextlib.closing(many):  # type: ignore[type-var]
+                for number, outcome in many:
+                    self._take(self._running.pop(number), outcome)
+        finally:
+            self._bar.close()
+            stats = handle.stats()
+            self._counts.seconds = time.monotonic() - began
+            self._counts.bytes_read = stats.bytes_read - before
+            self._counts.peak_rss_bytes = stats.peak_rss_bytes
+
+    def _end(self) -> None:
+        """Begin no more requests; the second time, end at once."""
+        if self._ending:
+            raise KeyboardInterrupt
+        self._ending = True
+        log.warning("finishing %s; once more ends at once", _requests(len(self._running)))
+
+    def _requests(self) -> Iterator[dict[str, Any]]:
+        for line in read_lines(self._asked.requests, self._asked.shard):
+            if self._ending:
+                return
+            if self._results.has(line):
+                continue
+            try:
+                asked = self._parsed(line)
+            except LineError as error:
+                self._refuse(line, error)
+                continue
+            self._running[self._given] = asked
+            self._given += 1
+            yield asked.arguments
+
+    def _parsed(self, line: Line) -> Asked:
+        asked = parse(line, self._settings)
+        device = self._model.device
+        asked = asked._replace(inputs={k: v.to(device) for k, v in asked.inputs.items()})
+        try:
+            check_tokens(self._asked.model, self._model, int(asked.inputs["input_ids"].max()))
+        except CheckpointError as error:
+            raise LineError(str(error)) from error
+        return asked
+
+    def _take(self, asked: Asked, outcome: Any) -> None:
+        """Write what came of a request.
+
+        Raises:
+            PipeloadError: it was not the request's fault, and the next ones would fare no better.
+        """
+        if isinstance(outcome, (ReadError, CheckpointChangedError)):
+            raise outcome
+        if isinstance(outcome, MemoryLimitError):
+            self._refuse(asked.line, LineError(str(outcome), code="memory_limit"), _TOO_LARGE)
+        elif isinstance(outcome, Exception):
+            error = LineError(first_line(outcome), code=type(outcome).__name__)
+            self._refuse(asked.line, error, _FAILED)
+        elif isinstance(outcome, BaseException):
+            raise outcome
+        else:
+            body, tokens = answer(asked, outcome, self._settings, _ends(self._model))
+            self._results.answer(asked.line, body)
+            self._counts.answered += 1
+            self._counts.new_tokens += tokens
+            self._show()
+
+    def _refuse(self, line: Line, error: LineError, status: int = 400) -> None:
+        self._results.refuse(line, error, status)
+        self._counts.failed += 1
+        log.warning("line %d: %s", line.number, error)
+        self._show()
+
+    def _show(self) -> None:
+        self._bar.show(self._counts.done, self._counts.requests)
+
+
+class _Rate(ProgressBar):
+    """How many requests are done, how fast, and how long the rest takes."""
+
+    def __init__(self, counts: Counts) -> None:
+        self._counts = counts
+        super().__init__("batch", "requests", time_left=True)
+
+    def _describe(self, done: int, total: int, seconds: float) -> str:
+        new = done - self._counts.found  # those that were there have taken no time
+        text = super()._describe(new, total - self._counts.found, seconds)
+        return f"{text}, {self._counts.new_tokens / seconds:.3g} tokens per second"
+
+
+def _ends(model: Any) -> Ends:
+    config = model.generation_config
+    ends = config.eos_token_id
+    tokens = frozenset(ends if isinstance(ends, list) else [] if ends is None else [ends])
+    return Ends(tokens, config.pad_token_id)
+
+
+@contextlib.contextmanager
+def _signals(act: Any) -> Iterator[None]:
+    """Inside, Ctrl-C and SIGTERM call `act`, between two steps of the main thread."""
+
+    def note(_number: int, _frame: object) -> None:
+        act()
+
+    kinds = (signal.SIGINT, signal.SIGTERM)
+    before = {kind: signal.signal(kind, note) for kind in kinds}
+    try:
+        yield
+    finally:
+        for kind, handler in before.items():
+            signal.signal(kind, handler)
+
+
+def _report(asked: Arguments, counts: Counts) -> None:
+    if asked.json:
+        sys.stdout.write(json.dumps({"model": asked.model, **asdict(counts)}) + "\n")
+        return
+    left = counts.requests - counts.done
+    rate = counts.new_tokens / counts.seconds if counts.seconds else 0.0
+    log.info(
+        "%s answered, %d with an error, %d left; %s in %.3g s, %.3g per second; %s read",
+        _requests(counts.answered),
+        counts.failed,
+        left,
+        counted(counts.new_tokens, "token"),
+        counts.seconds,
+        rate,
+        format_size(counts.bytes_read),
+    )

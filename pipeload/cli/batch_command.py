@@ -1,0 +1,92 @@
+"""`pipeload batch`, as it is typed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from pipeload.cli import options as opt
+from pipeload.cli.batch_file import Shard
+from pipeload.cli.exit_status import load, reported
+
+Requests = Annotated[
+    Path, typer.Argument(metavar="REQUESTS", help="A request on each line, as of OpenAI's batches.")
+]
+Results = Annotated[
+    Path, typer.Argument(metavar="RESULTS", help="A result on each line; those there are kept.")
+]
+
+
+def _at_once(text: str) -> str:
+    if text != "auto" and not (text.isdecimal() and int(text)):
+        raise typer.BadParameter(f'{text!r} is neither "auto" nor a whole number from 1.')
+    return text
+
+
+def _shard(text: str) -> str:
+    index, _, count = text.partition("/")
+    if not (index.isdecimal() and count.isdecimal() and 1 <= int(index) <= int(count)):
+        raise typer.BadParameter(f'{text!r} is no part. Write "2/4" for the second of four.')
+    return text
+
+
+AtOnce = Annotated[
+    str,
+    typer.Option(
+        callback=_at_once,
+        help='The most requests that share a reading; "auto": as many as fit and help.',
+    ),
+]
+ShardOption = Annotated[
+    str,
+    typer.Option(
+        "--shard",
+        metavar="I/N",
+        callback=_shard,
+        help="Answer every N-th line, from the I-th on: a part for each of N machines.",
+    ),
+]
+
+
+def batch(
+    model: opt.Model,
+    requests: Requests,
+    results: Results,
+    *,
+    memory_limit: opt.MemoryLimit = "auto",
+    device: opt.Device = "cpu",
+    host_memory_limit: opt.HostMemoryLimit = None,
+    max_new_tokens: opt.NewTokens = 128,
+    at_once: AtOnce = "auto",
+    shard: ShardOption = "1/1",
+    dtype: opt.DtypeOption = opt.Dtype.AUTO,
+    io_mode: opt.IoModeOption = opt.IoMode.AUTO,
+    json: opt.Json = False,
+    quiet: opt.Quiet = False,
+    debug: opt.Debug = False,
+) -> None:
+    """Answer a file of requests, many by each reading; run again after a kill, it goes on."""
+    with reported(debug=debug, quiet=quiet or json, smaller_pass=("--max-new-tokens",)):
+        load("generate_many")
+        from pipeload.cli import batch as cli_batch
+
+        part, _, parts = shard.partition("/")
+        cli_batch.run(
+            cli_batch.Arguments(
+                model=model,
+                requests=requests,
+                results=results,
+                memory_limit=memory_limit,
+                device=device,
+                host_memory_limit=host_memory_limit,
+                max_new_tokens=max_new_tokens,
+                at_once=at_once if at_once == "auto" else int(at_once),
+                shard=Shard(int(part), int(parts)),
+                dtype=dtype.value,
+                io_mode=io_mode.value,
+                json=json,
+            ),
+            debug=debug,
+        )

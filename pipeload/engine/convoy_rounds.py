@@ -1,0 +1,106 @@
+"""Where all members of a convoy begin a pass: what is done once for all of them."""
+
+from __future__ import annotations
+
+from collections import deque
+from statistics import median
+from typing import TYPE_CHECKING, Protocol
+
+from pipeload.engine.convoy_members import GaveWayError
+from pipeload.errors import MemoryLimitError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import nn
+
+    from pipeload.engine.convoy_members import Member
+    from pipeload.engine.direct_calls import PassCall
+    from pipeload.engine.pass_state import PassState
+    from pipeload.engine.replan import Replan
+    from pipeload.engine.shared_units import SharedUnits
+    from pipeload.engine.streamer import Streamer
+
+_MEASURED = 32
+"""Rounds of which what they computed is remembered."""
+
+
+class Passes(Protocol):
+    """What rounds need of whoever knows where passes begin and end."""
+
+    @property
+    def model(self) -> nn.Module:
+        """What streams."""
+
+    def open_round(self, calls: Sequence[PassCall]) -> int:
+        """Make room for passes that take turns, the first ones; returns how many. Or raises."""
+
+    def recover(self) -> None:
+        """Give back what the pass was holding whose turn it is."""
+
+    def rest(self) -> None:
+        """Be done with what passes have left behind that took no turns."""
+
+
+class Rounds:
+    """Opens rounds and ends them, for the member whose turn it is."""
+
+    def __init__(
+        self, own: PassState, streamer: Streamer, replan: Replan, units: SharedUnits
+    ) -> None:
+        """`own` has the log in which their time is counted."""
+        self._own, self._streamer, self._replan, self._units = own, streamer, replan, units
+        self._round: tuple[float, float, int] | None = None
+        """Seconds that passes had taken and waited when the round began, and how many they are."""
+        self._computing: deque[float] = deque(maxlen=_MEASURED)
+
+    @property
+    def seconds_per_pass(self) -> float | None:
+        """What one member's pass takes without waiting, as a rule; None before there was any."""
+        return median(self._computing) if self._computing else None
+
+    def open(self, passes: Passes, members: Sequence[Member]) -> None:
+        """Let as many passes begin as there is room for; all members wait for that."""
+        self.end()
+        waiting = [member for member in members if member.call is not None]
+        calls = [member.call for member in waiting if member.call is not None]
+        try:
+            admitted = passes.open_round(calls)
+        except MemoryLimitError as error:
+            newest = next((one for one in reversed(waiting[1:]) if one.passes), None)
+            if newest is None:
+                waiting[0].error = error
+            else:
+                newest.error = GaveWayError(error)
+            return
+        except Exception as error:  # others will meet it in their turn
+            waiting[0].error = error
+            return
+        for member in waiting[:admitted]:
+            member.call = None
+            self._units.begin(id(member.state))
+        if self._replan.settled:
+            self._replan.governor.let_run()  # nothing is left that says when passes are over
+            return
+        log = self._own.log
+        log.start_clock()
+        self._round = log.pass_seconds, self._streamer.stall_seconds, admitted
+
+    def pause(self) -> None:
+        """Nobody runs for a while: count no time."""
+        if self._round is not None:
+            self._own.log.lap()
+
+    def end(self) -> None:
+        """All passes of a round are over."""
+        if self._round is None:
+            return
+        (began, stalled, passes), self._round = self._round, None
+        log = self._own.log
+        log.lap()
+        waited = self._streamer.stall_seconds - stalled
+        self._computing.append(max(0.0, log.pass_seconds - began - waited) / passes)
+        self._replan.pass_ended()
+        self._replan.governor.after_pass()
+        if not self._replan.settled:
+            self._replan.drop_settled()

@@ -1,0 +1,208 @@
+"""Many requests to one model at once: one reading of the weights serves all of them."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import itertools
+import secrets
+from collections import deque
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from transformers import GenerationConfig
+
+from pipeload.engine.convoy_members import GaveWayError, Party
+from pipeload.entry.api import handle
+from pipeload.entry.convoy_size import ConvoySize
+from pipeload.errors import OptionError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from torch import nn
+
+    from pipeload.engine.convoy_members import Member
+    from pipeload.engine.session import Session
+
+_SEEDS = 1 << 63
+_END = object()
+_TORCH_SEEDS = range(-(1 << 63), 1 << 64)
+
+
+def generate_many(
+    model: nn.Module, requests: Iterable[Mapping[str, Any]], at_once: int | str = "auto"
+) -> Iterator[tuple[int, Any]]:
+    """Have a streamed model answer many requests, all by the same reading of its weights.
+
+    Each request has the result of `model.generate(...)` alone, bit for bit: they take turns, and
+    none is batched with another. The model may be called as ever between two results.
+
+    Args:
+        model: what `from_pretrained` or `wrap` returned.
+        requests: dicts of `generate`'s arguments, taken as there is room for them; `seed` beside
+            these is that of its random numbers, as `torch.manual_seed` sets them; without one they
+            are others each time. The process's own random numbers stay as they are.
+        at_once: the most requests that run at the same time; "auto" takes as many as fit in memory
+            and make it faster.
+
+    Yields:
+        The number of a request, from 0 on, and what it returned, as they end; an exception where
+        that is what came of it. To close the iterator ends those that still run.
+
+    Raises:
+        OptionError: nothing in `model` is streamed, or an option means nothing.
+    """
+    if at_once != "auto" and (not isinstance(at_once, int) or at_once < 1):
+        raise OptionError(
+            f'at_once={at_once!r} is no number of requests. Pass "auto", or a whole number from 1.'
+        )
+    session = handle(model).session
+    return Requests(
+        model, session, requests, at_once if isinstance(at_once, int) else None
+    ).outcomes()
+
+
+class Request(NamedTuple):
+    """One call of `generate`."""
+
+    number: int
+    arguments: Mapping[str, Any]
+    seed: int
+
+    @property
+    def can_repeat(self) -> bool:
+        """Whether nothing that it was given may have changed since it began."""
+        return all(map(_is_plain, self.arguments.values()))
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_plain, value))
+    if getattr(value, "keeps_nothing", False):
+        return True
+    return value is None or isinstance(value, (torch.Tensor, int, float, str, GenerationConfig))
+
+
+def _request(number: int, given: object) -> Request:
+    """A request, as it was given.
+
+    Raises:
+        OptionError: it is none.
+    """
+    if not isinstance(given, Mapping):
+        raise OptionError(
+            f"request {number} is a {type(given).__name__}. Give a dict of generate()'s arguments: "
+            '{"input_ids": ids, "max_new_tokens": 64}.'
+        )
+    seed = given.get("seed")
+    if seed is None:
+        seed = secrets.randbelow(_SEEDS)
+    elif not isinstance(seed, int) or isinstance(seed, bool) or seed not in _TORCH_SEEDS:
+        raise OptionError(
+            f"seed={seed!r} of request {number} is no seed. Give a whole number, as for "
+            "torch.manual_seed(), or none at all."
+        )
+    arguments = {name: value for name, value in given.items() if name != "seed"}
+    return Request(number, arguments, seed)
+
+
+class Requests:
+    """Requests on their way through a model, for one caller."""
+
+    def __init__(
+        self, model: Any, session: Session, requests: Iterable[Any], at_once: int | None
+    ) -> None:
+        """`at_once`: how many; None: as many as help."""
+        self._model, self._passes = model, session.passes
+        self._convoy, self._party = session.passes.convoy, Party()
+        self._given = iter(requests)
+        self._numbers = itertools.count()
+        self._next: deque[Request] = deque()
+        """What was asked for and does not run: it gave way, or there was no room."""
+        self._running: dict[Member, Request] = {}
+        self._most = at_once
+        self._size = ConvoySize(session.governor, session.prefetcher.counters, self._convoy)
+        self._ambient = _Ambient()
+
+    def outcomes(self) -> Iterator[tuple[int, Any]]:
+        """Each request's number, and what came of it, as they end."""
+        try:
+            while True:
+                yield from self._refused_until_full()
+                if not self._running:
+                    return
+                member, outcome = self._convoy.outcome(self._party)
+                request = self._running.pop(member)
+                if isinstance(outcome, GaveWayError):
+                    self._most = max(1, len(self._running))
+                    if request.can_repeat:
+                        self._next.appendleft(request)
+                        continue
+                    outcome = outcome.lacking
+                yield request.number, outcome
+        finally:
+            self._convoy.close(self._party)
+
+    def _refused_until_full(self) -> Iterator[tuple[int, OptionError]]:
+        """Have as many requests run as may; those that are none."""
+        while self._most is None or len(self._running) < self._most:
+            if not self._next:
+                given = next(self._given, _END)
+                if given is _END:
+                    return
+                number = next(self._numbers)
+                try:
+                    self._next.append(_request(number, given))
+                except OptionError as error:
+                    yield number, error
+                    continue
+            running = [request.arguments for request in self._running.values()]
+            if self._most is None and not self._size.allows(
+                self._model, running, self._next[0].arguments
+            ):
+                return
+            self._start(self._next.popleft())
+
+    def _start(self, request: Request) -> None:
+        model, ambient = self._model, self._ambient
+
+        def work() -> Any:
+            with ambient.brought_along():
+                return model.generate(**request.arguments)
+
+        context, passes = contextvars.copy_context(), self._passes
+        member = self._convoy.start(
+            self._party,
+            passes,
+            lambda: context.run(work),
+            seed=request.seed,
+            name=f"pipeload-request-{request.number}",
+        )
+        self._running[member] = request
+
+
+class _Ambient:
+    """What torch knows of the caller's thread, and results depend on."""
+
+    def __init__(self) -> None:
+        self._threads = torch.get_num_threads()
+        self._inference, self._grad = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
+        kinds = {"cpu", getattr(torch.accelerator.current_accelerator(), "type", "cpu")}
+        self._autocast = {
+            kind: torch.get_autocast_dtype(kind)
+            for kind in kinds
+            if torch.is_autocast_enabled(kind)
+        }
+
+    @contextlib.contextmanager
+    def brought_along(self) -> Iterator[None]:
+        """In whichever thread, as in the one in which this was made."""
+        torch.set_num_threads(self._threads)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.inference_mode(self._inference))
+            stack.enter_context(torch.set_grad_enabled(self._grad))
+            for kind, dtype in self._autocast.items():
+                stack.enter_context(torch.autocast(kind, dtype=dtype))
+            yield
