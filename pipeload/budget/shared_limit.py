@@ -139,7 +139,9 @@ class Accountant:
             self._clients.clear()
 
     def note_pass(self, client: Client) -> None:
-        """A pass of `client` begins."""
+        """A pass of `client` begins; of one that is alone nobody has to know."""
+        if len(self._clients) < 2:
+            return
         with self.lock:
             there = {id(one) for one in self.clients}
             self._passes = {
