@@ -17,6 +17,7 @@ from pipeload import __version__
 from pipeload._sizes import parse_size
 from pipeload.cli import options as opt
 from pipeload.cli.batch_command import batch
+from pipeload.cli.chat_command import chat
 from pipeload.cli.evaluate_command import evaluate
 from pipeload.cli.exit_status import Commands, load, reported
 from pipeload.cli.log_lines import replace_unprintable
@@ -300,6 +301,7 @@ def convert(
 
 
 app.command()(batch)
+app.command()(chat)
 
 
 def command_names() -> list[str]:

@@ -79,9 +79,11 @@ def run(asked: Arguments, *, debug: bool) -> None:
         asked = replace(asked, seed=secrets.randbelow(1 << 32))
         log.info("sampling, as --seed %d does again", asked.seed)
     started = time.perf_counter()
-    load = partial(_load, asked, tokens=asked.tokens or prompt_tokens + asked.max_new_tokens)
-    model = load(asked.model, dtype=DTYPES[asked.dtype])
-    guesses = draft_settings(asked.draft, tokenizer, asked.model, load)
+    asked = replace(asked, tokens=asked.tokens or prompt_tokens + asked.max_new_tokens)
+    model = load_asked(asked, asked.model)
+    guesses = draft_settings(
+        asked.draft, tokenizer, asked.model, partial(load_asked, replace(asked, dtype="auto"))
+    )
     check_tokens(asked.model, model, int(inputs["input_ids"].max()))
     beyond = _warn_of_positions(model, prompt_tokens, asked.max_new_tokens)
     log.info("%s", describe_plan(pipeload.handle(model).plan))
@@ -94,8 +96,10 @@ def run(asked: Arguments, *, debug: bool) -> None:
             stops=asked.stop,
             on_first_token=shown.stop,
         )
+        if asked.samples:
+            torch.manual_seed(asked.seed or 0)
         try:
-            _generate(model, tokenizer, inputs, answer, asked, guesses=guesses)
+            generate_answer(model, tokenizer, inputs, answer, asked, more=guesses)
         except KeyboardInterrupt:  # what came until then is worth its figures
             if answer.tokens:
                 answer.end()
@@ -111,16 +115,17 @@ def run(asked: Arguments, *, debug: bool) -> None:
     _report(asked, answer, prompt_tokens, loaded - started, loaded)
 
 
-def _load(asked: Arguments, model: str, *, tokens: int, dtype: str = "auto") -> Any:
+def load_asked(asked: Arguments, model: str) -> Any:
+    """A model under the limit, and with the options, that were asked for."""
     return load_whole(
         model,
         memory_limit=asked.memory_limit,
         device=asked.device,
         host_memory_limit=asked.host_memory_limit,
-        tokens=tokens,
+        tokens=asked.tokens,
         io_mode=asked.io_mode,
         exact_inputs=asked.exact_inputs,
-        dtype=dtype,
+        dtype=DTYPES[asked.dtype],
     )
 
 
@@ -139,23 +144,26 @@ def _warn_of_positions(model: Any, prompt_tokens: int, new_tokens: int) -> int:
     return positions
 
 
-def _generate(
+def generate_answer(
     model: Any,
     tokenizer: Any,
     inputs: dict[str, torch.Tensor],
     answer: Answer,
     asked: Arguments,
     *,
-    guesses: dict[str, Any],
-) -> None:
-    settings = {"repetition_penalty": asked.repetition_penalty, **guesses}
+    more: dict[str, Any],
+) -> Any:
+    """Have the library generate as it was asked for; `more` are further arguments of it.
+
+    Returns what it gives. Where it samples, the caller has set the seed.
+    """
+    settings = {"repetition_penalty": asked.repetition_penalty, **more}
     if asked.samples:
-        torch.manual_seed(asked.seed or 0)
         settings |= {name: getattr(asked, name) for name in ("temperature", "top_p", "top_k")}
     if asked.stop:
         prompt_tokens = inputs["input_ids"].shape[1]
         settings["stopping_criteria"] = [StopAt(tokenizer, asked.stop, prompt_tokens=prompt_tokens)]
-    model.generate(
+    return model.generate(
         **{name: values.to(model.device) for name, values in inputs.items()},
         **{name: value for name, value in settings.items() if value is not None},
         max_new_tokens=asked.max_new_tokens,

@@ -1,0 +1,223 @@
+"""`pipeload chat`: a conversation in a terminal, whose keys and values go on from turn to turn."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import json
+import secrets
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+import pipeload
+from pipeload._sizes import counted
+from pipeload.budget.usage_trial import CACHES
+from pipeload.cli.answer import Answer
+from pipeload.cli.load_model import check_model
+from pipeload.cli.log_lines import log, silence_libraries
+from pipeload.cli.progress_bar import first_pass
+from pipeload.cli.run import generate_answer, load_asked
+from pipeload.cli.run_report import describe_plan
+from pipeload.entry.texts import check_tokens, first_line, load_tokenizer
+from pipeload.errors import OptionError, PipeloadError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from pipeload.cli.run import Arguments
+
+Message = dict[str, str]
+_HELP = "/reset begins anew, /save FILE keeps the conversation, /exit or Ctrl-D ends."
+
+
+def chat(asked: Arguments, *, debug: bool) -> None:
+    """Answer line by line until the input ends. `asked.prompt` is not looked at.
+
+    Raises:
+        PipeloadError: something is wrong with the model, the limit or an option. What is wrong
+            with one turn alone is told, and the conversation goes on without it.
+    """
+    silence_libraries(debug=debug)
+    check_model(asked.model, files=True)
+    tokenizer = load_tokenizer(asked.model)
+    if not tokenizer.chat_template:
+        raise OptionError(
+            f"the tokenizer of {asked.model!r} has no chat template, so it knows no turns. Use a "
+            "model that is made for conversations, or pipeload run."
+        )
+    if asked.samples and asked.seed is None:
+        asked = replace(asked, seed=secrets.randbelow(1 << 32))
+        log.info("sampling, as --seed %d does again", asked.seed)
+    model = load_asked(asked, asked.model)
+    torch.manual_seed(asked.seed or 0)
+    log.info("%s", describe_plan(pipeload.handle(model).plan))
+    log.info("%s", _HELP)
+    conversation = Conversation(model, tokenizer, asked)
+    while (line := _read_line()) is not None:
+        with _told(debug=debug):
+            _take(line.strip(), conversation)
+
+
+@contextlib.contextmanager
+def _told(*, debug: bool) -> Iterator[None]:
+    """Tell what is wrong in one line, and go on."""
+    try:
+        yield
+    except PipeloadError as error:
+        if debug:
+            raise
+        log.error("error: %s", error)
+
+
+def _take(line: str, conversation: Conversation) -> None:
+    command, _, rest = line.partition(" ")
+    if command == "/reset":
+        conversation.reset()
+        log.info("the conversation begins anew")
+    elif command == "/save":
+        conversation.save(rest.strip())
+    elif command.startswith("/"):
+        raise OptionError(f"there is no {command!r}. Use /reset, /save FILE or /exit.")
+    elif line:
+        conversation.ask(line)
+
+
+def _read_line() -> str | None:
+    """What is typed next; None at the end of the input, and for /exit."""
+    terminal = sys.stdin.isatty()
+    if terminal:
+        with contextlib.suppress(ImportError):  # lines can be edited then
+            import readline  # noqa: F401
+    while True:
+        try:
+            line = input("> " if terminal else "")
+        except EOFError:
+            return None
+        except KeyboardInterrupt:
+            if not terminal:
+                raise
+            log.info("\n%s", _HELP)
+            continue
+        return None if line.strip() == "/exit" else line
+
+
+class Conversation:
+    """What was said, as text and as tokens, and the model's cache of it."""
+
+    def __init__(self, model: Any, tokenizer: Any, asked: Arguments) -> None:
+        self._model, self._tokenizer, self._asked = model, tokenizer, asked
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all but the system message."""
+        system = self._asked.system
+        self.messages: list[Message] = (
+            [] if system is None else [{"role": "system", "content": system}]
+        )
+        self._forget()
+
+    def _forget(self) -> None:
+        self._cache: Any = None
+        self._text = ""
+        """What `_ids` are the tokens of."""
+        self._ids = torch.empty((1, 0), dtype=torch.long)
+
+    def ask(self, line: str) -> None:
+        """Answer a line on stdout; Ctrl-C ends the answer, and what came of it stays.
+
+        Raises:
+            PipeloadError: it cannot be answered; the conversation is as it was before.
+        """
+        said = {"role": "user", "content": line}
+        text = self._render([*self.messages, said])
+        ids = self._tokens_of(text)
+        check_tokens(self._asked.model, self._model, int(ids.max()))
+        self._check_length(ids.shape[1])
+        with first_pass(self._model) as shown:
+            answer = Answer(
+                self._tokenizer, self._model, write=True, stops=(), on_first_token=shown.stop
+            )
+            try:
+                output = self._generate(ids, answer)
+            except KeyboardInterrupt:
+                self._forget()  # some layers may have the latest token already
+                answer.end()
+                log.info("stopped")
+            except BaseException:
+                self._forget()
+                raise
+            else:
+                self._keep(text, answer.text, output)
+        self.messages += [said, {"role": "assistant", "content": answer.text}]
+        log.info("%s in the conversation", counted(max(self._ids.shape[1], ids.shape[1]), "token"))
+
+    def save(self, file: str) -> None:
+        """Write the messages as JSON.
+
+        Raises:
+            OptionError: there is no name, or the file cannot be written.
+        """
+        if not file:
+            raise OptionError("/save needs the name of a file. Use /save FILE.")
+        try:
+            text = json.dumps(self.messages, ensure_ascii=False, indent=1) + "\n"
+            Path(file).expanduser().write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise OptionError(
+                f"cannot write the conversation to {file!r}: {error.strerror}. Name another file."
+            ) from error
+        log.info("saved to %s", file)
+
+    def _render(self, messages: list[Message]) -> str:
+        try:
+            text: str = self._tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, tokenize=False
+            )
+        except Exception as error:  # a template is a program
+            raise OptionError(
+                f"the model's chat template does not take this ({first_line(error)}). Leave "
+                "--system out, or use another model."
+            ) from error
+        return text
+
+    def _tokens_of(self, text: str) -> torch.Tensor:
+        """Those of before, as they were made, and of what has come; all anew if it says otherwise.
+
+        A template may leave out what a model has thought in earlier turns.
+        """
+        if self._cache is None or not text.startswith(self._text):
+            self._forget()
+        made = self._tokenizer(
+            text[len(self._text) :], add_special_tokens=False, return_tensors="pt"
+        )
+        return torch.cat([self._ids, made["input_ids"].to(torch.long)], dim=1)
+
+    def _check_length(self, tokens: int) -> None:
+        positions = getattr(self._model.config.get_text_config(), "max_position_embeddings", None)
+        if isinstance(positions, int) and tokens >= positions:
+            raise OptionError(
+                f"the conversation has {tokens} tokens, and the model was made for {positions} "
+                "positions. Use /reset to begin anew."
+            )
+
+    def _generate(self, ids: torch.Tensor, answer: Answer) -> Any:
+        inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        more: dict[str, Any] = {"return_dict_in_generate": True}
+        if self._cache is not None:
+            told = inspect.signature(self._model.forward).parameters
+            more[next(name for name in CACHES if name in told)] = self._cache
+        return generate_answer(self._model, self._tokenizer, inputs, answer, self._asked, more=more)
+
+    def _keep(self, text: str, answer: str, output: Any) -> None:
+        ids = output.sequences.to("cpu")
+        ends = self._model.generation_config.eos_token_id
+        ends = ends if isinstance(ends, list) else [ends]
+        if ids[0, -1].item() in ends:  # the template writes it
+            ids = ids[:, :-1]
+        caches = (output.get(name) for name in CACHES)
+        self._cache = next((cache for cache in caches if cache is not None), None)
+        self._ids, self._text = ids, text + answer

@@ -1,0 +1,64 @@
+"""`pipeload chat`, as it is typed."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from pipeload.cli import options as opt
+from pipeload.cli.exit_status import load, reported
+
+ChatTokens = Annotated[
+    int,
+    typer.Option(min=2, help="The longest conversation to keep memory free for, in tokens."),
+]
+
+
+def chat(
+    model: opt.Model,
+    *,
+    memory_limit: opt.MemoryLimit = "auto",
+    device: opt.Device = "cpu",
+    host_memory_limit: opt.HostMemoryLimit = None,
+    max_new_tokens: opt.NewTokens = 512,
+    tokens: ChatTokens = 2048,
+    dtype: opt.DtypeOption = opt.Dtype.AUTO,
+    seed: opt.Seed = None,
+    temperature: opt.Temperature = None,
+    top_p: opt.TopP = None,
+    top_k: opt.TopK = None,
+    repetition_penalty: opt.RepetitionPenalty = None,
+    system: opt.System = None,
+    io_mode: opt.IoModeOption = opt.IoMode.AUTO,
+    exact_inputs: opt.ExactInputs = False,
+    quiet: opt.Quiet = False,
+    debug: opt.Debug = False,
+) -> None:
+    """Talk with a model: each turn goes on from the last one's cache."""
+    with reported(debug=debug, quiet=quiet, smaller_pass=("--tokens",)):
+        load("from_pretrained")
+        from pipeload.cli import chat as cli_chat
+        from pipeload.cli.run import Arguments
+
+        cli_chat.chat(
+            Arguments(
+                model=model,
+                prompt="",
+                system=system,
+                memory_limit=memory_limit,
+                device=device,
+                host_memory_limit=host_memory_limit,
+                max_new_tokens=max_new_tokens,
+                tokens=tokens,
+                dtype=dtype.value,
+                seed=seed,
+                temperature=temperature,
+                top_p=top_p,
+                top_k=top_k,
+                repetition_penalty=repetition_penalty,
+                io_mode=io_mode.value,
+                exact_inputs=exact_inputs,
+            ),
+            debug=debug,
+        )

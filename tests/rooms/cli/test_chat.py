@@ -1,0 +1,214 @@
+"""`pipeload chat`: turns that go on from one another's cache, and what can be typed between."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import transformers
+
+from pipeload.budget.usage_trial import CACHES
+from pipeload.cli.answer import Answer
+from pipeload.cli.chat import Conversation
+from pipeload.cli.run import Arguments
+from pipeload.errors import OptionError, PipeloadError
+from tests.rooms.cli.test_commands import talker as talker  # noqa: PLC0414 - a fixture
+from tests.rooms.cli.test_mistakes import assert_one_line
+from tests.support.commands import invoke
+from tests.support.commands import loud_libraries as loud_libraries  # noqa: PLC0414 - a fixture
+from tests.support.models import load_plain
+from tests.support.streaming import load_streamed, logits
+from tests.support.talking import TEMPLATE
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+LINES = ["Write.", "And more?", "Again."]
+NEW = 6
+
+
+def typed(folder: Path, *lines: str, more: tuple[object, ...] = ()) -> Any:
+    """What the command makes of lines from standard input."""
+    options = ("--max-new-tokens", NEW, *more)
+    return invoke("chat", folder, *options, stdin="".join(f"{line}\n" for line in lines))
+
+
+def plain_talk(folder: Path, lines: list[str]) -> list[str]:
+    """The library's own, with the cache of each turn passed on to the next one."""
+    model, tokenizer = load_plain(folder), tokenizer_of(folder)
+    answers: list[str] = []
+    kept: dict[str, Any] = {}
+    ids = torch.empty((1, 0), dtype=torch.long)
+    for line in lines:
+        text = f"<user>{line}<answer>"
+        new = tokenizer(text, return_tensors="pt")["input_ids"]
+        ids = torch.cat([ids, new], dim=1)
+        output = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=NEW,
+            do_sample=False,
+            return_dict_in_generate=True,
+            **kept,
+        )
+        made = output.sequences[0, ids.shape[1] :]
+        answers.append(tokenizer.decode(made, skip_special_tokens=True))
+        ids = output.sequences if made[-1] != 2 else output.sequences[:, :-1]
+        name = next(name for name in CACHES if name in output)
+        kept = {name: output[name]}
+    return answers
+
+
+def tokenizer_of(folder: Path) -> Any:
+    return transformers.AutoTokenizer.from_pretrained(folder)
+
+
+@pytest.fixture
+def going_on(talker: Path, tmp_path: Path) -> Path:
+    """A model whose template repeats an answer as the text that it came as."""
+    folder = tmp_path / "going-on"
+    shutil.copytree(talker, folder)
+    tokenizer = tokenizer_of(folder)
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m['role'] == 'user' %}<user>{{ m['content'] }}<answer>"
+        "{% else %}{{ m['content'] }}{% endif %}{% endfor %}"
+    )
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def conversation(folder: Path, spare: int = 300_000, **options: Any) -> Conversation:
+    settings: dict[str, Any] = {"max_new_tokens": NEW, "tokens": 256} | options
+    asked = Arguments(model=str(folder), prompt="", memory_limit="auto", **settings)
+    return Conversation(load_streamed(folder, spare=spare), tokenizer_of(folder), asked)
+
+
+def answers_of(talk: Conversation) -> list[str]:
+    return [m["content"] for m in talk.messages if m["role"] == "assistant"]
+
+
+def test_turns_are_those_of_the_library(going_on: Path) -> None:
+    """Streamed at a small limit, each from the cache of the turn before."""
+    wanted = plain_talk(going_on, LINES)
+    shown = typed(going_on, *LINES)
+    assert shown.exit_code == 0, shown.output
+    assert shown.stdout == "".join(f"{text}\n" for text in wanted)
+    talk = conversation(going_on)
+    lengths: list[int] = []
+    talk._model.register_forward_pre_hook(
+        lambda _module, _args, kwargs: lengths.append(kwargs["input_ids"].shape[1]),
+        with_kwargs=True,
+    )
+    for line in LINES:
+        before = talk._ids.shape[1]
+        lengths.clear()
+        talk.ask(line)
+        # No token of an earlier turn is computed again but the last, which nobody has yet.
+        assert lengths[0] <= talk._ids.shape[1] - before + 1
+        assert before == 0 or lengths[0] < before + len(line)
+    assert answers_of(talk) == wanted
+
+
+def test_a_template_that_says_it_otherwise(talker: Path) -> None:
+    """All of the conversation is computed anew, as if it had come at once."""
+    talk = conversation(talker)
+    for line in LINES[:2]:
+        talk.ask(line)
+    first, second = answers_of(talk)
+    assert "<assistant>" in TEMPLATE.replace("{{ m['role'] }}", "assistant")
+    text = f"<user>{LINES[0]}<assistant>{first}<user>{LINES[1]}<answer>"
+    tokenizer = tokenizer_of(talker)
+    ids = tokenizer(text, return_tensors="pt")["input_ids"]
+    made = load_plain(talker).generate(ids, max_new_tokens=NEW, do_sample=False)
+    assert second == tokenizer.decode(made[0, ids.shape[1] :], skip_special_tokens=True)
+
+
+def test_ctrl_c_ends_an_answer_alone(going_on: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What came of it stays, and the next turn is right."""
+    talk, put, left = conversation(going_on), Answer.put, [4]
+
+    def interrupted(answer: Answer, value: torch.Tensor) -> None:
+        left[0] -= 1
+        if not left[0]:
+            raise KeyboardInterrupt
+        put(answer, value)
+
+    monkeypatch.setattr(Answer, "put", interrupted)
+    talk.ask(LINES[0])
+    (part,) = answers_of(talk)
+    whole = plain_talk(going_on, LINES[:1])[0]
+    assert whole.startswith(part)
+    assert part != whole
+    talk.ask(LINES[1])
+    ids = talk._tokenizer(
+        f"<user>{LINES[0]}<answer>{part}<user>{LINES[1]}<answer>", return_tensors="pt"
+    )["input_ids"]
+    made = load_plain(going_on).generate(ids, max_new_tokens=NEW, do_sample=False)
+    assert answers_of(talk)[1] == talk._tokenizer.decode(
+        made[0, ids.shape[1] :], skip_special_tokens=True
+    )
+
+
+def test_what_can_be_typed(going_on: Path, tmp_path: Path) -> None:
+    """Saved, begun anew, ended; an empty line is nothing, and a mistake ends nothing."""
+    file = tmp_path / "talk.json"
+    lines = ("", LINES[0], f"/save {file}", "/nonsense", "/save", f"/save {tmp_path}/no/file")
+    shown = typed(going_on, *lines, "/reset", LINES[0], "/exit", LINES[1])
+    assert shown.exit_code == 0, shown.output
+    first, again = shown.stdout.splitlines()
+    assert first == again
+    assert json.loads(file.read_text(encoding="utf-8")) == [
+        {"role": "user", "content": LINES[0]},
+        {"role": "assistant", "content": first},
+    ]
+    assert "there is no '/nonsense'" in shown.stderr
+    assert "/save needs the name of a file" in shown.stderr
+    assert "cannot write the conversation to" in shown.stderr
+
+
+def test_a_turn_that_is_too_long(going_on: Path) -> None:
+    """It is left out of the conversation, which goes on as if it had not been."""
+    talk = conversation(going_on)
+    positions = talk._model.config.max_position_embeddings
+    with pytest.raises(OptionError, match=f"made for {positions} positions"):
+        talk.ask("x" * positions)
+    for line in LINES[:2]:
+        talk.ask(line)
+    assert answers_of(talk) == plain_talk(going_on, LINES[:2])
+
+
+def test_a_turn_that_fails(going_on: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By whatever error: the next one computes all of it, on the same model."""
+    talk = conversation(going_on)
+    talk.ask(LINES[0])
+    with monkeypatch.context() as patch:
+        patch.setattr(Answer, "put", lambda *_: (_ for _ in ()).throw(PipeloadError("made up")))
+        with pytest.raises(PipeloadError, match="made up"):
+            talk.ask(LINES[1])
+    assert len(talk.messages) == 2
+    talk.ask(LINES[1])
+    assert len(talk.messages) == 4
+    assert torch.equal(logits(talk._model), logits(load_plain(going_on)))
+
+
+def test_a_system_message(going_on: Path, talker: Path) -> None:
+    """It comes first, and stays when the rest goes; a template that has no place for it says so."""
+    talk = conversation(talker, system="Be short.")
+    talk.ask(LINES[0])
+    talk.reset()
+    assert talk.messages == [{"role": "system", "content": "Be short."}]
+    tokenizer = tokenizer_of(going_on)
+    tokenizer.chat_template = "{{ raise_exception('no system') }}"
+    talk._tokenizer = tokenizer
+    with pytest.raises(OptionError, match="does not take this"):
+        talk.ask(LINES[0])
+
+
+def test_a_model_without_turns(talker: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "bare"
+    shutil.copytree(talker, folder)
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    assert_one_line(typed(folder, LINES[0]), 1, "has no chat template, so it knows no turns")
