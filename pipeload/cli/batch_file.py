@@ -86,7 +86,7 @@ def read_lines(path: Path, shard: Shard) -> Iterator[Line]:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 raise OptionError(
                     f"the requests {str(path)!r} are no file: they are read twice, which a pipe "
-                    "gives once. Write them to a file."
+                    "gives once. Put them in a file first."
                 )
             for number, data in enumerate(file, 1):
                 if not data.strip():

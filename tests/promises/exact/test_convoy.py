@@ -17,6 +17,9 @@ from pipeload.budget import cut as budget_cut
 from pipeload.budget import passes_in_turns
 from pipeload.budget.governor import Governor
 from pipeload.budget.pass_needs import PassNeeds
+from pipeload.engine import convoy as engine_convoy
+from pipeload.engine.convoy_members import Member
+from pipeload.engine.passes import Passes
 from pipeload.engine.replan import Replan
 from pipeload.errors import MemoryLimitError, OptionError, ReadError, UnsupportedOperationError
 from tests.promises.exact.test_generation import MODES, RECORDED
@@ -251,6 +254,97 @@ def test_one_that_fails_is_an_exception_and_others_go_on(tiny: TinyCheckpoint) -
     assert broken[:3] == errors
     assert all(isinstance(error, Exception) for error in broken[3:])
     assert_all_same(found, wanted)
+    check_usable(model, wanted)
+
+
+def test_an_error_that_is_its_own_cause(tiny: TinyCheckpoint) -> None:
+    """As `raise error from error` makes it: what its frames hold is let go of once."""
+    model, error = load_smallest(tiny("llama", "fp32")), ValueError("boom")
+    error.__cause__ = error
+    running = pipeload.generate_many(model, [failing(2, error)])
+    assert in_thread(list, running).result(LATEST) == [(0, error)]
+    assert_nothing_held(model)
+
+
+def test_no_thread_is_to_be_had(tiny: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That is what is said, and those that run are ended."""
+    model = load_smallest(tiny("llama", "bf16"))
+    before, real = our_threads(), threading.Thread.start
+
+    def start(thread: threading.Thread) -> None:
+        if thread.name == "pipeload-request-2":
+            raise RuntimeError("can't start new thread")
+        real(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        next(iter(pipeload.generate_many(model, requests(), at_once=3)))
+    wait_for_threads(before)
+    assert_nothing_held(model)
+
+
+def test_an_interrupt_while_a_request_begins(
+    tiny: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its thread ends as well, also where it comes only after that was seen to."""
+    folder = tiny("llama", "bf16")
+    model, wanted, before = load_smallest(folder), wanted_of(folder), our_threads()
+    convoy = session_of(model).passes.convoy
+    lock, closing = convoy._lock, threading.Event()
+
+    class Late:
+        """The convoy's lock, which a request's thread gets once somebody else has had it."""
+
+        def __enter__(self) -> None:
+            if threading.current_thread().name.startswith("pipeload-request"):
+                closing.wait(LATEST)
+            lock.acquire()
+
+        def __exit__(self, *_: object) -> None:
+            lock.release()
+            closing.set()
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    def member(*args: Any) -> Member:
+        made = Member(*args)
+        monkeypatch.setattr(made.entered, "wait", interrupted)
+        return made
+
+    def run() -> None:
+        with pytest.raises(KeyboardInterrupt):
+            next(iter(pipeload.generate_many(model, requests(), at_once=3)))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(convoy, "_lock", Late())
+        patch.setattr(engine_convoy, "Member", member)
+        in_thread(run).result(LATEST)
+    wait_for_threads(before)
+    check_usable(model, wanted)
+
+
+def test_what_fails_at_the_beginning_is_told(
+    tiny: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the first; the next one begins for all that are left."""
+    folder = tiny("llama", "bf16")
+    model, wanted = load_smallest(folder), wanted_of(folder)
+    real, fails = Passes.rest, [True]
+
+    def rest(passes: Passes) -> None:
+        if fails.pop() if fails else False:
+            raise ZeroDivisionError
+        real(passes)
+
+    monkeypatch.setattr(Passes, "rest", rest)
+    found = in_thread(lambda: dict(pipeload.generate_many(model, requests(), at_once=20))).result(
+        LATEST
+    )
+    (broken,) = (number for number, one in found.items() if isinstance(one, Exception))
+    assert isinstance(found[broken], ZeroDivisionError)
+    for number in found.keys() - {broken}:
+        assert_same(found[number], wanted[number])
     check_usable(model, wanted)
 
 
