@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 _CHAT = "/v1/chat/completions"
 _ROLES = {"system", "developer", "user", "assistant"}
 _MOST_STOPS = 4
+_MOST_ANSWERS = 128  # as of the API; a prompt is copied for each before any limit is looked at
 _LABELS = {"user", "metadata", "safety_identifier", "prompt_cache_key"}
 """What says nothing about the answer."""
 # What asks for nothing, of fields that could ask for what is not served.
@@ -176,6 +177,10 @@ def _options(fields: dict[str, Any], settings: Settings) -> tuple[dict[str, Any]
     }
     seed = _whole(fields, "seed", least=0)
     count = _whole(fields, "n", least=1) or 1
+    if count > _MOST_ANSWERS:
+        raise LineError(
+            f"n={count} is more than {_MOST_ANSWERS} answers. Ask for fewer.", parameter="n"
+        )
     samples = seed is not None or any(value is not None for value in drawn.values())
     if temperature == 0 and samples:
         raise LineError(
@@ -222,7 +227,7 @@ def _number(fields: dict[str, Any], name: str, allowed: Callable[[float], bool])
 
 def _stops(fields: dict[str, Any]) -> tuple[str, ...]:
     given = fields.pop("stop", None)
-    stops = [given] if isinstance(given, str) else given or []
+    stops = [given] if isinstance(given, str) else [] if given is None else given
     texts = isinstance(stops, list) and all(isinstance(one, str) and one for one in stops)
     if not texts or len(stops) > _MOST_STOPS:
         raise LineError(f"stop is to be a text, or up to {_MOST_STOPS} of them.", parameter="stop")
@@ -266,7 +271,9 @@ def answer(asked: Asked, output: torch.Tensor, settings: Settings, ends: Ends) -
         shown: dict[str, Any] = {"text": text}
         if chat:
             shown = {"message": {"role": "assistant", "content": text, "refusal": None}}
-        reason = "stop" if ended or text != whole else "length"
+        # One that is short was ended by a text that is not shown: that of a special token.
+        whole_length = len(made) >= asked.options["max_new_tokens"]
+        reason = "stop" if ended or text != whole or not whole_length else "length"
         choices.append({"index": index, **shown, "logprobs": None, "finish_reason": reason})
     body = {
         "id": f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(12)}",

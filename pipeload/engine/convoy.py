@@ -159,6 +159,8 @@ class Convoy:
         Inside a call of the model, which they wait for, it returns at once.
         """
         party.closed = True
+        if not any(map(threading.Thread.is_alive, party.threads)):
+            return  # without the lock: whoever has it may be collecting a forgotten iterator
         with self._lock:
             self._resume()
         for thread in [] if self._is_inside_call() else party.threads:

@@ -408,6 +408,17 @@ def test_what_fails_at_the_end_is_told(
     check_usable(model, wanted)
 
 
+def test_closing_what_has_ended_waits_for_nobody(tiny: TinyCheckpoint) -> None:
+    """A forgotten iterator is collected anywhere, also where the convoy's lock is held."""
+    model = load_smallest(tiny("llama", "bf16"))
+    running, before = pipeload.generate_many(model, requests(), at_once=20), our_threads()
+    next(running)
+    logits(model)
+    wait_for_threads(before)
+    with session_of(model).passes.convoy._lock:
+        in_thread(running.close).result(LATEST)  # type: ignore[attr-defined]
+
+
 def test_closing_ends_those_that_run(tiny: TinyCheckpoint) -> None:
     """Wherever they are; no thread is left."""
     folder = tiny("llama", "bf16")

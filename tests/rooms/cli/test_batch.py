@@ -10,10 +10,12 @@ import signal
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 
 import pipeload
 from pipeload.cli.batch_file import LineError, Results, Shard, read_lines
-from pipeload.cli.batch_request import Settings, parse
+from pipeload.cli.batch_request import Ends, Settings, parse
+from pipeload.cli.batch_request import answer as made_of
 from pipeload.entry.texts import load_tokenizer
 from pipeload.errors import MemoryLimitError, OptionError, ReadError
 from tests.support.commands import answer, invoke
@@ -161,6 +163,8 @@ WRONG: list[tuple[Any, str | None, str]] = [
     (request(0, chat(temperature=0, seed=1)), "temperature", "takes the likeliest token always"),
     (request(0, chat(n=2)), "n", "n=2 answers would all be the same"),
     (request(0, chat(stop=["a"] * 5)), "stop", "stop is to be a text, or up to 4"),
+    (request(0, chat(stop={})), "stop", "stop is to be a text, or up to 4"),
+    (request(0, chat(n=129, seed=1)), "n", "n=129 is more than 128 answers. Ask for fewer."),
     ("[" * 100_000, None, "line 1 is no JSON (maximum recursion depth"),
     (request(0, chat("\ud83d")), None, "surrogates not allowed"),
     (request(0, chat()) | {"custom_id": "\ud83d"}, None, "surrogates not allowed"),
@@ -243,6 +247,19 @@ def test_what_asks_for_nothing_is_taken(settings: Any, files: tuple[Path, Path])
     first, second = (parse(line, settings) for line in read_lines(files[0], ALL))
     assert first.options == second.options
     assert first.inputs["input_ids"].tolist() == second.inputs["input_ids"].tolist()
+
+
+@pytest.mark.parametrize(("tokens", "reason"), [(NEW - 1, "stop"), (NEW, "length")])
+def test_why_an_answer_ended(
+    settings: Any, files: tuple[Path, Path], tokens: int, reason: str
+) -> None:
+    """At its length, or before: then at a stop, though it be a special token's and not shown."""
+    write(files[0], [request(0, chat(stop="<end>"))])
+    (line,) = read_lines(files[0], ALL)
+    asked = parse(line, settings)
+    output = torch.full((1, asked.inputs["input_ids"].shape[1] + tokens), 70)
+    body = made_of(asked, output, settings, Ends(frozenset(), None)).body
+    assert body["choices"][0]["finish_reason"] == reason
 
 
 def test_a_custom_id_twice(files: tuple[Path, Path]) -> None:
