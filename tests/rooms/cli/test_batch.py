@@ -17,7 +17,13 @@ from pipeload.cli.batch_file import LineError, Results, Shard, read_lines
 from pipeload.cli.batch_request import Ends, Settings, parse
 from pipeload.cli.batch_request import answer as made_of
 from pipeload.entry.texts import load_tokenizer
-from pipeload.errors import MemoryLimitError, OptionError, ReadError
+from pipeload.errors import (
+    MemoryLimitError,
+    OptionError,
+    PipeloadError,
+    ReadError,
+    UnsupportedOperationError,
+)
 from tests.support.commands import answer, invoke
 from tests.support.commands import loud_libraries as loud_libraries  # noqa: PLC0414 - a fixture
 from tests.support.models import save_random
@@ -322,12 +328,16 @@ def test_what_is_a_requests_own_fault(
     assert responses[1]["body"]["error"]["type"] == "server_error"
 
 
+@pytest.mark.parametrize("kind", [ReadError, UnsupportedOperationError])
 def test_a_disk_that_fails_ends_the_job(
-    talker: Path, files: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+    talker: Path,
+    files: tuple[Path, Path],
+    monkeypatch: pytest.MonkeyPatch,
+    kind: type[PipeloadError],
 ) -> None:
-    """No request is blamed for it: the next run answers them."""
+    """No request is blamed for it, nor for a reader that has died: the next run answers them."""
     write(files[0], [request(0, chat()), request(1, chat())])
-    outcomes(monkeypatch, ReadError("the disk failed"))
+    outcomes(monkeypatch, kind("the disk failed"))
     done = batch(talker, files)
     assert done.exit_code == 1
     assert done.stderr.endswith("error: the disk failed\n")
