@@ -514,6 +514,57 @@ def test_what_a_model_writes_on_itself_is_each_requests_own(tiny: TinyCheckpoint
     assert not hasattr(model.model, "remembered")
 
 
+def of_many_lengths(count: int = 4) -> list[dict[str, Any]]:
+    """Greedy requests that end one after the other."""
+    prompts = [prompt(1, 5 + number, seed=number) for number in range(count)]
+    longest = {"pad_token_id": 0, "eos_token_id": None, "do_sample": False}
+    return [
+        {"input_ids": ids, "attention_mask": torch.ones_like(ids), "max_new_tokens": 3 + 4 * n}
+        | longest
+        for n, ids in enumerate(prompts)
+    ]
+
+
+@pytest.mark.filterwarnings("ignore")  # the adapters' library warns of its own
+@torch.no_grad()
+def test_adapters_that_add_tokens(tiny: TinyCheckpoint) -> None:
+    """What they put in place for a call stays for each request until its own call is over."""
+    peft: Any = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    model = peft.get_peft_model(load_smallest(tiny("llama", "fp32")), config).eval()
+    many = of_many_lengths()
+    wanted = [model.generate(**request) for request in many]
+    assert_all_same(dict(pipeload.generate_many(model, many, at_once=4)), wanted)
+    assert_same(model.generate(**many[3]), wanted[3])
+
+
+@pytest.mark.filterwarnings("ignore")  # the adapters' library warns of its own
+@torch.no_grad()
+def test_adapters_of_one_request(tiny: TinyCheckpoint) -> None:
+    """They would be the others' as well: so it is refused beside others, and told why."""
+    peft: Any = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    config = peft.LoraConfig(
+        task_type="CAUSAL_LM", target_modules=["q_proj", "v_proj"], init_lora_weights=False
+    )
+    model = peft.get_peft_model(load_smallest(tiny("llama", "fp32")), config, adapter_name="a")
+    model.add_adapter("b", config)
+    model.eval()
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            parameter.normal_()
+    many = of_many_lengths(3)
+    many[1]["adapter_names"] = ["b"]
+    wanted = [model.generate(**request) for request in many]
+    assert_all_same(dict(pipeload.generate_many(model, many, at_once=1)), wanted)
+    found = dict(pipeload.generate_many(model, many, at_once=3))
+    assert isinstance(found[1], OptionError)
+    assert "request 1 names adapters" in str(found[1])
+    for number in (0, 2):
+        assert_same(found[number], wanted[number])
+
+
 def test_seeds(tiny: TinyCheckpoint) -> None:
     """One that is given is used; without one, the numbers are others."""
     model = load_smallest(tiny("llama", "fp32"))
