@@ -20,7 +20,7 @@ from pipeload.cli.log_lines import log, silence_libraries
 from pipeload.cli.progress_bar import ProgressBar
 from pipeload.cli.run_report import describe_plan
 from pipeload.entry.texts import check_tokens, first_line, load_tokenizer
-from pipeload.errors import CheckpointChangedError, CheckpointError, MemoryLimitError, ReadError
+from pipeload.errors import CheckpointError, MemoryLimitError, PipeloadError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -174,10 +174,10 @@ class _Job:
         Raises:
             PipeloadError: it was not the request's fault, and the next ones would fare no better.
         """
-        if isinstance(outcome, (ReadError, CheckpointChangedError)):
-            raise outcome
         if isinstance(outcome, MemoryLimitError):
             self._refuse(asked.line, LineError(str(outcome), code="memory_limit"), _TOO_LARGE)
+        elif isinstance(outcome, PipeloadError):  # of the disk, the files, or readers that ended
+            raise outcome
         elif isinstance(outcome, Exception):
             error = LineError(first_line(outcome), code=type(outcome).__name__)
             self._refuse(asked.line, error, _FAILED)

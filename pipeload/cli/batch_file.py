@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import stat
 import uuid
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -27,6 +28,10 @@ _ID = "batch_req_"
 URLS = ("/v1/chat/completions", "/v1/completions")
 """What requests may be for."""
 _LINE_KEYS = {"custom_id", "method", "url", "body"}
+_BEGIN = f'{{"id": "{_ID}'.encode()
+"""Of each result."""
+# JSON lets them stand for themselves, and some who read lines end one there.
+_LINE_ENDS = {ord(letter): f"\\u{ord(letter):04x}" for letter in "\x85\u2028\u2029"}
 
 
 class LineError(Exception):
@@ -78,6 +83,11 @@ def read_lines(path: Path, shard: Shard) -> Iterator[Line]:
     seen: set[str] = set()
     try:
         with path.open("rb") as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise OptionError(
+                    f"the requests {str(path)!r} are no file: they are read twice, which a pipe "
+                    "gives once. Put them in a file first."
+                )
             for number, data in enumerate(file, 1):
                 if not data.strip():
                     continue
@@ -101,8 +111,10 @@ def read_lines(path: Path, shard: Shard) -> Iterator[Line]:
 
 def _parse(number: int, data: bytes) -> Line:
     try:
-        given = json.loads(data)
-    except ValueError as error:
+        given = json.loads(data.decode("utf-8-sig"))
+        # Escapes may stand for halves of letters, which no tokenizer takes, nor any file.
+        json.dumps(given, ensure_ascii=False).encode()
+    except (ValueError, RecursionError) as error:
         wrong = LineError(f"line {number} is no JSON ({error}). Write one object on each line.")
         return Line(number, None, "", {}, wrong)
     if not isinstance(given, dict):
@@ -136,6 +148,11 @@ def _fault(given: dict[str, Any], custom_id: str | None) -> LineError | None:
     if unknown := sorted(given.keys() - _LINE_KEYS):
         return LineError(f"{unknown[0]!r} means nothing here. Leave it out.", parameter=unknown[0])
     return None
+
+
+def _may_be_torn(data: bytes) -> bool:
+    """Whether it is what a kill left of a result: else it is somebody else's, and stays."""
+    return data.startswith(_BEGIN) or _BEGIN.startswith(data)
 
 
 class Results:
@@ -172,20 +189,25 @@ class Results:
             file.seek(0)
             for number, data in enumerate(file, 1):
                 if not data.endswith(b"\n"):
+                    if not _may_be_torn(data):
+                        raise self._is_no_result(number)
                     break
                 line = None
                 with contextlib.suppress(ValueError):
                     line = json.loads(data)
                 if not isinstance(line, dict) or not str(line.get("id", "")).startswith(_ID):
-                    raise OptionError(
-                        f"line {number} of {str(self._path)!r} is no result of pipeload batch. "
-                        "Name another file."
-                    )
+                    raise self._is_no_result(number)
                 found[line["id"]] = line.get("custom_id")
                 end += len(data)
         if os.fstat(self._file).st_size > end:
             os.ftruncate(self._file, end)
         return found
+
+    def _is_no_result(self, number: int) -> OptionError:
+        return OptionError(
+            f"line {number} of {str(self._path)!r} is no result of pipeload batch. Name another "
+            "file."
+        )
 
     def has(self, line: Line) -> bool:
         """Whether that request has its result.
@@ -223,7 +245,8 @@ class Results:
         self._write(whole)
 
     def _write(self, result: dict[str, Any]) -> None:
-        data = memoryview(json.dumps(result, ensure_ascii=False).encode() + b"\n")
+        text = json.dumps(result, ensure_ascii=False).translate(_LINE_ENDS)
+        data = memoryview(text.encode() + b"\n")
         while data:
             data = data[os.write(self._file, data) :]
         os.fsync(self._file)

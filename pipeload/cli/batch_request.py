@@ -5,6 +5,7 @@ Every field is served, or says nothing, or makes the request an error: none is i
 
 from __future__ import annotations
 
+import contextlib
 import math
 import secrets
 import time
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 _CHAT = "/v1/chat/completions"
 _ROLES = {"system", "developer", "user", "assistant"}
 _MOST_STOPS = 4
+_MOST_ANSWERS = 128  # as of the API; a prompt is copied for each before any limit is looked at
 _LABELS = {"user", "metadata", "safety_identifier", "prompt_cache_key"}
 """What says nothing about the answer."""
 # What asks for nothing, of fields that could ask for what is not served.
@@ -83,12 +85,12 @@ def parse(line: Line, settings: Settings) -> Asked:
     fields = {name: value for name, value in line.body.items() if value is not None}
     for name, nothing in _NOTHING.items():
         value = fields.pop(name, None)
-        if value is not None and value not in nothing:
+        if value is not None and not any(_is_same(value, each) for each in nothing):
             raise LineError(f"{name}={value!r} is not served. Leave it out.", parameter=name)
     for name in _LABELS:
         fields.pop(name, None)
     model = fields.pop("model", settings.model)
-    if model not in settings.names:
+    if not isinstance(model, str) or model not in settings.names:
         raise LineError(
             f"model {model!r} is not the one that answers, {settings.model!r}. Write that, or "
             "leave it out.",
@@ -104,6 +106,11 @@ def parse(line: Line, settings: Settings) -> Asked:
         criterion = StopAt(settings.tokenizer, stops, prompt_tokens=prompt_tokens)
         options["stopping_criteria"] = [criterion]
     return Asked(line, inputs, options, stops)
+
+
+def _is_same(value: object, nothing: object) -> bool:
+    """Whether both say the same: 0 log probabilities are those of the chosen tokens, not none."""
+    return value == nothing and isinstance(value, bool) == isinstance(nothing, bool)
 
 
 def _inputs(url: str, fields: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
@@ -127,7 +134,7 @@ def _messages(given: object) -> list[dict[str, str]]:
 
 def _message(number: int, given: Any) -> dict[str, str]:
     where = f"messages[{number}]"
-    if not isinstance(given, dict) or given.get("role") not in _ROLES:
+    if not isinstance(given, dict) or not any(given.get("role") == role for role in _ROLES):
         roles = ", ".join(sorted(_ROLES))
         raise LineError(f"{where} has no role that is served: {roles}.", parameter=where)
     unknown = sorted(given.keys() - {"role", "content", "name"})
@@ -155,7 +162,13 @@ def _options(fields: dict[str, Any], settings: Settings) -> tuple[dict[str, Any]
     """What `generate` is asked for, as `pipeload run` asks; takes it out of `fields`."""
     lengths = ("max_completion_tokens", "max_tokens")
     asked = [_whole(fields, name, least=1) for name in lengths]
-    new = next((length for length in asked if length is not None), settings.max_new_tokens)
+    given = [length for length in asked if length is not None]
+    if len(set(given)) > 1:
+        raise LineError(
+            f"{lengths[0]}={given[0]} and {lengths[1]}={given[1]} are two lengths. Give one.",
+            parameter=lengths[1],
+        )
+    new = given[0] if given else settings.max_new_tokens
     temperature = _number(fields, "temperature", lambda value: value >= 0)
     drawn = {
         "temperature": temperature or None,
@@ -164,6 +177,10 @@ def _options(fields: dict[str, Any], settings: Settings) -> tuple[dict[str, Any]
     }
     seed = _whole(fields, "seed", least=0)
     count = _whole(fields, "n", least=1) or 1
+    if count > _MOST_ANSWERS:
+        raise LineError(
+            f"n={count} is more than {_MOST_ANSWERS} answers. Ask for fewer.", parameter="n"
+        )
     samples = seed is not None or any(value is not None for value in drawn.values())
     if temperature == 0 and samples:
         raise LineError(
@@ -199,15 +216,18 @@ def _number(fields: dict[str, Any], name: str, allowed: Callable[[float], bool])
     value = fields.pop(name, None)
     if value is None:
         return None
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not number or not math.isfinite(value) or not allowed(value):
+    number = math.nan
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        with contextlib.suppress(OverflowError):  # of a whole number that no float can be
+            number = float(value)
+    if not math.isfinite(number) or not allowed(number):
         raise LineError(f"{name}={value!r} is out of range.", parameter=name)
-    return float(value)
+    return number
 
 
 def _stops(fields: dict[str, Any]) -> tuple[str, ...]:
     given = fields.pop("stop", None)
-    stops = [given] if isinstance(given, str) else given or []
+    stops = [given] if isinstance(given, str) else [] if given is None else given
     texts = isinstance(stops, list) and all(isinstance(one, str) and one for one in stops)
     if not texts or len(stops) > _MOST_STOPS:
         raise LineError(f"stop is to be a text, or up to {_MOST_STOPS} of them.", parameter="stop")
@@ -251,7 +271,9 @@ def answer(asked: Asked, output: torch.Tensor, settings: Settings, ends: Ends) -
         shown: dict[str, Any] = {"text": text}
         if chat:
             shown = {"message": {"role": "assistant", "content": text, "refusal": None}}
-        reason = "stop" if ended or text != whole else "length"
+        # One that is short was ended by a text that is not shown: that of a special token.
+        whole_length = len(made) >= asked.options["max_new_tokens"]
+        reason = "stop" if ended or text != whole or not whole_length else "length"
         choices.append({"index": index, **shown, "logprobs": None, "finish_reason": reason})
     body = {
         "id": f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(12)}",

@@ -116,6 +116,8 @@ class Convoy:
                 self._by_thread[threading.get_ident()] = member
                 self._passes = passes
                 self._own.log.open_for(member.state.log)
+                if party.closed:  # an interrupt came before: the one that waits has looked already
+                    self._resume()
             member.entered.set()
             member.wake.acquire()
             self._travel(member, work)
@@ -157,10 +159,13 @@ class Convoy:
         Inside a call of the model, which they wait for, it returns at once.
         """
         party.closed = True
+        if not any(map(threading.Thread.is_alive, party.threads)):
+            return  # without the lock: whoever has it may be collecting a forgotten iterator
         with self._lock:
             self._resume()
         for thread in [] if self._is_inside_call() else party.threads:
-            thread.join()
+            if thread.ident is not None:  # else the system gave none
+                thread.join()
 
     def _is_inside_call(self) -> bool:
         gate = self._own.gate
@@ -306,8 +311,12 @@ class Convoy:
     def _begin(self) -> None:
         """Keep other passes from beginning, once the one that runs is over."""
         self._own.gate.hold(self.run_to_the_end)
-        if self._passes is not None:
-            self._passes.rest()
+        try:
+            if self._passes is not None:
+                self._passes.rest()
+        except BaseException:
+            self._own.gate.let_go()  # the next member begins, and would wait for this one
+            raise
         self._streamer.source, self._streamer.hand_over = self._units, self.hand_over
         self.active = True
 

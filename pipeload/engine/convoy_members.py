@@ -30,7 +30,9 @@ class GaveWayError(Exception):
 def forget_locals(error: BaseException) -> None:
     """Let go of what the frames hold that an error came through, such as caches."""
     one: BaseException | None = error
-    while one is not None:
+    seen: set[int] = set()  # `raise error from error` is its own cause
+    while one is not None and id(one) not in seen:
+        seen.add(id(one))
         traceback.clear_frames(one.__traceback__)
         one = one.__cause__ or one.__context__
 

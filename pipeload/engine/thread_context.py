@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
 _MISSING = object()
+_METHODS = {"prepare_inputs_for_generation"}
+"""What adapters that add tokens put in a model's place as long as a call of `generate` lasts."""
 
 
 class RandomNumbers:
@@ -57,7 +59,7 @@ class RandomNumbers:
 class OwnAttributes:
     """Attributes and buffers of some modules, as one caller has left them.
 
-    Only tensors, caches and numbers that it has set itself: all else is everybody's.
+    Only tensors, caches, numbers and `_METHODS` that it has set itself: all else is everybody's.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
@@ -95,7 +97,9 @@ class OwnAttributes:
                 value, then = space.get(name, _MISSING), before.get(name, _MISSING)
                 if name in mine:
                     mine[name] = value
-                elif value is not then and (_is_state(value) or _is_state(then)):
+                elif value is not then and (
+                    name in _METHODS or _is_state(value) or _is_state(then)
+                ):
                     mine[name], others[name] = value, then
             _set(space, others)
             others.clear()

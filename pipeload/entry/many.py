@@ -85,8 +85,8 @@ def _is_plain(value: object) -> bool:
     return value is None or isinstance(value, (torch.Tensor, int, float, str, GenerationConfig))
 
 
-def _request(number: int, given: object) -> Request:
-    """A request, as it was given.
+def _request(number: int, given: object, *, alone: bool) -> Request:
+    """A request, as it was given; `alone`: it runs beside no other.
 
     Raises:
         OptionError: it is none.
@@ -95,6 +95,11 @@ def _request(number: int, given: object) -> Request:
         raise OptionError(
             f"request {number} is a {type(given).__name__}. Give a dict of generate()'s arguments: "
             '{"input_ids": ids, "max_new_tokens": 64}.'
+        )
+    if given.get("adapter_names") is not None and not alone:
+        raise OptionError(
+            f"request {number} names adapters, which are hooks on the model while it runs: others "
+            "beside it would have them, too. Pass at_once=1, or call model.set_adapter() before."
         )
     seed = given.get("seed")
     if seed is None:
@@ -154,7 +159,7 @@ class Requests:
                     return
                 number = next(self._numbers)
                 try:
-                    self._next.append(_request(number, given))
+                    self._next.append(_request(number, given, alone=self._most == 1))
                 except OptionError as error:
                     yield number, error
                     continue

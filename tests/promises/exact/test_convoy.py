@@ -17,6 +17,9 @@ from pipeload.budget import cut as budget_cut
 from pipeload.budget import passes_in_turns
 from pipeload.budget.governor import Governor
 from pipeload.budget.pass_needs import PassNeeds
+from pipeload.engine import convoy as engine_convoy
+from pipeload.engine.convoy_members import Member
+from pipeload.engine.passes import Passes
 from pipeload.engine.replan import Replan
 from pipeload.errors import MemoryLimitError, OptionError, ReadError, UnsupportedOperationError
 from tests.promises.exact.test_generation import MODES, RECORDED
@@ -254,6 +257,97 @@ def test_one_that_fails_is_an_exception_and_others_go_on(tiny: TinyCheckpoint) -
     check_usable(model, wanted)
 
 
+def test_an_error_that_is_its_own_cause(tiny: TinyCheckpoint) -> None:
+    """As `raise error from error` makes it: what its frames hold is let go of once."""
+    model, error = load_smallest(tiny("llama", "fp32")), ValueError("boom")
+    error.__cause__ = error
+    running = pipeload.generate_many(model, [failing(2, error)])
+    assert in_thread(list, running).result(LATEST) == [(0, error)]
+    assert_nothing_held(model)
+
+
+def test_no_thread_is_to_be_had(tiny: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That is what is said, and those that run are ended."""
+    model = load_smallest(tiny("llama", "bf16"))
+    before, real = our_threads(), threading.Thread.start
+
+    def start(thread: threading.Thread) -> None:
+        if thread.name == "pipeload-request-2":
+            raise RuntimeError("can't start new thread")
+        real(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        next(iter(pipeload.generate_many(model, requests(), at_once=3)))
+    wait_for_threads(before)
+    assert_nothing_held(model)
+
+
+def test_an_interrupt_while_a_request_begins(
+    tiny: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its thread ends as well, also where it comes only after that was seen to."""
+    folder = tiny("llama", "bf16")
+    model, wanted, before = load_smallest(folder), wanted_of(folder), our_threads()
+    convoy = session_of(model).passes.convoy
+    lock, closing = convoy._lock, threading.Event()
+
+    class Late:
+        """The convoy's lock, which a request's thread gets once somebody else has had it."""
+
+        def __enter__(self) -> None:
+            if threading.current_thread().name.startswith("pipeload-request"):
+                closing.wait(LATEST)
+            lock.acquire()
+
+        def __exit__(self, *_: object) -> None:
+            lock.release()
+            closing.set()
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    def member(*args: Any) -> Member:
+        made = Member(*args)
+        monkeypatch.setattr(made.entered, "wait", interrupted)
+        return made
+
+    def run() -> None:
+        with pytest.raises(KeyboardInterrupt):
+            next(iter(pipeload.generate_many(model, requests(), at_once=3)))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(convoy, "_lock", Late())
+        patch.setattr(engine_convoy, "Member", member)
+        in_thread(run).result(LATEST)
+    wait_for_threads(before)
+    check_usable(model, wanted)
+
+
+def test_what_fails_at_the_beginning_is_told(
+    tiny: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the first; the next one begins for all that are left."""
+    folder = tiny("llama", "bf16")
+    model, wanted = load_smallest(folder), wanted_of(folder)
+    real, fails = Passes.rest, [True]
+
+    def rest(passes: Passes) -> None:
+        if fails.pop() if fails else False:
+            raise ZeroDivisionError
+        real(passes)
+
+    monkeypatch.setattr(Passes, "rest", rest)
+    found = in_thread(lambda: dict(pipeload.generate_many(model, requests(), at_once=20))).result(
+        LATEST
+    )
+    (broken,) = (number for number, one in found.items() if isinstance(one, Exception))
+    assert isinstance(found[broken], ZeroDivisionError)
+    for number in found.keys() - {broken}:
+        assert_same(found[number], wanted[number])
+    check_usable(model, wanted)
+
+
 def test_one_that_dies_inside_a_pass(tiny: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a block, by an error that runs hooks and by one that runs none."""
     folder = tiny("llama", "bf16")
@@ -312,6 +406,17 @@ def test_what_fails_at_the_end_is_told(
         )
     assert isinstance(outcome, ZeroDivisionError)
     check_usable(model, wanted)
+
+
+def test_closing_what_has_ended_waits_for_nobody(tiny: TinyCheckpoint) -> None:
+    """A forgotten iterator is collected anywhere, also where the convoy's lock is held."""
+    model = load_smallest(tiny("llama", "bf16"))
+    running, before = pipeload.generate_many(model, requests(), at_once=20), our_threads()
+    next(running)
+    logits(model)
+    wait_for_threads(before)
+    with session_of(model).passes.convoy._lock:
+        in_thread(running.close).result(LATEST)  # type: ignore[attr-defined]
 
 
 def test_closing_ends_those_that_run(tiny: TinyCheckpoint) -> None:
@@ -407,6 +512,57 @@ def test_what_a_model_writes_on_itself_is_each_requests_own(tiny: TinyCheckpoint
     dict(pipeload.generate_many(model, many, at_once=4))
     assert sorted(map(sorted, seen.values())) == sorted([ids[0, 0].item()] for ids in prompts)
     assert not hasattr(model.model, "remembered")
+
+
+def of_many_lengths(count: int = 4) -> list[dict[str, Any]]:
+    """Greedy requests that end one after the other."""
+    prompts = [prompt(1, 5 + number, seed=number) for number in range(count)]
+    longest = {"pad_token_id": 0, "eos_token_id": None, "do_sample": False}
+    return [
+        {"input_ids": ids, "attention_mask": torch.ones_like(ids), "max_new_tokens": 3 + 4 * n}
+        | longest
+        for n, ids in enumerate(prompts)
+    ]
+
+
+@pytest.mark.filterwarnings("ignore")  # the adapters' library warns of its own
+@torch.no_grad()
+def test_adapters_that_add_tokens(tiny: TinyCheckpoint) -> None:
+    """What they put in place for a call stays for each request until its own call is over."""
+    peft: Any = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    model = peft.get_peft_model(load_smallest(tiny("llama", "fp32")), config).eval()
+    many = of_many_lengths()
+    wanted = [model.generate(**request) for request in many]
+    assert_all_same(dict(pipeload.generate_many(model, many, at_once=4)), wanted)
+    assert_same(model.generate(**many[3]), wanted[3])
+
+
+@pytest.mark.filterwarnings("ignore")  # the adapters' library warns of its own
+@torch.no_grad()
+def test_adapters_of_one_request(tiny: TinyCheckpoint) -> None:
+    """They would be the others' as well: so it is refused beside others, and told why."""
+    peft: Any = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    config = peft.LoraConfig(
+        task_type="CAUSAL_LM", target_modules=["q_proj", "v_proj"], init_lora_weights=False
+    )
+    model = peft.get_peft_model(load_smallest(tiny("llama", "fp32")), config, adapter_name="a")
+    model.add_adapter("b", config)
+    model.eval()
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            parameter.normal_()
+    many = of_many_lengths(3)
+    many[1]["adapter_names"] = ["b"]
+    wanted = [model.generate(**request) for request in many]
+    assert_all_same(dict(pipeload.generate_many(model, many, at_once=1)), wanted)
+    found = dict(pipeload.generate_many(model, many, at_once=3))
+    assert isinstance(found[1], OptionError)
+    assert "request 1 names adapters" in str(found[1])
+    for number in (0, 2):
+        assert_same(found[number], wanted[number])
 
 
 def test_seeds(tiny: TinyCheckpoint) -> None:

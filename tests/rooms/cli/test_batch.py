@@ -10,12 +10,20 @@ import signal
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 
 import pipeload
 from pipeload.cli.batch_file import LineError, Results, Shard, read_lines
-from pipeload.cli.batch_request import Settings, parse
+from pipeload.cli.batch_request import Ends, Settings, parse
+from pipeload.cli.batch_request import answer as made_of
 from pipeload.entry.texts import load_tokenizer
-from pipeload.errors import MemoryLimitError, OptionError, ReadError
+from pipeload.errors import (
+    MemoryLimitError,
+    OptionError,
+    PipeloadError,
+    ReadError,
+    UnsupportedOperationError,
+)
 from tests.support.commands import answer, invoke
 from tests.support.commands import loud_libraries as loud_libraries  # noqa: PLC0414 - a fixture
 from tests.support.models import save_random
@@ -161,6 +169,20 @@ WRONG: list[tuple[Any, str | None, str]] = [
     (request(0, chat(temperature=0, seed=1)), "temperature", "takes the likeliest token always"),
     (request(0, chat(n=2)), "n", "n=2 answers would all be the same"),
     (request(0, chat(stop=["a"] * 5)), "stop", "stop is to be a text, or up to 4"),
+    (request(0, chat(stop={})), "stop", "stop is to be a text, or up to 4"),
+    (request(0, chat(n=129, seed=1)), "n", "n=129 is more than 128 answers. Ask for fewer."),
+    ("[" * 100_000, None, "line 1 is no JSON (maximum recursion depth"),
+    (request(0, chat("\ud83d")), None, "surrogates not allowed"),
+    (request(0, chat()) | {"custom_id": "\ud83d"}, None, "surrogates not allowed"),
+    (request(0, chat(model=["talker"])), "model", "model ['talker'] is not the one that answers"),
+    (request(0, {"messages": [{"role": [], "content": "x"}]}), "messages[0]", "has no role"),
+    (request(0, chat(temperature=10**400)), "temperature", "is out of range"),
+    (request(0, chat(logprobs=0)), "logprobs", "logprobs=0 is not served. Leave it out."),
+    (
+        request(0, chat(max_completion_tokens=3)),
+        "max_tokens",
+        "max_completion_tokens=3 and max_tokens=6 are two lengths. Give one.",
+    ),
 ]
 
 
@@ -233,6 +255,19 @@ def test_what_asks_for_nothing_is_taken(settings: Any, files: tuple[Path, Path])
     assert first.inputs["input_ids"].tolist() == second.inputs["input_ids"].tolist()
 
 
+@pytest.mark.parametrize(("tokens", "reason"), [(NEW - 1, "stop"), (NEW, "length")])
+def test_why_an_answer_ended(
+    settings: Any, files: tuple[Path, Path], tokens: int, reason: str
+) -> None:
+    """At its length, or before: then at a stop, though it be a special token's and not shown."""
+    write(files[0], [request(0, chat(stop="<end>"))])
+    (line,) = read_lines(files[0], ALL)
+    asked = parse(line, settings)
+    output = torch.full((1, asked.inputs["input_ids"].shape[1] + tokens), 70)
+    body = made_of(asked, output, settings, Ends(frozenset(), None)).body
+    assert body["choices"][0]["finish_reason"] == reason
+
+
 def test_a_custom_id_twice(files: tuple[Path, Path]) -> None:
     """The second line is wrong, also where the first is in another part."""
     write(files[0], [request(0, chat()), "", request(1, chat()), request(0, chat())])
@@ -293,12 +328,16 @@ def test_what_is_a_requests_own_fault(
     assert responses[1]["body"]["error"]["type"] == "server_error"
 
 
+@pytest.mark.parametrize("kind", [ReadError, UnsupportedOperationError])
 def test_a_disk_that_fails_ends_the_job(
-    talker: Path, files: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+    talker: Path,
+    files: tuple[Path, Path],
+    monkeypatch: pytest.MonkeyPatch,
+    kind: type[PipeloadError],
 ) -> None:
-    """No request is blamed for it: the next run answers them."""
+    """No request is blamed for it, nor for a reader that has died: the next run answers them."""
     write(files[0], [request(0, chat()), request(1, chat())])
-    outcomes(monkeypatch, ReadError("the disk failed"))
+    outcomes(monkeypatch, kind("the disk failed"))
     done = batch(talker, files)
     assert done.exit_code == 1
     assert done.stderr.endswith("error: the disk failed\n")
@@ -312,7 +351,12 @@ def test_results_of_something_else(files: tuple[Path, Path]) -> None:
     """They are not written into, nor taken for these requests'."""
     write(files[0], [request(0, chat())])
     (line,) = read_lines(files[0], ALL)
-    for text in ("hello\n", '{"id": "x"}\n', "[]\n"):
+    torn = (
+        "hello",
+        '{"id": "x"}',
+        json.dumps(request(0, chat())),
+    )  # the end of their lines is theirs
+    for text in ("hello\n", '{"id": "x"}\n', "[]\n", *torn):
         files[1].write_text(text)
         with pytest.raises(OptionError, match="is no result of pipeload batch"):
             Results(files[1])
@@ -326,6 +370,8 @@ def test_files_that_cannot_be_used(files: tuple[Path, Path], tmp_path: Path) -> 
     """Each is named."""
     with pytest.raises(OptionError, match="cannot read the requests"):
         list(read_lines(files[0], ALL))
+    with pytest.raises(OptionError, match="are no file: they are read twice"):
+        list(read_lines(type(files[0])(os.devnull), ALL))
     with pytest.raises(OptionError, match="cannot write the results"):
         Results(tmp_path / "nowhere" / "results.jsonl")
     with Results(files[1]), pytest.raises(OptionError, match="another process writes"):
@@ -350,6 +396,26 @@ def test_what_a_kill_left_of_a_line_is_cut_off(files: tuple[Path, Path]) -> None
             assert results.has(first)
             assert not results.has(second)
         assert files[1].read_bytes() == whole
+
+
+def test_a_result_is_one_line_for_all_who_read_it(files: tuple[Path, Path]) -> None:
+    """Letters that end a line for some are escaped."""
+    write(files[0], [request(0, chat())])
+    (line,) = read_lines(files[0], ALL)
+    body = {"text": "a\u2028b\u2029c\x85d\x0be\N{SNOWMAN}"}
+    with Results(files[1]) as results:
+        results.answer(line, body)
+    assert body_of(results_of(files[1])["batch_req_1"]) == body
+
+
+def test_letters_before_the_first_line(settings: Any, files: tuple[Path, Path]) -> None:
+    """A byte order mark is none of them; what is no UTF-8 is told."""
+    text = json.dumps(request(0, chat())).encode()
+    files[0].write_bytes(b"\xef\xbb\xbf" + text + b"\r\n" + text.replace(b"Hello", b"\xff"))
+    first, second = read_lines(files[0], ALL)
+    assert parse(first, settings).line.custom_id == "r0"
+    with pytest.raises(LineError, match="line 2 is no JSON"):
+        parse(second, settings)
 
 
 def test_writes_that_take_a_part(files: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
