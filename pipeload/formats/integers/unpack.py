@@ -40,7 +40,8 @@ def int4_block(
     made = values.view(2 * width, rows)
     if order == BY_ROWS:
         made = values.view(rows, 2 * width).T
-    library = compiled() if _has_instructions(values.dtype) else None
+    known = statistics.dtype in KINDS and _has_instructions(values.dtype)
+    library = compiled() if known else None
     if library is None:
         made.copy_(_by_torch(packed, statistics, order))
         return made
