@@ -126,7 +126,8 @@ class PackedLinear(nn.Linear, abc.ABC):
         if devices not in {("cpu", "cpu"), ("meta", "meta")}:
             raise UnsupportedModelError(
                 f"the module {self.path!r} computes on the CPU alone; its input is on "
-                f"{devices[0]!r}, its int{self.bits} weight on {devices[1]!r}. Leave both on the CPU."
+                f"{devices[0]!r}, its int{self.bits} weight on {devices[1]!r}. Leave both on the "
+                "CPU."
             )
 
 
