@@ -48,6 +48,7 @@ def int4_block(
     addresses = [tensor.data_ptr() for tensor in (packed, statistics, values)]
     sizes = rows, groups, 2 * width // groups, statistics.stride(0) * statistics.itemsize
     kinds = KINDS[statistics.dtype], KINDS[values.dtype]
+    torch.get_num_threads()  # a new thread of Python has no number yet, and would take all
     if order == BY_ROWS:
         library.fill_rows(*addresses, *sizes, *kinds)
     else:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import ctypes
+import threading
 from typing import TYPE_CHECKING
 
 import pytest
@@ -161,6 +163,31 @@ def test_company_changes_no_bit(dtype: torch.dtype) -> None:
             ranges = (slice(0, cut), slice(cut, 656))
             parts = [product.multiply(x, weight[r], both[:, r].contiguous()) for r in ranges]
             assert torch.equal(torch.cat(parts, 1), alone)
+
+
+@needs_kernel
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("few", [True, False])
+def test_as_many_threads_as_torch(few: bool) -> None:
+    """Also where a thread of Python has computed nothing before."""
+    packed, x = int4(656, 64, torch.bfloat16), random(3, COLUMNS, dtype=torch.bfloat16)
+    weight, both = packed.weight.data, packed.scales_and_zeros.data
+    memory = torch.empty(656 * COLUMNS)
+    used: list[int] = []
+
+    def compute() -> None:
+        if few:
+            product.multiply(x, weight, both)
+        else:
+            int4_block(weight, both, BY_ROWS, memory)
+        used.append(ctypes.CDLL(None).omp_get_max_threads())
+
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        thread = threading.Thread(target=compute)
+        thread.start()
+        thread.join()
+    assert used == [1, 2]
 
 
 @needs_kernel
