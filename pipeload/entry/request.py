@@ -96,7 +96,10 @@ def _check(given: GivenOptions) -> None:
     if given.pressure not in _PRESSURES:
         raise OptionError(f"pressure={given.pressure!r} is unknown. Choose one of 'off', 'auto'.")
     if given.exact_inputs not in (True, False):  # 1 and 0 come of the environment
-        raise OptionError(f"exact_inputs={given.exact_inputs!r} means nothing. Give True or False.")
+        raise OptionError(
+            f"exact_inputs={given.exact_inputs!r} means nothing. Give True or False; in the "
+            "environment, 1 or 0."
+        )
 
 
 def _device_limit(device: Device, memory_limit: int | str, outer: Options | None) -> int:

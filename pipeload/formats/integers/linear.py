@@ -7,10 +7,11 @@ Few rows of input by the kernels of torch's core, or our own for int4 in its ord
 from __future__ import annotations
 
 import abc
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from pipeload.errors import UnsupportedModelError
 from pipeload.formats.integers import product as rounded_product
@@ -25,6 +26,9 @@ from pipeload.formats.integers.order import (
 from pipeload.formats.integers.rounding import GROUPS, from_int4
 from pipeload.formats.integers.unpack import int4_block
 from pipeload.formats.integers.wide_product import Sizes, WeightBlock
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 _COLUMN_STEP = 16  # the int8 kernel leaves out, or reads beyond, what is no whole vector
 INT8_ALIGNMENT = 16
@@ -55,9 +59,10 @@ class PackedLinear(nn.Linear, abc.ABC):
         """`input`: [..., in] in the dtype of the statistics; returns [..., out].
 
         Raises:
-            UnsupportedModelError: the weight is on disk.
+            UnsupportedModelError: the weight is on disk, or one of both on no CPU.
         """
         self._refuse_placeholder()
+        self._refuse_devices(input)
         rows = _aligned(input.reshape(-1, self.in_features).contiguous(), _INPUT_ALIGNMENT)
         if torch.is_grad_enabled() and input.requires_grad:
             made: torch.Tensor = _Product.apply(rows, self)  # type: ignore[no-untyped-call]
@@ -113,6 +118,16 @@ class PackedLinear(nn.Linear, abc.ABC):
                 f"the module {self.path!r} was called while its block was not running, so its "
                 f"int{self.bits} weight is on disk. Call the model itself, or load it without "
                 "pipeload."
+            )
+
+    def _refuse_devices(self, input: torch.Tensor) -> None:
+        # Our own kernels take addresses: one of another device would end the process.
+        devices = input.device.type, self.weight.device.type
+        if devices not in {("cpu", "cpu"), ("meta", "meta")}:
+            raise UnsupportedModelError(
+                f"the module {self.path!r} computes on the CPU alone; its input is on "
+                f"{devices[0]!r}, its int{self.bits} weight on {devices[1]!r}. Leave both on the "
+                "CPU."
             )
 
 
@@ -225,7 +240,7 @@ class Int4Linear(PackedLinear):
     def product(self, rows: torch.Tensor) -> torch.Tensor:
         """Multiply contiguous and aligned [n, in] to [n, out], without the bias."""
         rows = self.in_order(rows)
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or rows.is_meta or isinstance(rows, FakeTensor):
             made: torch.Tensor = _opaque_product(
                 rows, self.weight, self.scales_and_zeros, self.order
             )
@@ -240,6 +255,8 @@ class Int4Linear(PackedLinear):
         """Multiply [n, in] to [n, out], without the bias."""
         if self.rounds_inputs:
             return rounded_product.multiply(rows, self.weight, self.scales_and_zeros)
+        if self.order != kernel_order():  # a pickle from another kind of processor: no garbage
+            return wide_product.multiply(rows, self.out_features, self.block)
         multiply: Any = torch.ops.aten._weight_int4pack_mm_for_cpu  # noqa: SLF001 - the same
         made: torch.Tensor = multiply(rows, self.weight, self.group_size, self.scales_and_zeros)
         return made
@@ -271,6 +288,28 @@ class Int4Linear(PackedLinear):
             reorder(self.weight, made, self.order, wanted)
             self.weight.data, self.order = made, wanted
 
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        metadata = getattr(destination, "_metadata", {})
+        metadata.setdefault(prefix[:-1], {})["order"] = self.order
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: Mapping[str, Any],
+        *others: Any,
+    ) -> None:
+        # Shapes are alike in all orders, so nobody would notice.
+        name, order = f"{prefix}weight", local_metadata.get("order", self.order)
+        if order != self.order and name in state_dict:
+            made = torch.empty_like(state_dict[name])
+            reorder(state_dict[name], made, order, self.order)
+            state_dict = {**state_dict, name: made}
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *others)
+
     @property
     def sizes(self) -> Sizes:
         """What the memory that its products take depends on."""
@@ -287,7 +326,9 @@ class Int4Linear(PackedLinear):
 
 def _aligned(tensor: torch.Tensor, alignment: int) -> torch.Tensor:
     """Give the tensor, or a copy that begins where the kernels can read: [Note: addresses]."""
-    return tensor if tensor.data_ptr() % alignment == 0 else tensor.clone()
+    if isinstance(tensor, FakeTensor) or tensor.data_ptr() % alignment == 0:
+        return tensor
+    return tensor.clone()
 
 
 @torch.library.custom_op(
@@ -298,7 +339,10 @@ def _aligned(tensor: torch.Tensor, alignment: int) -> torch.Tensor:
 def _opaque_product(
     rows: torch.Tensor, weight: torch.Tensor, scales_and_zeros: torch.Tensor, order: str
 ) -> torch.Tensor:
-    """An int4 product for torch.compile, which must not trace what hands out addresses."""
+    """An int4 product for torch.compile, which must not trace what hands out addresses.
+
+    Also for tensors that have none, of which the shape is asked.
+    """
     (columns, (groups, out, _)) = rows.shape[1], scales_and_zeros.shape
     with torch.device("meta"):
         made = Int4Linear(columns, out, bias=False, group_size=columns // groups, order=order)

@@ -48,6 +48,7 @@ def multiply(
     (count, columns), (groups, out, _) = rows.shape, scales_and_zeros.shape
     memory = torch.empty(temporary_bytes(count, columns), dtype=torch.uint8)
     made = torch.empty((count, out), dtype=rows.dtype)
+    torch.get_num_threads()  # a new thread of Python has no number yet, and would take all
     library.product(
         *(rows.data_ptr(), weight.data_ptr(), scales_and_zeros.data_ptr()),
         *(memory.data_ptr(), made.data_ptr(), count, out, columns, columns // groups),

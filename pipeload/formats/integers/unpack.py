@@ -40,13 +40,15 @@ def int4_block(
     made = values.view(2 * width, rows)
     if order == BY_ROWS:
         made = values.view(rows, 2 * width).T
-    library = compiled() if _has_instructions(values.dtype) else None
+    known = statistics.dtype in KINDS and _has_instructions(values.dtype)
+    library = compiled() if known else None
     if library is None:
         made.copy_(_by_torch(packed, statistics, order))
         return made
     addresses = [tensor.data_ptr() for tensor in (packed, statistics, values)]
     sizes = rows, groups, 2 * width // groups, statistics.stride(0) * statistics.itemsize
     kinds = KINDS[statistics.dtype], KINDS[values.dtype]
+    torch.get_num_threads()  # a new thread of Python has no number yet, and would take all
     if order == BY_ROWS:
         library.fill_rows(*addresses, *sizes, *kinds)
     else:

@@ -205,6 +205,16 @@ def test_exact_inputs_that_mean_nothing(floats: Path) -> None:
         assert load_plain(floats).pipeload.plan.kernel is None
 
 
+def test_exact_inputs_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Words are none there; the message says what to give instead."""
+    before = PreTrainedModel.from_pretrained
+    monkeypatch.setenv("PIPELOAD_EXACT_INPUTS", "True")
+    cure = r"variable PIPELOAD_EXACT_INPUTS: exact_inputs='True' .* in the environment, 1 or 0\."
+    with pytest.raises(OptionError, match=cure):
+        stream_when_imported("100GB")
+    assert PreTrainedModel.from_pretrained == before
+
+
 def test_a_limit_in_the_environment(floats: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The message says where the limit comes from."""
     before = PreTrainedModel.from_pretrained

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import copy
+import ctypes
+import threading
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from pipeload.errors import UnsupportedModelError
 from pipeload.formats.integers import product, unpack
 from pipeload.formats.integers.linear import Int4Linear, Int8Linear, PackedLinear
-from pipeload.formats.integers.order import BY_ROWS, STORED, kernel_order, pack
+from pipeload.formats.integers.order import BY_ROWS, ORDERS, STORED, kernel_order, pack, reorder
 from pipeload.formats.integers.rounding import from_int4, to_int4, to_int8
 from pipeload.formats.integers.unpack import int4_block
 from pipeload.formats.integers.wide_product import most_by_kernel
@@ -161,6 +166,31 @@ def test_company_changes_no_bit(dtype: torch.dtype) -> None:
 
 
 @needs_kernel
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("few", [True, False])
+def test_as_many_threads_as_torch(few: bool) -> None:
+    """Also where a thread of Python has computed nothing before."""
+    packed, x = int4(656, 64, torch.bfloat16), random(3, COLUMNS, dtype=torch.bfloat16)
+    weight, both = packed.weight.data, packed.scales_and_zeros.data
+    memory = torch.empty(656 * COLUMNS)
+    used: list[int] = []
+
+    def compute() -> None:
+        if few:
+            product.multiply(x, weight, both)
+        else:
+            int4_block(weight, both, BY_ROWS, memory)
+        used.append(ctypes.CDLL(None).omp_get_max_threads())
+
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        thread = threading.Thread(target=compute)
+        thread.start()
+        thread.join()
+    assert used == [1, 2]
+
+
+@needs_kernel
 @pytest.mark.parametrize("group", [32, 64, 128])
 def test_processors_agree(group: int) -> None:
     """What has VNNI, and what has AVX2 alone."""
@@ -241,3 +271,67 @@ def test_memory_of_rounded_inputs(dtype: torch.dtype) -> None:
     packed = int4(80, 32, dtype)
     codes, scales, sums = 2 * COLUMNS, 4 * COLUMNS // 32, 4 * COLUMNS // 32
     assert packed.sizes.of(FEW) == FEW * (codes + scales + sums)
+
+
+# -- what the kernels are not made for -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize("count", [3, 300])
+def test_tensors_without_memory(exact: bool, count: int) -> None:
+    """They tell shapes, where an address would end the process; two devices are refused."""
+    packed = int4(80, 64, torch.bfloat16)
+    packed.exact_inputs = exact
+    packed.settle()
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        made = packed(torch.randn(count, COLUMNS, dtype=torch.bfloat16))
+    assert (made.shape, made.dtype) == ((count, 80), torch.bfloat16)
+    x = torch.empty(count, COLUMNS, dtype=torch.bfloat16, device="meta")
+    with pytest.raises(UnsupportedModelError, match="on 'meta', its int4 weight on 'cpu'"):
+        packed(x)
+    packed.to("meta")
+    assert packed(x).shape == (count, 80)
+    with pytest.raises(UnsupportedModelError, match="on 'cpu', its int4 weight on 'meta'"):
+        packed(torch.zeros(count, COLUMNS))
+
+
+def test_double() -> None:
+    """Few rows as well as many, and scales."""
+    packed = int4(80, 64, torch.float32)
+    x = random(130, COLUMNS).double()
+    wanted = x @ packed.dequantised().double().T + packed.bias.detach()
+    for _ in range(2):
+        for count in (3, 130):
+            assert packed(x[:count]).dtype == torch.float64
+            assert error(packed(x[:count]), wanted[:count]) < 1e-5
+        packed.double()
+
+
+def test_pickled_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In an order that nothing here reads, a weight is made floats: neither garbage nor an end."""
+    x = random(3, COLUMNS, dtype=torch.bfloat16)
+    packed = int4(80, 64, torch.bfloat16)
+    wanted = x.double() @ packed.dequantised().double().T + packed.bias
+    with monkeypatch.context() as patch:
+        patch.setattr(product, "compiled", lambda: None)
+        assert error(packed(x), wanted) < 0.02
+    for order in ORDERS:
+        other = copy.deepcopy(packed)
+        reorder(packed.weight.data, other.weight.data, packed.order, order)
+        other.order = order
+        assert error(other(x), wanted) < 0.02
+
+
+@pytest.mark.parametrize("assign", [True, False])
+def test_state_dict_of_another_order(assign: bool) -> None:
+    """It says its order, and is loaded into that of the module."""
+    packed, exact = int4(80, 64, torch.bfloat16), int4(80, 64, torch.bfloat16)
+    exact.exact_inputs = True
+    exact.settle()
+    for source, target in ((packed, exact), (exact, packed), (packed, packed)):
+        loaded = copy.deepcopy(target)
+        loaded.weight.data.zero_()
+        state = torch.nn.Sequential(source).state_dict()
+        torch.nn.Sequential(loaded).load_state_dict(state, assign=assign)
+        assert loaded.order == target.order
+        assert torch.equal(loaded.weight, target.weight)
