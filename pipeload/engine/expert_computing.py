@@ -42,7 +42,8 @@ class ExpertLayer:
         `window`: how many slices of those that go may be there at once.
         """
         self.seat, self._window, self._reads = seat, window, reads
-        self._hits, self._kept = frozenset(hits), frozenset(kept)
+        self._hits, self.kept = frozenset(hits), frozenset(kept)
+        """By number: what is there, and what is read and stays."""
         self._serving: ServeExperts | None = None
         """Holds this object: let go of at the end, so that no cycle is left."""
         names, misses = seat.names, [*kept, *passing]
@@ -67,7 +68,7 @@ class ExpertLayer:
 
     def order(self, _name: str, experts: Sequence[int]) -> Sequence[int]:
         """What is there first, then what stays, as it was asked for in this order."""
-        return sorted(experts, key=lambda e: (e not in self._hits, e not in self._kept, e))
+        return sorted(experts, key=lambda e: (e not in self._hits, e not in self.kept, e))
 
     def need(self, name: str, expert: int) -> None:
         """Return once a slice is there; in the window, those of the expert before it go.
@@ -88,7 +89,7 @@ class ExpertLayer:
         if wanted not in self._coming and wanted not in self._passing:
             with contextlib.suppress(ValueError):  # it is needed once more
                 self._order.remove(wanted)
-            while expert not in self._kept and len(self._passing) >= self._window:
+            while expert not in self.kept and len(self._passing) >= self._window:
                 self._give_back(next(p for p in self._passing if p not in self._used))
             self._ask(wanted)
         self._fill()
@@ -97,18 +98,18 @@ class ExpertLayer:
 
     def finish(self) -> list[int]:
         """The module has run: give back what does not stay; experts that are there from now on."""
-        parts = {e: [Slice(self.seat.layer, n, e) for n in self.seat.names] for e in self._kept}
+        parts = {e: [Slice(self.seat.layer, n, e) for n in self.seat.names] for e in self.kept}
         there = [
             expert
             for expert, slices in parts.items()
             if all(part in self._coming and self._reads.came(part) for part in slices)
         ]
-        self._end(self._kept.difference(there))
+        self._end(self.kept.difference(there))
         return there
 
     def give_up(self) -> None:
         """The module has died: nothing of what was read is there."""
-        self._end(self._kept)
+        self._end(self.kept)
 
     def _end(self, lost: Iterable[int]) -> None:
         if self._serving is not None:
@@ -136,12 +137,12 @@ class ExpertLayer:
     def _fill(self) -> None:
         """Ask for as much as there is room for, in order."""
         while self._order:
-            if self._order[0].expert not in self._kept and len(self._passing) >= self._window:
+            if self._order[0].expert not in self.kept and len(self._passing) >= self._window:
                 return
             self._ask(self._order.popleft())
 
     def _ask(self, part: Slice) -> None:
-        stays = part.expert in self._kept
+        stays = part.expert in self.kept
         if not stays:
             self._passing[part] = None
         self._reads.submit(part, self.seat.memory.read_jobs(part.name, part.expert))

@@ -114,11 +114,10 @@ class Experts:
         seat, running = self.seats[layer], self._running
         seat.unbind()
         if running is not None and running.seat is seat:
-            try:
-                self._there[layer].update(running.finish())
-            finally:
-                self._running = None
-                self._reconcile()
+            # Interrupted here, it is still the one that runs, and is given up like any other.
+            self._there[layer].update(running.finish())
+            self._running = None
+            self._reconcile()
 
     def check(self) -> None:
         """Before a pass: whether its experts can be served.
@@ -179,9 +178,11 @@ class Experts:
 
     def _give_up(self) -> bool:
         """Be done with a layer whose run has died; whether there is one."""
-        if self._running is None:
+        running = self._running
+        if running is None:
             return False
-        self._running.give_up()
+        self._there[running.seat.layer].difference_update(running.kept)
+        running.give_up()
         self._running = None
         return True
 

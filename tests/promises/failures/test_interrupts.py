@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from torch.overrides import _get_current_function_mode_stack
 
 import pipeload
 import pipeload_hooks
@@ -169,6 +170,7 @@ def test_an_interrupt_anywhere_among_experts(tmp_path: Path, spare: int, every: 
         where = f"{place[0].co_name} at {place[1]}"
         assert torch.equal(run(), expected), where
         assert_nothing_held(model)
+        assert _get_current_function_mode_stack() == [], where
         experts = experts_of(model)
         held = [set(experts._cache.held(layer)) for layer in range(len(experts.seats))]
         assert held == experts._there, where

@@ -255,7 +255,7 @@ def test_two_settled_passes_that_both_want_memory(
     tries = itertools.count()
     threads: list[Any] = []
 
-    def slow(new: Any) -> bool:
+    def slow(new: Any, **options: Any) -> bool:
         if next(tries) == 0:
             # A second thread comes while this one waits, and wants even more.
             pressure.nbytes += (most - least) // 4
@@ -264,7 +264,7 @@ def test_two_settled_passes_that_both_want_memory(
             deadline = time.monotonic() + WAIT_SECONDS / 3
             while len(passes._waiting) < 2 and time.monotonic() < deadline:
                 time.sleep(0.001)
-        return adopt(new)
+        return adopt(new, **options)
 
     monkeypatch.setattr(passes, "adopt", slow)
     pressure.nbytes = floor + WARM_UP_BYTES + spare - (least + most) // 2
