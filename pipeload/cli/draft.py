@@ -46,7 +46,7 @@ def draft_settings(
         raise OptionError(
             f"the draft {draft!r} has other tokens than {target!r} ({len(theirs)} and {len(ours)} "
             "are known to them). Use a model of the same family, such as the model's own copy by "
-            "`pipeload quantize --method int4`."
+            "`pipeload quantize`."
         )
     model = load(draft)
     log.info("drafts by %s", draft)

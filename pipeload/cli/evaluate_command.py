@@ -21,12 +21,6 @@ WindowLength = Annotated[
 Stride = Annotated[
     int | None, typer.Option(min=1, help="Tokens scored per window; half of it by default.")
 ]
-WindowsPerPass = Annotated[
-    int | None,
-    typer.Option(
-        min=1, help="Windows per pass; by default as many as save reading, with LLM.int8 one."
-    ),
-]
 MaxTokens = Annotated[
     int | None, typer.Option(min=2, help="Stop after this many tokens of the text.")
 ]
@@ -49,7 +43,7 @@ def evaluate(
     host_memory_limit: opt.HostMemoryLimit = None,
     window: WindowLength = None,
     stride: Stride = None,
-    batch: WindowsPerPass = None,
+    batch: opt.WindowsPerPass = None,
     max_tokens: MaxTokens = None,
     dtype: opt.DtypeOption = opt.Dtype.AUTO,
     compare: Compare = False,

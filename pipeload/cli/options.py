@@ -238,6 +238,15 @@ DiskRate = Annotated[
     typer.Option(callback=_rate, help='Bytes per second, as "1GB"; measured when not given.'),
 ]
 
+# -- eval ----------------------------------------------------------------------------------------
+
+WindowsPerPass = Annotated[
+    int | None,
+    typer.Option(
+        min=1, help="Windows per pass; by default as many as save reading, with LLM.int8 one."
+    ),
+]
+
 # -- demo ----------------------------------------------------------------------------------------
 
 DemoLimit = Annotated[

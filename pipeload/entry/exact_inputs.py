@@ -19,6 +19,6 @@ def keep_inputs_exact(pending: PendingLoad, request: Request, *, lenient: bool) 
     """
     if request.exact_inputs and not pending.keep_inputs_exact() and not lenient:
         raise OptionError(
-            f"exact_inputs=True, and no weight in {pending.folder!r} is int4 by rows, for which "
+            f"exact_inputs=True, and no weight in {pending.folder!r} is packed in a form whose "
             "inputs may be rounded: they are exact anyway. Leave it out."
         )

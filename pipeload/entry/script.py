@@ -237,7 +237,7 @@ def _parser() -> argparse.ArgumentParser:
         "--exact-inputs",
         action="store_true",
         default=None,
-        help="round no inputs of int4 weights, as a faster kernel would",
+        help="round no inputs of packed weights, as a faster kernel would",
     )
     parser.add_argument(
         "--stats", action="store_true", help="say at the end what each model read and took"

@@ -27,7 +27,7 @@ class Integers(Format):
 
     def find(self, stored: Stored) -> Mapping[str, PackedWeight]:
         """Find the weights of our own quantised Linears."""
-        from pipeload.formats.integers.linear import PackedLinear
+        from pipeload.formats.integers.packed_linear import PackedLinear
         from pipeload.formats.integers.packed_weight import IntegerWeight
 
         return {

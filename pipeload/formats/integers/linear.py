@@ -6,14 +6,12 @@ Few rows of input by the kernels of torch's core, or our own for int4 in its ord
 
 from __future__ import annotations
 
-import abc
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from pipeload.errors import UnsupportedModelError
 from pipeload.formats.integers import product as rounded_product
 from pipeload.formats.integers import wide_product
 from pipeload.formats.integers.order import (
@@ -23,6 +21,7 @@ from pipeload.formats.integers.order import (
     reorder,
     unpack,
 )
+from pipeload.formats.integers.packed_linear import INT8_ALIGNMENT, PackedLinear, aligned
 from pipeload.formats.integers.rounding import GROUPS, from_int4
 from pipeload.formats.integers.unpack import int4_block
 from pipeload.formats.integers.wide_product import Sizes, WeightBlock
@@ -31,104 +30,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 _COLUMN_STEP = 16  # the int8 kernel leaves out, or reads beyond, what is no whole vector
-INT8_ALIGNMENT = 16
-"""[Note: addresses] The int8 kernel for bf16 on AVX512 ends the process when its weight does not
-begin at a multiple of 16 bytes, or its input at one of 32 (torch 2.13). Fresh tensors begin at one
-of 64; mapped files and slices may not. Bits do not depend on it.
-"""
-_INPUT_ALIGNMENT = 64
-
-
-class PackedLinear(nn.Linear, abc.ABC):
-    """A quantised Linear. It is a Linear, so that whoever looks for those finds it."""
-
-    bits: ClassVar[int]
-    statistics: ClassVar[str]
-    """Name of the parameter that goes with the weight."""
-
-    def __init__(self, in_features: int, out_features: int, *, bias: bool, path: str = "") -> None:
-        """Without its weight. `path` is what errors call it."""
-        nn.Module.__init__(self)
-        self.in_features, self.out_features, self.path = in_features, out_features, path
-        if bias:
-            self.bias = nn.Parameter(torch.empty(out_features))
-        else:
-            self.register_parameter("bias", None)
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """`input`: [..., in] in the dtype of the statistics; returns [..., out].
-
-        Raises:
-            UnsupportedModelError: the weight is on disk, or one of both on no CPU.
-        """
-        self._refuse_placeholder()
-        self._refuse_devices(input)
-        rows = _aligned(input.reshape(-1, self.in_features).contiguous(), _INPUT_ALIGNMENT)
-        if torch.is_grad_enabled() and input.requires_grad:
-            made: torch.Tensor = _Product.apply(rows, self)  # type: ignore[no-untyped-call]
-        else:
-            made = self.product(rows)
-        made = made.view(*input.shape[:-1], self.out_features)
-        return made if self.bias is None else made + self.bias
-
-    def product(self, rows: torch.Tensor) -> torch.Tensor:
-        """Multiply contiguous and aligned [n, in] to [n, out], without the bias."""
-        if not len(rows):
-            return rows.new_empty((0, self.out_features))
-        most = wide_product.most_by_kernel(self.bits, rows.dtype, rounded=self.rounds_inputs)
-        if len(rows) <= most:
-            return self.by_kernel(rows)
-        return wide_product.multiply(rows, self.out_features, self.block)
-
-    @property
-    def rounds_inputs(self) -> bool:
-        """Whether few rows of input are rounded, for our own kernel."""
-        return False
-
-    @property
-    def sizes(self) -> Sizes:
-        """What the memory that its products take depends on."""
-        dtype = self.get_parameter(self.statistics).dtype
-        return Sizes(self.out_features, self.in_features, self.bits, dtype)
-
-    @abc.abstractmethod
-    def by_kernel(self, rows: torch.Tensor) -> torch.Tensor:
-        """Multiply contiguous and aligned [n, in] to [n, out], without the bias."""
-
-    @abc.abstractmethod
-    def block(self, start: int, stop: int, values: torch.Tensor) -> WeightBlock:
-        """Make rows `start:stop` of the weight floats, in `values`; `start % 64 == 0`."""
-
-    @abc.abstractmethod
-    def dequantised(self) -> torch.Tensor:
-        """The weight as fp32 of [out, in]."""
-
-    @abc.abstractmethod
-    def settle(self) -> None:
-        """Make a weight that was just loaded one that the kernel here can read."""
-
-    def extra_repr(self) -> str:
-        """Describe it for `print(model)`."""
-        return f"{super().extra_repr()}, bits={self.bits}"
-
-    def _refuse_placeholder(self) -> None:
-        # An integer that is not there reads as zero, which nobody would notice.
-        if not any(self.weight.stride()):
-            raise UnsupportedModelError(
-                f"the module {self.path!r} was called while its block was not running, so its "
-                f"int{self.bits} weight is on disk. Call the model itself, or load it without "
-                "pipeload."
-            )
-
-    def _refuse_devices(self, input: torch.Tensor) -> None:
-        # Our own kernels take addresses: one of another device would end the process.
-        devices = input.device.type, self.weight.device.type
-        if devices not in {("cpu", "cpu"), ("meta", "meta")}:
-            raise UnsupportedModelError(
-                f"the module {self.path!r} computes on the CPU alone; its input is on "
-                f"{devices[0]!r}, its int{self.bits} weight on {devices[1]!r}. Leave both on the "
-                "CPU."
-            )
 
 
 class Int8Linear(PackedLinear):
@@ -175,7 +76,7 @@ class Int8Linear(PackedLinear):
 
     def settle(self) -> None:
         """Copy a weight that does not begin where the kernel can read."""
-        self.weight.data = _aligned(self.weight.data, INT8_ALIGNMENT)
+        self.weight.data = aligned(self.weight.data, INT8_ALIGNMENT)
 
 
 class Int4Linear(PackedLinear):
@@ -324,13 +225,6 @@ class Int4Linear(PackedLinear):
         return torch.empty_like(made).index_copy_(1, self.columns.long(), made)
 
 
-def _aligned(tensor: torch.Tensor, alignment: int) -> torch.Tensor:
-    """Give the tensor, or a copy that begins where the kernels can read: [Note: addresses]."""
-    if isinstance(tensor, FakeTensor) or tensor.data_ptr() % alignment == 0:
-        return tensor
-    return tensor.clone()
-
-
 @torch.library.custom_op(
     "pipeload::int4_product",
     mutates_args=(),
@@ -356,18 +250,3 @@ def _(
     rows: torch.Tensor, _weight: torch.Tensor, scales_and_zeros: torch.Tensor, _order: str
 ) -> torch.Tensor:
     return rows.new_empty((rows.shape[0], scales_and_zeros.shape[1]))
-
-
-class _Product(torch.autograd.Function):
-    """The kernels have no derivative of their own. The weight gets no gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, module: PackedLinear) -> torch.Tensor:
-        ctx.module = module
-        return module.product(rows)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        module: PackedLinear = ctx.module
-        module._refuse_placeholder()  # noqa: SLF001 - of the same family
-        return grad @ module.dequantised().to(grad.dtype), None

@@ -6,8 +6,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pipeload.errors import CheckpointError
-from pipeload.formats.integers.linear import INT8_ALIGNMENT, Int4Linear, Int8Linear
+from pipeload.formats.integers.linear import Int4Linear, Int8Linear
 from pipeload.formats.integers.order import Reordered
+from pipeload.formats.integers.packed_linear import INT8_ALIGNMENT
 from pipeload.formats.repack import AS_IT_IS, Repack
 from pipeload.weights.arena import DTYPE_CODES
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     import torch
 
     from pipeload.formats.format import Held, Shown, Stored
-    from pipeload.formats.integers.linear import PackedLinear
+    from pipeload.formats.integers.packed_linear import PackedLinear
     from pipeload.weights.layout import Weight
 
 

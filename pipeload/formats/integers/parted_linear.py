@@ -10,7 +10,7 @@ from torch import nn
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pipeload.formats.integers.linear import PackedLinear
+    from pipeload.formats.integers.packed_linear import PackedLinear
 
 
 class PartedLinear(nn.Linear):

@@ -19,8 +19,9 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from pipeload.errors import OptionError
 from pipeload.formats.form_names import CONVERTED
 from pipeload.formats.integers.format import METHOD
-from pipeload.formats.integers.linear import Int4Linear, Int8Linear, PackedLinear
+from pipeload.formats.integers.linear import Int4Linear, Int8Linear
 from pipeload.formats.integers.order import BLOCK_ROWS, STORED
+from pipeload.formats.integers.packed_linear import PackedLinear
 from pipeload.formats.integers.parted_linear import PartedLinear
 from pipeload.formats.integers.rounding import GROUPS, IMPORTANCE, ZERO_POINTS
 from pipeload.weights.row_cuts import RowRange, row_ranges

@@ -124,6 +124,12 @@ class Negated:
             if isinstance(module, NegatedLinear)
         }
 
+    def keep_inputs_exact(self, _model: nn.Module) -> bool:
+        return False
+
+    def kernel(self, _model: nn.Module) -> str | None:
+        return None
+
     def nearest_form(self, _config: Any) -> str:
         return "int8"
 

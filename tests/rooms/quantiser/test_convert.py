@@ -17,8 +17,9 @@ from pipeload.errors import (
     OptionError,
     UnsupportedModelError,
 )
-from pipeload.formats.integers.linear import Int4Linear, Int8Linear, PackedLinear
+from pipeload.formats.integers.linear import Int4Linear, Int8Linear
 from pipeload.formats.integers.order import unpack
+from pipeload.formats.integers.packed_linear import PackedLinear
 from pipeload.formats.integers.parted_linear import PartedLinear
 from pipeload.quantiser.forms import PART_BYTES
 from pipeload.quantiser.resumable_shards import MANIFEST

@@ -31,8 +31,9 @@ from pipeload.errors import (
 from pipeload.formats.form_names import FORMS as METHODS
 from pipeload.formats.integers import product
 from pipeload.formats.integers.format import OURS, TORCHS
-from pipeload.formats.integers.linear import Int4Linear, Int8Linear, PackedLinear
+from pipeload.formats.integers.linear import Int4Linear, Int8Linear
 from pipeload.formats.integers.order import ORDERS, kernel_order
+from pipeload.formats.integers.packed_linear import PackedLinear
 from pipeload.formats.integers.parted_linear import PartedLinear
 from pipeload.formats.integers.quantizer import PipeloadConfig
 from pipeload.formats.integers.rounding import to_int8

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from pipeload.errors import UnsupportedModelError
 from pipeload.formats.integers import product, unpack
-from pipeload.formats.integers.linear import Int4Linear, Int8Linear, PackedLinear
+from pipeload.formats.integers.linear import Int4Linear, Int8Linear
 from pipeload.formats.integers.order import BY_ROWS, ORDERS, STORED, kernel_order, pack, reorder
 from pipeload.formats.integers.rounding import from_int4, to_int4, to_int8
 from pipeload.formats.integers.unpack import int4_block
@@ -21,6 +21,8 @@ from pipeload.formats.integers.wide_product import most_by_kernel
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from pipeload.formats.integers.packed_linear import PackedLinear
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 COLUMNS = 576  # no multiple of 128

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from pipeload.errors import UnsupportedModelError
 from pipeload.formats.integers import unpack as unpack_module
 from pipeload.formats.integers import wide_product
-from pipeload.formats.integers.linear import Int4Linear, Int8Linear, PackedLinear
+from pipeload.formats.integers.linear import Int4Linear, Int8Linear
 from pipeload.formats.integers.order import (
     ORDERS,
     STORED,
@@ -33,6 +33,8 @@ from pipeload.formats.integers.wide_product import product_dtype, temporary_byte
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from pipeload.formats.integers.packed_linear import PackedLinear
 
 ROOT = Path(__file__).resolve().parents[4]
 ROWS, COLUMNS = 208, 384  # three whole tiles of 64 rows and a last one of 16
