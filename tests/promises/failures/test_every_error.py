@@ -197,7 +197,7 @@ def test_an_unknown_pressure(floats: Path) -> None:
 
 def test_exact_inputs_that_mean_nothing(floats: Path) -> None:
     """No model but int4 by rows has others; and it is yes or no."""
-    with pytest.raises(OptionError, match=r"exact_inputs=True, and no .* is int4 by rows"):
+    with pytest.raises(OptionError, match=r"exact_inputs=True, and no .* is packed in a form"):
         pipeload.from_pretrained(floats, memory_limit="100GB", exact_inputs=True)
     with pytest.raises(OptionError, match="exact_inputs='perhaps' means nothing"):
         pipeload.plan(floats, exact_inputs="perhaps")  # type: ignore[arg-type]
