@@ -133,11 +133,10 @@ def temporary_bytes(rows: int, weight: Sizes) -> int:
     # The library may put both factors into an order of its own.
     items = (2 * count + part * (dtype != weight.dtype)) * weight.in_features + part * count
     nbytes: float = items * dtype.itemsize
-    if (
-        weight.bits == 4 and compiled() is None
-    ):  # integers, exact floats, scales and zeros of groups of 32
+    if weight.bits == 4 and compiled() is None:
+        # Integers, exact floats, and scales and zeros of groups of 32 as those.
         exact = torch.float32.itemsize * (dtype != torch.float32)
-        nbytes += count * weight.in_features * (1.5 + exact)
+        nbytes += count * weight.in_features * (2.5 + exact)
     return int(nbytes)
 
 
