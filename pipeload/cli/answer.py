@@ -107,6 +107,12 @@ class Answer(BaseStreamer):
             sys.stdout.flush()
 
 
+def end_tokens(model: Any) -> frozenset[int]:
+    """The tokens with which its answers end."""
+    ends = model.generation_config.eos_token_id
+    return frozenset(ends if isinstance(ends, list) else [] if ends is None else [ends])
+
+
 class StopAt(transformers.StoppingCriteria):
     """Ends the answer when the tokens so far hold one of the texts.
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import pipeload
 from pipeload._sizes import counted, format_size
+from pipeload.cli.answer import end_tokens
 from pipeload.cli.batch_file import LineError, Results, read_lines
 from pipeload.cli.batch_request import Asked, Ends, Settings, answer, parse
 from pipeload.cli.load_model import DTYPES, check_model, load_whole
@@ -214,10 +215,7 @@ class _Rate(ProgressBar):
 
 
 def _ends(model: Any) -> Ends:
-    config = model.generation_config
-    ends = config.eos_token_id
-    tokens = frozenset(ends if isinstance(ends, list) else [] if ends is None else [ends])
-    return Ends(tokens, config.pad_token_id)
+    return Ends(end_tokens(model), model.generation_config.pad_token_id)
 
 
 @contextlib.contextmanager

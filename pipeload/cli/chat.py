@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import json
-import secrets
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,13 +14,14 @@ import torch
 import pipeload
 from pipeload._sizes import counted
 from pipeload.budget.usage_trial import CACHES
-from pipeload.cli.answer import Answer
+from pipeload.cli.answer import Answer, end_tokens
 from pipeload.cli.load_model import check_model
 from pipeload.cli.log_lines import log, silence_libraries
 from pipeload.cli.progress_bar import first_pass
-from pipeload.cli.run import generate_answer, load_asked
+from pipeload.cli.prompt import apply_template
+from pipeload.cli.run import generate_answer, load_asked, with_seed
 from pipeload.cli.run_report import describe_plan
-from pipeload.entry.texts import check_tokens, first_line, load_tokenizer
+from pipeload.entry.texts import check_tokens, load_tokenizer
 from pipeload.errors import OptionError, PipeloadError
 
 if TYPE_CHECKING:
@@ -49,11 +48,10 @@ def chat(asked: Arguments, *, debug: bool) -> None:
             f"the tokenizer of {asked.model!r} has no chat template, so it knows no turns. Use a "
             "model that is made for conversations, or pipeload run."
         )
-    if asked.samples and asked.seed is None:
-        asked = replace(asked, seed=secrets.randbelow(1 << 32))
-        log.info("sampling, as --seed %d does again", asked.seed)
+    asked = with_seed(asked)
     model = load_asked(asked, asked.model)
-    torch.manual_seed(asked.seed or 0)
+    if asked.seed is not None:
+        torch.manual_seed(asked.seed)
     log.info("%s", describe_plan(pipeload.handle(model).plan))
     log.info("%s", _HELP)
     conversation = Conversation(model, tokenizer, asked)
@@ -173,15 +171,8 @@ class Conversation:
         log.info("saved to %s", file)
 
     def _render(self, messages: list[Message]) -> str:
-        try:
-            text: str = self._tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, tokenize=False
-            )
-        except Exception as error:  # a template is a program
-            raise OptionError(
-                f"the model's chat template does not take this ({first_line(error)}). Leave "
-                "--system out, or use another model."
-            ) from error
+        cure = "Leave --system out, or use another model."
+        text: str = apply_template(self._tokenizer, messages, cure, tokenize=False)
         return text
 
     def _tokens_of(self, text: str) -> torch.Tensor:
@@ -214,9 +205,7 @@ class Conversation:
 
     def _keep(self, text: str, answer: str, output: Any) -> None:
         ids = output.sequences.to("cpu")
-        ends = self._model.generation_config.eos_token_id
-        ends = ends if isinstance(ends, list) else [ends]
-        if ids[0, -1].item() in ends:  # the template writes it
+        if ids[0, -1].item() in end_tokens(self._model):  # the template writes it
             ids = ids[:, :-1]
         caches = (output.get(name) for name in CACHES)
         self._cache = next((cache for cache in caches if cache is not None), None)

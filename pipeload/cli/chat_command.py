@@ -36,6 +36,7 @@ def chat(
     debug: opt.Debug = False,
 ) -> None:
     """Talk with a model: each turn goes on from the last one's cache."""
+    opt.check_sampling(temperature, seed, top_p, top_k)
     with reported(debug=debug, quiet=quiet, smaller_pass=("--tokens",)):
         load("from_pretrained")
         from pipeload.cli import chat as cli_chat

@@ -77,10 +77,7 @@ def run(
     """Answer a prompt; the text appears token by token, statistics at the end on stderr."""
     if system is not None and no_chat_template:
         raise typer.BadParameter("--system needs the chat template; drop --no-chat-template.")
-    if temperature == 0 and not (seed is None and top_p is None and top_k is None):
-        raise typer.BadParameter(
-            "--temperature 0 takes the likeliest token always; drop --seed, --top-p and --top-k."
-        )
+    opt.check_sampling(temperature, seed, top_p, top_k)
     sizes = ("--max-new-tokens", "--tokens")
     with reported(debug=debug, quiet=quiet or json, smaller_pass=sizes):
         text = read_prompt(prompt)

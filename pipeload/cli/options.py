@@ -221,6 +221,19 @@ NoChatTemplate = Annotated[
     bool, typer.Option("--no-chat-template", help="Continue the prompt as plain text.")
 ]
 
+
+def check_sampling(temperature: float | None, *others: float | None) -> None:
+    """Refuse `--temperature 0` beside the options of drawing tokens, which are `others`.
+
+    Raises:
+        BadParameter: they contradict one another.
+    """
+    if temperature == 0 and any(value is not None for value in others):
+        raise typer.BadParameter(
+            "--temperature 0 takes the likeliest token always; drop --seed, --top-p and --top-k."
+        )
+
+
 # -- plan ----------------------------------------------------------------------------------------
 
 PlanLimits = Annotated[

@@ -117,10 +117,19 @@ def _checked(encoded: Any) -> dict[str, Any]:
 
 
 def _apply_template(tokenizer: Any, messages: list[dict[str, str]], cure: str) -> Any:
+    return apply_template(tokenizer, messages, cure, return_tensors="pt", return_dict=True)
+
+
+def apply_template(
+    tokenizer: Any, messages: list[dict[str, str]], cure: str, **options: Any
+) -> Any:
+    """A conversation in the model's chat template, up to where the answer begins.
+
+    Raises:
+        OptionError: the template fails; `cure` says what to do.
+    """
     try:
-        return tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
-        )
+        return tokenizer.apply_chat_template(messages, add_generation_prompt=True, **options)
     except Exception as error:  # a template is a program
         from pipeload.entry.texts import first_line
 

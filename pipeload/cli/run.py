@@ -75,9 +75,7 @@ def run(asked: Arguments, *, debug: bool) -> None:
     tokenizer = load_tokenizer(asked.model)
     inputs = encode(tokenizer, asked.prompt, system=asked.system, chat_template=asked.chat_template)
     prompt_tokens = int(inputs["input_ids"].shape[1])
-    if asked.samples and asked.seed is None:
-        asked = replace(asked, seed=secrets.randbelow(1 << 32))
-        log.info("sampling, as --seed %d does again", asked.seed)
+    asked = with_seed(asked)
     started = time.perf_counter()
     asked = replace(asked, tokens=asked.tokens or prompt_tokens + asked.max_new_tokens)
     model = load_asked(asked, asked.model)
@@ -96,8 +94,8 @@ def run(asked: Arguments, *, debug: bool) -> None:
             stops=asked.stop,
             on_first_token=shown.stop,
         )
-        if asked.samples:
-            torch.manual_seed(asked.seed or 0)
+        if asked.seed is not None:
+            torch.manual_seed(asked.seed)
         try:
             generate_answer(model, tokenizer, inputs, answer, asked, more=guesses)
         except KeyboardInterrupt:  # what came until then is worth its figures
@@ -113,6 +111,15 @@ def run(asked: Arguments, *, debug: bool) -> None:
                 f"ask for fewer tokens: --max-new-tokens {max(1, beyond - prompt_tokens)}."
             ) from error
     _report(asked, answer, prompt_tokens, loaded - started, loaded)
+
+
+def with_seed(asked: Arguments) -> Arguments:
+    """The same with a seed where tokens are drawn: one that is told, if none was given."""
+    if not asked.samples or asked.seed is not None:
+        return asked
+    seed = secrets.randbelow(1 << 32)
+    log.info("sampling, as --seed %d does again", seed)
+    return replace(asked, seed=seed)
 
 
 def load_asked(asked: Arguments, model: str) -> Any:

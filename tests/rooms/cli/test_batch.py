@@ -24,10 +24,9 @@ from pipeload.errors import (
     ReadError,
     UnsupportedOperationError,
 )
+from tests.rooms.cli.test_commands import talker as talker  # noqa: PLC0414 - a fixture
 from tests.support.commands import answer, invoke
 from tests.support.commands import loud_libraries as loud_libraries  # noqa: PLC0414 - a fixture
-from tests.support.models import save_random
-from tests.support.talking import add_letters
 from tests.tools.batch_kills import check_results, kill_once
 
 if TYPE_CHECKING:
@@ -36,15 +35,6 @@ if TYPE_CHECKING:
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 ALL = Shard(1, 1)
 NEW = 6
-
-
-@pytest.fixture(scope="module")
-def talker(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny random model with a tokenizer of single bytes and a chat template."""
-    folder = tmp_path_factory.mktemp("talker")
-    save_random("llama", folder, "bf16", seed=11)
-    add_letters(folder)
-    return folder
 
 
 @pytest.fixture

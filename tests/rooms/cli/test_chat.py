@@ -212,3 +212,12 @@ def test_a_model_without_turns(talker: Path, tmp_path: Path) -> None:
     shutil.copytree(talker, folder)
     (folder / "chat_template.jinja").unlink(missing_ok=True)
     assert_one_line(typed(folder, LINES[0]), 1, "has no chat template, so it knows no turns")
+
+
+def test_a_temperature_of_zero_draws_nothing(going_on: Path) -> None:
+    """By itself it is greedy; beside a seed it is refused, as by `run`."""
+    assert typed(going_on, LINES[0], more=("--temperature", 0)).stdout == (
+        f"{plain_talk(going_on, LINES[:1])[0]}\n"
+    )
+    refused = typed(going_on, LINES[0], more=("--temperature", 0, "--seed", 1))
+    assert_one_line(refused, 2, "--temperature 0 takes the likeliest token always")
