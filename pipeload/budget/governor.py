@@ -49,6 +49,8 @@ class Governor:
         self._budget = self._cap(build.plan.memory_limit)
         self._patience = Patience()
         self._need, self._running = 0, False
+        self._granted = 0
+        """The most that a pass was granted in full, at this limit."""
 
     @property
     def plan(self) -> Plan:
@@ -163,12 +165,18 @@ class Governor:
                 # What the process took on during some pass, for whatever reason, revokes no promise
                 # as long as the limit holds: what is set aside for that is there to be used.
                 promised = need <= self._hint_need and self._hint.covers(shape)
-                least = self._others() + self.least_bytes() + need
+                # So with one that is no larger than what ran: who looked for the batch that just
+                # fits has found one.
+                asked = need if promised else self._need
+                least = self._others() + self.least_bytes() + asked
+                promised = promised or self._need <= self._granted
                 if not promised or not ledger.allows(least, limit):
                     free = ledger.uncorrected(room + self._need - smallest)
                     found = TooLarge(shape, self._need, free, planner.wanted(limit, room))
                     ledger.refuse_pass(found, self._needs, limit)
                 room = smallest
+            else:
+                self._granted = max(self._granted, self._need)
             self._running = True
             shared, others = account.share(self, room), account.promised_to_others(self)
             room = max(smallest, min(room, planner.cap(in_force, others), shared))
@@ -268,6 +276,7 @@ class Governor:
             self.ledger.take_limit(limit)
             room = min(self._cap(limit), self._room(limit, account.other_bytes()))
             self._patience.forget()
+            self._granted = 0
             self._budget = max(self._planner.smallest, account.share(self, room))
             self.plan = dataclasses.replace(self._plan_for(self._budget), memory_limit=limit)
             if self._force(self.plan) and self.ledger.trim():

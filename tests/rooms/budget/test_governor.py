@@ -284,6 +284,31 @@ def test_what_was_learned_revokes_no_promise(bench: Bench) -> None:
     bench.run(30)
 
 
+def test_what_ran_once_runs_again_as_long_as_the_limit_holds(bench: Bench) -> None:
+    """Who has looked for the largest batch that fits may run it, though some more is held now."""
+    largest = 0
+    with pytest.raises(MemoryLimitError):
+        for largest in range(100, 300):
+            bench.run(largest)
+    bench.user += 4 * MB  # of the kernel's own memory, there are 16 set aside
+    bench.run(largest - 1)
+    with pytest.raises(MemoryLimitError):
+        bench.run(largest)
+    bench.user += 20 * MB  # over the limit in truth
+    with pytest.raises(MemoryLimitError):
+        bench.run(largest - 1)
+
+
+def test_another_limit_asks_anew_what_fits(bench: Bench) -> None:
+    """What ran at a larger limit is no promise at this one."""
+    bench.run(100)
+    bench.governor.take_limit(bench.limit - 50 * MB)
+    bench.user += 4 * MB
+    free = bench.governor.spare_bytes() // MB
+    with pytest.raises(MemoryLimitError):
+        bench.run(free + 2)
+
+
 def test_a_fresh_process_teaches_nothing(bench: Bench) -> None:
     """Its first passes take on libraries, too."""
     bench.run(5, took=50 * MB)
