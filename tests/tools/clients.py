@@ -38,7 +38,7 @@ test_split: test
 output_type: multiple_choice
 doc_to_text: "{{{{question}}}}"
 doc_to_choice: [" yes", " no", " perhaps"]
-doc_to_target: 0
+doc_to_target: answer
 metric_list:
   - metric: acc
   - metric: acc_norm
@@ -88,7 +88,10 @@ def make_clients(place: Path, model: Path) -> dict[str, Client]:
     if made.status:
         sys.exit(made.err)
     data = place / "words.jsonl"
-    rows = [{"question": f"Is {n} more than {n // 2}? Answer:"} for n in range(12, 40)]
+    # Not always the first: then a model that is right, or wrong, by chance would be so throughout.
+    rows = [
+        {"question": f"Is {n} more than {n // 2}? Answer:", "answer": n % 3} for n in range(12, 40)
+    ]
     data.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     (place / "tasks").mkdir()
     (place / "tasks" / "words.yaml").write_text(_TASK.format(data=data))
@@ -143,7 +146,7 @@ def check(client: Client, place: Path) -> str:
         return f"ended with {done.status} at a limit of {limit}: {done.err[-2000:]}"
     if re.search(r"^read( from disk)? +[1-9]", done.err, re.MULTILINE) is None:
         return f"nothing was streamed: {done.err[-2000:]}"
-    if done.out != plain.out:
+    if _without_batch(done.out) != _without_batch(plain.out):
         return f"other output:\n{plain.out}\n{done.out}"
     held = peak_since_load(done.err)
     sizes = ", ".join(
@@ -157,6 +160,11 @@ def check(client: Client, place: Path) -> str:
     )
     print(f"  {sizes}", flush=True)
     return "" if 0 < held <= limit else f"over the limit: {sizes}"
+
+
+def _without_batch(out: str) -> str:
+    """Without the batch that was found to fit, which is what a limit may change."""
+    return re.sub(r"(batch.size: (?:auto \()?)\d+", r"\1", out)
 
 
 def peak_since_load(told: str) -> int:
