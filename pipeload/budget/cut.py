@@ -170,7 +170,9 @@ class Divider:
 
     def _streamable(self, weight: Weight) -> bool:
         # An evicted float is NaN and shows when it is read too early; an integer has no such value.
-        safe = not is_tiny(weight) if weight.guarded else _is_large_float(weight)
+        # What comes with one is read with it, however small.
+        made = weight.guarded and weight.group is not None
+        safe = made or (not is_tiny(weight) if weight.guarded else _is_large_float(weight))
         return weight.name not in self._tied and safe
 
     def _find_banks(self, experts: Iterable[ExpertsModule]) -> Iterator[Bank]:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from pipeload_hooks import Companion
 
 AS_STORED = "read as it is stored; same kernels as plain"
+PUT_IN_ORDER = "read as it is stored, and put into the order of pipeload's kernels"
 AS_FLOATS = "unpacked to floats by transformers' own operation each time it is read"
 
 

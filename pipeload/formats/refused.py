@@ -12,10 +12,6 @@ def _needs_gpu(package: str) -> str:
     return f"transformers runs it on a GPU alone, with the package {package}"
 
 
-def _repacks(package: str) -> str:
-    return f"the package {package} packs its weights anew once all of them are loaded"
-
-
 def _own_tensors(package: str) -> str:
     return f"the package {package} keeps its weights in tensors of a kind of its own"
 
@@ -27,14 +23,11 @@ def _own_modules(package: str) -> str:
 UNKNOWN: Final = "this version has never been tried with it"
 REFUSED: Final[Mapping[str, str]] = {
     "aqlm": _own_modules("aqlm"),
-    "auto-round": _repacks("auto-round"),
-    "awq": _repacks("gptqmodel"),
     "eetq": _needs_gpu("kernels"),
     "fbgemm_fp8": _needs_gpu("fbgemm-gpu"),
     "fouroversix": _own_modules("fouroversix"),
     "fp_quant": _needs_gpu("fp_quant"),
     "gemma": "its Linears hold packed integers, for which there is no streaming yet",
-    "gptq": _repacks("gptqmodel"),
     "higgs": _needs_gpu("flute-kernel"),
     "hqq": "transformers does not load what the package hqq has saved",
     "nvfp4": "transformers does not load what is quantised so already",

@@ -30,10 +30,6 @@ FROM_FLOATS: Final = (
     "Use the float checkpoint (bf16, fp16 or fp32) that it was made of, or a smaller copy of that: "
     "`pipeload quantize SRC DST --method int4` (or int8)."
 )
-CONVERT: Final = (
-    "Use `pipeload convert SRC DST`, which makes one of it that streams, with the same integers; "
-    "or use the float checkpoint."
-)
 FORMATS: Final[list[Format]] = [
     BITSANDBYTES,
     INTEGERS,
@@ -73,8 +69,7 @@ def check_config(config: Any) -> Format:
     found = format_of(config)
     if found is None:
         method = named(config)
-        why = REFUSED.get(method, UNKNOWN)
-        raise refusal(method, why, CONVERT if method in CONVERTED else FROM_FLOATS)
+        raise refusal(method, REFUSED.get(method, UNKNOWN), FROM_FLOATS)
     if found.only is not None:
         name, wanted = found.only
         value = setting(config, name)

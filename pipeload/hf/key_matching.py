@@ -59,7 +59,9 @@ def match_keys(
             recipe.settle(name, model, unpacking)
         return recipes
     for recipe in recipes.values():
-        if len(recipe.sources) == 1 and recipe.unpacks and not recipe.merges:
+        if recipe.own is not None:
+            recipe.unpacking_bytes = recipe.own.beside_bytes
+        elif len(recipe.sources) == 1 and recipe.unpacks and not recipe.merges:
             recipe.converter, recipe.dtype = None, DTYPES.get(recipe.sources[0][0].dtype)
     return recipes
 

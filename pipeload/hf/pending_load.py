@@ -21,7 +21,7 @@ from pipeload.formats.registry import format_of
 from pipeload.hf import cache_layers  # noqa: F401 - passes of a loaded model have caches
 from pipeload.hf.key_matching import match_keys, weights_made
 from pipeload.hf.library import quantised_by
-from pipeload.hf.recipes import Recipe
+from pipeload.hf.recipes import Recipe, own_operation
 from pipeload.hf.rest_loading import (
     keep_placeholders,
     load_all_but,
@@ -58,7 +58,8 @@ class PendingLoad:
         self.model = model
         self.checkpoint = checkpoint
         self._config = config
-        self._read_timeout = read_timeout
+        self.read_timeout = read_timeout
+        """Seconds until a read is said to hang; None: never."""
         self._mapping = deepcopy(config.weight_mapping or [])  # some renamings keep state
         self._file_format = file_format
         quantizer = config.hf_quantizer
@@ -67,6 +68,11 @@ class PendingLoad:
         """How the checkpoint is quantised, if in a way that is streamed."""
         unpacking = None if self.format is None else self.format.unpacking
         self._recipes = match_keys(model, checkpoint, self._mapping, unpacking)
+        self._made_by = {
+            name: (first, recipe)
+            for first, recipe in self._recipes.items()
+            for name in weights_made(first, recipe)
+        }
 
     @functools.cached_property
     def packed(self) -> Mapping[str, PackedWeight]:
@@ -97,7 +103,7 @@ class PendingLoad:
         return self._again(self.model, checkpoint)
 
     def _again(self, model: PreTrainedModel, checkpoint: Checkpoint) -> PendingLoad:
-        return PendingLoad(model, checkpoint, self._config, self._read_timeout, self._file_format)
+        return PendingLoad(model, checkpoint, self._config, self.read_timeout, self._file_format)
 
     def weights(self) -> dict[str, Weight]:
         """Find every parameter that is read, cast or converted from the file alone, by name.
@@ -107,9 +113,7 @@ class PendingLoad:
         parameters = dict(self.model.named_parameters())
         found = {name: packed.weight for name, packed in self.packed.items()}
         for first, recipe in self._recipes.items():
-            if first in found:
-                continue
-            names = weights_made(first, recipe)
+            names = [name for name in weights_made(first, recipe) if name not in found]
             if all(self._usable(parameters.get(name), recipe) for name in names):
                 found.update(
                     (name, self._weight(name, parameters[name], first, recipe)) for name in names
@@ -118,10 +122,11 @@ class PendingLoad:
 
     def plain(self, name: str) -> Weight | None:
         """Describe the parameter `name` read as it is stored, and cast; None if that cannot be."""
-        recipe, parameter = self._recipes.get(name), self.model.get_parameter(name)
+        first, recipe = self._made_by.get(name, ("", None))
+        parameter = self.model.get_parameter(name)
         if recipe is None or not self._usable(parameter, recipe):
             return None
-        return self._weight(name, parameter, name, recipe)
+        return self._weight(name, parameter, first, recipe)
 
     @property
     def quantised_by(self) -> str | None:
@@ -162,15 +167,12 @@ class PendingLoad:
 
     def missing(self) -> list[str]:
         """List parameters that nothing in the checkpoint is for: the library makes them up."""
-        made = {
-            name for first, recipe in self._recipes.items() for name in weights_made(first, recipe)
-        }
         tied = getattr(self.model, "all_tied_weights_keys", None) or {}
         ignored = self.model._keys_to_ignore_on_load_missing or ()
         return [
             name
             for name, _ in self.model.named_parameters()
-            if name not in made
+            if name not in self._made_by
             and name not in tied
             and not any(re.search(pattern, name) for pattern in ignored)
         ]
@@ -193,7 +195,7 @@ class PendingLoad:
     def reader(self) -> Callable[[TensorEntry], torch.Tensor]:
         """Make what reads single stored tensors, whole."""
         stamps = stamps_of(self.checkpoint.entries.values())
-        files = FileSet(self.files, "buffered", self._read_timeout, stamps)
+        files = FileSet(self.files, "buffered", self.read_timeout, stamps)
         return functools.partial(read_whole, files=files)
 
     @property
@@ -276,7 +278,11 @@ class PendingLoad:
         not_missing(info, self.model, taken_names, self.packed)
         # Kept for saving after remove(): a conversion counts as used when any key matched it.
         pairs = zip(self._config.weight_mapping or [], self._mapping, strict=True)
-        used = [original for original, copy in pairs if original.was_used() or copy.was_used()]
+        used = [
+            original
+            for original, copy in pairs
+            if (original.was_used() or copy.was_used()) and own_operation(original) is None
+        ]
         object.__setattr__(self.model, "_weight_conversions", used)
         return info
 
@@ -313,7 +319,7 @@ class PendingLoad:
         if any(source.dtype not in DTYPES for source, _ in recipe.sources):
             return False
         if recipe.converter is not None:
-            return parameter.is_floating_point()
+            return parameter.is_floating_point() or recipe.own is not None
         return len(recipe.sources) == 1 and recipe.sources[0][0].shape == tuple(parameter.shape)
 
     def _weight(self, name: str, parameter: nn.Parameter, first: str, recipe: Recipe) -> Weight:
@@ -321,15 +327,18 @@ class PendingLoad:
         dtype = _target_dtype(self._config, key, parameter)
         if recipe.dtype is not None:
             dtype = recipe.dtype
+        shape = tuple(parameter.shape)
         return Weight(
             name=name,
             dtype=DTYPE_CODES[dtype],
-            shape=tuple(parameter.shape),
+            shape=shape,
             nbytes=parameter.numel() * dtype.itemsize,
             sources=tuple(source for source, _ in recipe.sources),
             group=None if recipe.converter is None else first,
             unpacking_bytes=recipe.unpacking_bytes,
-            slices=recipe.slices(tuple(parameter.shape)),
+            guarded=recipe.own is not None and len(weights_made(first, recipe)) > 1,
+            slices=recipe.slices(shape),
+            repacked=recipe.cast_rows(shape, DTYPE_CODES[dtype]),
         )
 
 

@@ -27,6 +27,7 @@ from transformers.quantizers.base import HfQuantizer
 
 from pipeload.budget.cut import ADAPTED
 from pipeload.weights.arena import DTYPES
+from pipeload.weights.cast_rows import CastRows
 from pipeload.weights.layout import Slices
 
 if TYPE_CHECKING:
@@ -39,7 +40,9 @@ if TYPE_CHECKING:
     from pipeload.formats.format import Faster, Unpacking
 
 _PIECE_BYTES = 4 << 20
-_STACKED = 3  # dimensions of matrices that were stacked
+_MATRIX = 2  # dimensions
+_STACKED = 3  # of matrices that were stacked
+_FLOATS = {"F32", "F16", "BF16"}
 _WIDEST = 4  # bytes of a number in what operations make beside
 # Until 5.20 or so, what is stored as a float under the name that it has in the model.
 _CASTS_FIRST = not hasattr(HfQuantizer, "get_new_dtype")
@@ -72,6 +75,11 @@ class Recipe:
         return any(getattr(op, "hf_quantizer", None) for op in operations)
 
     @property
+    def own(self) -> Any:
+        """An operation of ours, which fills parameters in place; None for the library's."""
+        return own_operation(self.converter)
+
+    @property
     def merges(self) -> bool:
         """Whether there is more than one operation."""
         return self.converter is not None and len(self.converter.operations) > 1
@@ -101,6 +109,15 @@ class Recipe:
         if stacks and all(self._keeps_matrices(op, shape) for op in own):
             return Slices(beside_bytes=beside)
         return None
+
+    def cast_rows(self, shape: tuple[int, ...], dtype: str) -> CastRows | None:
+        """Say how rows of a matrix are cast one by one; None where nothing is, or not floats."""
+        if self.converter is not None or len(shape) != _MATRIX or not all(shape):
+            return None
+        entry = self.sources[0][0]
+        if entry.dtype == dtype or not {entry.dtype, dtype} <= _FLOATS:
+            return None
+        return CastRows(entry.dtype, entry.nbytes // shape[0])
 
     def _is_as_stored(self, shape: tuple[int, ...]) -> bool:
         """Whether an operation that looks at the shapes has nothing to do."""
@@ -189,6 +206,12 @@ class Recipe:
             into: where to, by name.
             alone: whether these are for one slice of the weight: see `Slices`.
         """
+        if self.own is not None:
+            path = name.rpartition(".")[0]
+            owner: Any = None if model is None else _WithoutAdapters(model)
+            named = {made.removeprefix(f"{path}."): tensor for made, tensor in into.items()}
+            self.own.fill(stored, named, None if owner is None else owner.get_submodule(path))
+            return
         if self.pieces == 1 or alone:
             if self._is_filled(stored, into[name]):
                 return
@@ -250,6 +273,12 @@ class _WithoutAdapters:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
+
+
+def own_operation(converter: Any) -> Any:
+    """An operation of ours in what the library has for a weight; None if there is none."""
+    operations = getattr(converter, "operations", ())
+    return next((operation for operation in operations if hasattr(operation, "fill")), None)
 
 
 def _pieces(most: int, nbytes: int) -> int:

@@ -29,6 +29,7 @@ from transformers import (
 from pipeload.checkpoint.headers import open_checkpoint
 from pipeload.checkpoint.hung_reads import resolve_timeout
 from pipeload.errors import CheckpointError, PipeloadError, UnsupportedModelError
+from pipeload.formats.format import named
 from pipeload.formats.registry import (
     check_config,
     check_unpacked,
@@ -41,6 +42,8 @@ from pipeload.formats.registry import (
     packed_for_accelerator,
 )
 from pipeload.hf.arguments import check_devices, no_checkpoint
+from pipeload.hf.coded_checkpoint import settings_of, take_settings, taken_over
+from pipeload.hf.codes_quantizer import CodesQuantizer
 from pipeload.hf.gguf import Translated, translate, whole_config
 from pipeload.hf.gguf_reader import light_reader
 from pipeload.hf.patched_name import Patch
@@ -228,6 +231,14 @@ def _get_quantizer(
     stored = stored or getattr(config.get_text_config(decoder=True), "quantization_config", None)
     # What the library does not know is for it to say.
     asked = quantization_config if kwargs.get("gguf_file") is None else None
+    settings = settings_of(config)
+    form = taken_over(settings, asked, on_cpu=_thread.where is None)
+    if form is not None:
+        if asked is not None and named(asked) != form.method:
+            raise _quantises(asked)
+        taking = CodesQuantizer(take_settings(config), form, _thread.read_timeout)
+        taking.validate_environment(device_map=device_map)
+        return taking, config, {"": "cpu"} if device_map is None else device_map
     if stored is None and asked is not None and is_known(asked):
         raise _quantises(asked)
     found = None if stored is None else check_config(stored)

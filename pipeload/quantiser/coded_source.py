@@ -1,252 +1,44 @@
-"""Opens a checkpoint that others have quantised, and says what becomes of each of its weights.
-
-The library's own loader for it wants packages, and packs everything anew. So it is asked for the
-float model, and shown float weights of the shapes that the integers stand for.
-"""
+"""Opens a checkpoint that others have quantised, to be converted."""
 
 from __future__ import annotations
 
-import json
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-import torch
 import transformers
 
-from pipeload.checkpoint.file_reads import FileSet
-from pipeload.checkpoint.headers import Checkpoint, TensorEntry, lacking, stamps_of
-from pipeload.checkpoint.hung_reads import resolve_timeout
+from pipeload.checkpoint.headers import lacking
 from pipeload.entry.loading import check_source
-from pipeload.errors import CheckpointError, UnsupportedModelError
-from pipeload.formats.codes.coded_weight import columns_by_group
-from pipeload.formats.codes.registry import CODES, codes_format
-from pipeload.formats.format import named
-from pipeload.formats.integers.linear import Int4Linear, Int8Linear
-from pipeload.formats.integers.rounding import GROUPS
+from pipeload.errors import CheckpointError
+from pipeload.hf.coded_checkpoint import CodedCheckpoint, take_settings
 from pipeload.hf.takeover import peek
-from pipeload.weights.arena import DTYPE_CODES
-from pipeload.weights.read_tensor import read_whole
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Mapping
-    from pathlib import Path
-
-    from torch import nn
-
-    from pipeload.formats.codes.coded_weight import CodedWeight, CodesFormat
-    from pipeload.hf.pending_load import PendingLoad
-
-_OLD_SETTINGS = "quantize_config.json"  # of AutoGPTQ, beside a configuration that says nothing
 
 
-class Chosen(NamedTuple):
-    """What becomes of coded weights."""
+def open_coded(
+    pretrained: str | os.PathLike[str], dtype: str, kwargs: dict[str, Any]
+) -> CodedCheckpoint:
+    """Find a checkpoint's coded weights.
 
-    bits: int
-    group: int
-    """Columns that share a scale; 0 of int8."""
-    reordered: bool
-    """Whether a weight has its columns in another order than the inputs'."""
-    names: frozenset[str]
-    """Those that stay integers; the others become floats."""
-    kept: list[str]
-    """Paths of Linears that are floats."""
+    Args:
+        pretrained: a folder or a hub id.
+        dtype: of floats, for the library: "auto" is what it says itself.
+        kwargs: for the library's `from_pretrained`.
 
-
-class CodedSource:
-    """A checkpoint that others have quantised."""
-
-    def __init__(
-        self, pretrained: str | os.PathLike[str], dtype: str, kwargs: dict[str, Any]
-    ) -> None:
-        """Open it.
-
-        Args:
-            pretrained: a folder or a hub id.
-            dtype: of floats, for the library: "auto" is what it says itself.
-            kwargs: for the library's `from_pretrained`.
-
-        Raises:
-            CheckpointError: it is malformed, or something is missing.
-            UnsupportedModelError: nobody knows how it is quantised, or its integers cannot be
-                taken over.
-        """
-        self._name = str(pretrained)
-        passed_on = check_source(pretrained, {"dtype": dtype, **kwargs})
-        config = transformers.AutoConfig.from_pretrained(pretrained, **kwargs)
-        settings = _take_settings(config)
-        auto: Any = transformers.AutoModelForCausalLM
-        pending = peek(lambda: auto.from_pretrained(pretrained, config=config, **passed_on))
-        if pending is None:
-            raise CheckpointError(f"{self._name!r} holds no weights. Name a folder that does.")
-        self.paths = pending.files
-        """The files of tensors."""
-        settings = settings or _read_old(self.paths[0].parent)
-        self.format = self._find_format(settings)
-        stored = pending.checkpoint.entries
-        found = self.format.find(settings, stored)
-        self.coded = {weight.name: weight for weight in found}
-        """By the names of the weights that they stand for."""
-        used = {entry.name for weight in found for entry in weight.parts.values()}
-        self.plain = [entry for name, entry in stored.items() if name not in used]
-        """Tensors that are no part of those."""
-        self._refuse_others_parts()
-        self._pending = self._as_floats(pending)
-        entries = pending.checkpoint.entries.values()
-        self.files = FileSet(pending.files, "buffered", resolve_timeout("auto"), stamps_of(entries))
-        self.total_bytes = pending.checkpoint.total_bytes
-
-    def in_order(self) -> list[TensorEntry | CodedWeight]:
-        """List plain tensors and coded weights as they lie in the files, by their first tensors."""
-
-        def place(one: TensorEntry | CodedWeight) -> tuple[str, int]:
-            entry = one if isinstance(one, TensorEntry) else next(iter(one.parts.values()))
-            return str(entry.file), entry.start
-
-        return sorted([*self.plain, *self.coded.values()], key=place)
-
-    @property
-    def model(self) -> nn.Module:
-        """The float model, on the meta device."""
-        return self._pending.model
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of floats."""
-        dtype: torch.dtype = self._pending.model.dtype
-        return dtype
-
-    def choose(self) -> Chosen:
-        """Say which weights stay integers: all that can be by one kind of kernel.
-
-        Raises:
-            UnsupportedModelError: none can.
-            ReadError: the order of columns could not be read.
-        """
-        linears = self._linears()
-        mine = {name: weight for name, weight in self.coded.items() if name in linears}
-        sizes = {4: GROUPS[::-1], 8: (0,)}
-        fitting = [
-            (bits, group, frozenset(n for n, w in mine.items() if _fits(w, bits, group)))
-            for bits, groups in sizes.items()
-            for group in groups
-        ]
-        bits, group, names = max(fitting, key=lambda found: len(found[2]))
-        if not names:
-            kinds = sorted(
-                {f"{w.bits} bits, {w.shape[1] // w.groups} to a scale" for w in mine.values()}
-            )
-            raise UnsupportedModelError(
-                f"{self._name!r}: no Linear has integers that a kernel of torch takes ("
-                f"{', '.join(kinds[:4]) or 'it has none'}; it takes 4 bits and groups of a "
-                "multiple of 32, or 8 bits and one scale a row). Use the float checkpoint."
-            )
-        reordered = any(self._is_reordered(self.coded[name]) for name in sorted(names))
-        taken = {linears[name] for name in names}
-        every = [p for p, m in self.model.named_modules() if type(m) is torch.nn.Linear]
-        return Chosen(bits, group, reordered, names, [path for path in every if path not in taken])
-
-    def _linears(self) -> dict[str, str]:
-        """Paths of Linears that may hold integers, by the names of their stored weights."""
-        model = self._pending.model
-        head = model.get_output_embeddings()
-        ties = model.all_tied_weights_keys or {}
-        tied = {*ties, *ties.values()}
-        return {
-            name: path
-            for name, (path, module) in self._pending.plain_linears().items()
-            if module is not head and f"{path}.weight" not in tied
-        }
-
-    def _is_reordered(self, weight: CodedWeight) -> bool:
-        entry = weight.group_of
-        if entry is None:
-            return False
-        group_of = read_whole(entry, self.files)
-        return columns_by_group(weight.name, group_of, weight.groups) is not None
-
-    def _refuse_others_parts(self) -> None:
-        """Refuse what goes with a coded weight and nobody knows what for.
-
-        Raises:
-            UnsupportedModelError: there is such a tensor; names it.
-        """
-        for entry in self.plain:
-            stem, _, last = entry.name.rpartition(".")
-            if f"{stem}.weight" in self.coded and last != "bias":
-                raise UnsupportedModelError(
-                    f"{self._name!r}: {entry.name!r} goes with a weight that {self.format.title} "
-                    "has quantised, and nothing is known of it. Use the float checkpoint."
-                )
-
-    def _find_format(self, settings: Mapping[str, Any]) -> CodesFormat:
-        found = codes_format(settings)
-        if found is None:
-            known = ", ".join(one.method for one in CODES)
-            if not settings:
-                raise UnsupportedModelError(
-                    f"{self._name!r} is not quantised, and `pipeload convert` takes over integers "
-                    "that are there. Use `pipeload quantize`, which makes them."
-                )
-            raise UnsupportedModelError(
-                f"{self._name!r} is quantised by {named(settings)!r}, and `pipeload convert` takes "
-                f"over the integers of {known}. Load it as it is, or use the float checkpoint."
-            )
-        return found
-
-    def _as_floats(self, pending: PendingLoad) -> PendingLoad:
-        """The load of floats of the same shapes.
-
-        Raises:
-            CheckpointError: the model has no place for a weight, or lacks one.
-            UnsupportedModelError: a weight is stacked with others.
-        """
-        dtype = DTYPE_CODES[pending.model.dtype]
-        entries = {entry.name: entry for entry in self.plain}
-        for name, weight in self.coded.items():
-            first = next(iter(weight.parts.values()))
-            entries[name] = replace(first, name=name, dtype=dtype, shape=weight.shape)
-        floats = pending.of(Checkpoint(pending.files, entries))
-        if missing := floats.missing():
-            raise lacking(self._name, sorted(missing))
-        plain = floats.plain_parameters()
-        for name in self.coded.keys() - plain.keys():
-            raise UnsupportedModelError(
-                f"{self._name!r}: {name!r} of {list(self.coded[name].shape)} stands for no weight "
-                f"of {type(pending.model).__name__} by itself: it is one of several that the "
-                "library joins, as experts are, or of another shape. Use the float checkpoint."
-            )
-        return floats
-
-
-def _take_settings(config: Any) -> dict[str, Any]:
-    """What a configuration says of quantising, which is taken out of it."""
-    found: dict[str, Any] = {}
-    for each in (config, config.get_text_config(decoder=True)):
-        for name in ("quantization_config", "quantization"):
-            settings = getattr(each, name, None)
-            if settings is not None:
-                delattr(each, name)
-                found = found or dict(settings if isinstance(settings, dict) else vars(settings))
-    if found and not found.get("quant_method") and {"bits", "group_size"} <= found.keys():
-        found["quant_method"] = "mlx"  # it gives no name
+    Raises:
+        CheckpointError: it is malformed, or something is missing.
+        UnsupportedModelError: nobody knows how it is quantised, or its integers cannot be
+            taken over.
+    """
+    passed_on = check_source(pretrained, {"dtype": dtype, **kwargs})
+    config = transformers.AutoConfig.from_pretrained(pretrained, **kwargs)
+    settings = take_settings(config)
+    auto: Any = transformers.AutoModelForCausalLM
+    pending = peek(lambda: auto.from_pretrained(pretrained, config=config, **passed_on))
+    if pending is None:
+        raise CheckpointError(f"{str(pretrained)!r} holds no weights. Name a folder that does.")
+    found = CodedCheckpoint(str(pretrained), pending, settings)
+    if missing := found.missing():
+        raise lacking(str(pretrained), sorted(missing))
     return found
-
-
-def _read_old(folder: Path) -> dict[str, Any]:
-    """What AutoGPTQ wrote before configurations said it; nothing if there is no such file."""
-    try:
-        found = json.loads((folder / _OLD_SETTINGS).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return {"quant_method": "gptq", **found} if isinstance(found, dict) else {}
-
-
-def _fits(weight: CodedWeight, bits: int, group: int) -> bool:
-    rows, columns = weight.shape
-    if weight.bits != bits:
-        return False
-    if bits == 8:
-        return weight.groups == 1 and Int8Linear.fits(rows, columns)
-    return columns // weight.groups % group == 0 and Int4Linear.fits(rows, columns, group)

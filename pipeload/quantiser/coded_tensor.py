@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from pipeload.checkpoint.writer import Tensor
-from pipeload.errors import UnsupportedModelError
-from pipeload.formats.codes.coded_weight import MIDDLE
+from pipeload.formats.codes.coded_weight import MIDDLE, statistics
 from pipeload.formats.integers.order import BLOCK_ROWS, pack
 from pipeload.quantiser.resumable_shards import Step
 from pipeload.quantiser.tensor import bytes_of, copied, made, part_stems
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
 
     from pipeload.checkpoint.file_reads import FileSet
     from pipeload.checkpoint.headers import TensorEntry
-    from pipeload.formats.codes.coded_weight import CodedWeight, Codes, Grid
+    from pipeload.formats.codes.coded_weight import CodedWeight, Codes
     from pipeload.quantiser.tensor import Reading
     from pipeload.weights.row_cuts import RowRange
 
@@ -93,35 +92,18 @@ def _integer_pieces(
     weight: CodedWeight, kernel: Kernel, parts: Sequence[RowRange], reading: Reading
 ) -> Iterator[memoryview]:
     codes = _decode(weight, reading.files)
-    statistics = _statistics(weight, codes.grid, kernel)
+    groups = weight.shape[1] // kernel.group if kernel.group else 0
+    beside = statistics(weight, codes.grid, groups, kernel.dtype)
     for first, last in parts:
         for start, stop in _blocks(first, last, weight.shape[1], reading):
             block = codes.rows(start, stop)
             yield bytes_of(
                 pack(block, kernel.order) if kernel.bits == 4 else block ^ MIDDLE[8]  # less 128
             )
-        yield bytes_of(statistics[..., first:last, :].contiguous())
+        yield bytes_of(beside[..., first:last, :].contiguous())
         if kernel.reordered:
             in_order = torch.arange(weight.shape[1], dtype=torch.int32)
             yield bytes_of(in_order if codes.columns is None else codes.columns)
-
-
-def _statistics(weight: CodedWeight, grid: Grid, kernel: Kernel) -> torch.Tensor:
-    """[groups, rows, 2] of int4, [rows, 1] of int8.
-
-    Raises:
-        UnsupportedModelError: int8 is not symmetric.
-    """
-    both = grid.scales_and_zeros(kernel.dtype)
-    if kernel.bits == 4:
-        return both.repeat_interleave(weight.shape[1] // kernel.group // weight.groups, 0)
-    scale, zero = both[0].unbind(-1)
-    if bool(zero.any()):
-        raise UnsupportedModelError(
-            f"{weight.name!r} is of 8 bits and not symmetric, which no kernel of torch takes. "
-            "Use the float checkpoint."
-        )
-    return scale[:, None]
 
 
 def _decode(weight: CodedWeight, files: FileSet) -> Codes:

@@ -10,10 +10,8 @@ from pipeload._sizes import parse_size
 from pipeload.checkpoint.headers import TensorEntry
 from pipeload.errors import OptionError
 from pipeload.formats.integers.format import METHOD
-from pipeload.formats.integers.order import BY_ROWS
-from pipeload.formats.integers.quantizer import PipeloadConfig
 from pipeload.quantiser import model_card
-from pipeload.quantiser.coded_source import CodedSource
+from pipeload.quantiser.coded_source import open_coded
 from pipeload.quantiser.coded_tensor import Kernel, as_floats, as_integers, cast
 from pipeload.quantiser.folder import Origin, complete, write_weights
 from pipeload.quantiser.forms import PART_BYTES
@@ -24,6 +22,8 @@ from pipeload.quantiser.tensor import Reading, items_at_once
 if TYPE_CHECKING:
     import os
 
+    from pipeload.formats.integers.quantizer import PipeloadConfig
+    from pipeload.hf.coded_checkpoint import CodedCheckpoint
     from pipeload.quantiser.folder import Progress
     from pipeload.quantiser.resumable_shards import Step
 
@@ -97,18 +97,9 @@ def make(
     if dtype not in DTYPES:
         raise OptionError(f"dtype={dtype!r} is unknown. Choose one of {', '.join(DTYPES)}.")
     shard_bytes = parse_size(max_shard_size, name="max_shard_size")
-    source = CodedSource(pretrained, dtype, kwargs)
+    source = open_coded(pretrained, dtype, kwargs)
     chosen = source.choose()
-    four = chosen.bits == 4
-    config = PipeloadConfig(
-        chosen.bits,
-        group_size=chosen.group if four else None,
-        method=source.format.method,
-        order=BY_ROWS if four else None,
-        reordered=chosen.reordered,
-        part_bytes=PART_BYTES,
-        modules_to_not_convert=chosen.kept,
-    )
+    config = source.config(chosen, PART_BYTES)
     kernel = Kernel(chosen.bits, chosen.group, config.order or "", chosen.reordered, source.dtype)
     reading = Reading(source.files, _items(memory_limit, source))
     parts = {name: config.parts(*source.coded[name].shape) for name in chosen.names}
@@ -161,7 +152,7 @@ class _Form:
         self.description = f"{self.name}, {scales}, quantised by {title}"
 
 
-def _items(memory_limit: int | str | None, source: CodedSource) -> int:
+def _items(memory_limit: int | str | None, source: CodedCheckpoint) -> int:
     """How many codes to convert at once. Raises what `items_at_once` does."""
     largest = max(source.coded.values(), key=lambda weight: weight.nbytes)
     columns = max(weight.shape[1] for weight in source.coded.values())

@@ -18,6 +18,8 @@ from pipeload.formats.codes.coded_weight import (
     MIDDLE,
     CodedWeight,
     Codes,
+    Lay,
+    Words,
     ZeroCodes,
     group_columns,
     not_taken_over,
@@ -81,7 +83,7 @@ def _decode(tensors: Mapping[str, torch.Tensor]) -> Codes:
     def rows(start: int, stop: int) -> torch.Tensor:
         return _in_order(words[:, start // _EACH : -(-stop // _EACH)]).t()
 
-    return Codes(rows, grid)
+    return Codes(rows, grid, stored=Words(Lay.ACROSS, words, _PLACES))
 
 
 def _in_order(words: torch.Tensor) -> torch.Tensor:

@@ -9,6 +9,7 @@ at a model.
 from __future__ import annotations
 
 import abc
+import enum
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
@@ -89,6 +90,26 @@ def _spread(each: torch.Tensor, codes: torch.Tensor, first: int) -> torch.Tensor
     return each[:, first : first + rows].t().repeat_interleave(columns // len(each), 1)
 
 
+class Lay(enum.Enum):
+    """What codes of a weight lie in a word, the lowest bits first."""
+
+    DOWN = enum.auto()
+    """Of neighbouring columns in one row; words of [columns, rows]."""
+    ALONG = enum.auto()
+    """The same; words of [rows, columns]."""
+    ACROSS = enum.auto()
+    """Of neighbouring rows in one column, 4 bits each; words of [columns, rows]."""
+
+
+class Words(NamedTuple):
+    """The integers of a weight as they are stored."""
+
+    lay: Lay
+    words: torch.Tensor
+    places: tuple[int, ...] = ()
+    """Which code of a word is that of its first row, and so on, where it has several rows'."""
+
+
 class Codes(NamedTuple):
     """The integers of a weight."""
 
@@ -97,6 +118,8 @@ class Codes(NamedTuple):
     grid: Grid
     columns: torch.Tensor | None = None
     """Which input each of these columns is multiplied by: int32 of [columns]. None if in order."""
+    stored: Words | None = None
+    """What `rows` makes them of, where it is words."""
 
 
 @dataclass(frozen=True)
@@ -148,6 +171,30 @@ class CodesFormat(Protocol):
             UnsupportedModelError: a setting is not understood, or cannot be expressed.
             CheckpointError: tensors do not fit each other.
         """
+
+
+def statistics(weight: CodedWeight, grid: Grid, groups: int, dtype: torch.dtype) -> torch.Tensor:
+    """What our kernels take beside codes: [groups, rows, 2] of 4 bits, [rows, 1] of 8.
+
+    Args:
+        weight: whose they are.
+        grid: its numbers.
+        groups: in a row, a multiple of those stored; 0 of 8 bits.
+        dtype: of scales and zeros.
+
+    Raises:
+        UnsupportedModelError: 8 bits are not symmetric.
+    """
+    both = grid.scales_and_zeros(dtype)
+    if weight.bits == 4:
+        return both.repeat_interleave(groups // weight.groups, 0)
+    scale, zero = both[0].unbind(-1)
+    if bool(zero.any()):
+        raise UnsupportedModelError(
+            f"{weight.name!r} is of 8 bits and not symmetric, which no kernel of torch takes. "
+            "Use the float checkpoint."
+        )
+    return scale[:, None]
 
 
 def not_taken_over(method: str, why: str) -> UnsupportedModelError:

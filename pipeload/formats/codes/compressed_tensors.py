@@ -23,6 +23,8 @@ from pipeload.formats.codes.coded_weight import (
     MIDDLE,
     CodedWeight,
     Codes,
+    Lay,
+    Words,
     ZeroCodes,
     columns_by_group,
     group_columns,
@@ -141,7 +143,8 @@ def _decode(name: str, bits: int, tensors: Mapping[str, torch.Tensor]) -> Codes:
         codes = codes_of(words[start:stop], bits)
         return codes if order is None else codes[:, order]
 
-    return Codes(rows, ZeroCodes(scale, zero, MIDDLE[bits]), order)
+    grid = ZeroCodes(scale, zero, MIDDLE[bits])
+    return Codes(rows, grid, order, Words(Lay.ALONG, words))
 
 
 def _decode_plain(tensors: Mapping[str, torch.Tensor]) -> Codes:

@@ -27,6 +27,8 @@ from pipeload.formats.codes.coded_weight import (
     MIDDLE,
     CodedWeight,
     Codes,
+    Lay,
+    Words,
     ZeroCodes,
     columns_by_group,
     group_columns,
@@ -140,4 +142,4 @@ def _decode(
         codes = codes_down(words[:, start:stop], bits)
         return (codes if order is None else codes[order]).t()
 
-    return Codes(rows, grid, order)
+    return Codes(rows, grid, order, Words(Lay.DOWN, words))

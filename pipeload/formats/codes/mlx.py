@@ -19,7 +19,9 @@ from pipeload.formats.codes.coded_weight import (
     MIDDLE,
     CodedWeight,
     Codes,
+    Lay,
     Offsets,
+    Words,
     group_columns,
     not_taken_over,
     part,
@@ -82,4 +84,4 @@ def _decode(bits: int, tensors: Mapping[str, torch.Tensor]) -> Codes:
     def rows(start: int, stop: int) -> torch.Tensor:
         return codes_of(words[start:stop], bits)
 
-    return Codes(rows, Offsets(scale, offset, MIDDLE[bits]))
+    return Codes(rows, Offsets(scale, offset, MIDDLE[bits]), stored=Words(Lay.ALONG, words))

@@ -46,7 +46,10 @@ class IntegerWeight:
             if found is None:
                 raise _unusable(name, module, stored)
         assert plain is not None  # noqa: S101 - see above
-        (source,) = plain.sources
+        source = plain.sources[0]
+        if plain.group is not None:  # made of others' integers, in the right order
+            self._weight = replace(plain, guarded=True)
+            return
         if source.dtype != plain.dtype:
             raise _unusable(self._name, module, stored)
         repack: Repack | None = None

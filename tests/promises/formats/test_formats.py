@@ -20,8 +20,9 @@ from pipeload import UnsupportedModelError
 from pipeload.budget import cut
 from pipeload.budget.shared_limit import ACCOUNTANT
 from pipeload.formats.form_names import CONVERTED
+from pipeload.formats.format import PUT_IN_ORDER
 from pipeload.formats.refused import REFUSED
-from pipeload.formats.registry import CONVERT, FORMATS, FROM_FLOATS
+from pipeload.formats.registry import FORMATS, FROM_FLOATS
 from pipeload.hf import recipes, takeover
 from tests.support import quantised
 from tests.support.models import load_plain, save_random
@@ -61,7 +62,8 @@ OPTIONS: dict[str, Callable[[], dict[str, Any]]] = {
         "quantization_config": transformers.CompressedTensorsConfig(dequantize=True)
     },
 }
-STREAMED = {found.method for found in FORMATS}
+TAKEN_OVER = set(CONVERTED) - {found.method for found in FORMATS} - {"mlx"}  # gives no name
+STREAMED = {found.method for found in FORMATS} | TAKEN_OVER
 
 
 @pytest.fixture(autouse=True)
@@ -115,7 +117,9 @@ def with_config(folder: Path, target: Path, config: object) -> Path:
 def test_every_method_of_the_library_has_a_row() -> None:
     """A release that brings new ones fails here; `pipeload` is registered by the product."""
     assert STREAMED | REFUSED.keys() >= METHODS
-    tested = {name.split()[0] for name in MAKERS} | {"bitsandbytes", "pipeload", "gguf"}
+    tested = (
+        {name.split()[0] for name in MAKERS} | {"bitsandbytes", "pipeload", "gguf"} | TAKEN_OVER
+    )
     assert tested == STREAMED
     assert not STREAMED & REFUSED.keys()
 
@@ -238,7 +242,7 @@ def test_refused(method: str | None, tiny: TinyCheckpoint, tmp_path: Path) -> No
             load(folder)
         words = str(refusal.value)
         assert words.startswith(f"checkpoints quantised by {str(method)!r} cannot be streamed: ")
-        assert words.endswith(CONVERT if method in CONVERTED else FROM_FLOATS)
+        assert words.endswith(FROM_FLOATS)
         if found is not None:
             assert found in words
 
@@ -346,10 +350,15 @@ def rows() -> list[str]:
         packed = made is not None and made.packed_on_cpu
         needs = f"pass `{made.config}(dequantize=True)`" if made and packed else "-"
         if one.method in CONVERTED:
-            needs = f"`pipeload convert`, or {needs}" if packed else "also `pipeload convert`"
+            needs = (
+                f"4 and 8 bits as `gptq`; floats: {needs}" if packed else "also `pipeload convert`"
+            )
         lines.append(f"| `{one.method}`{only} | streamed: {one.how} | {needs} |")
+    lines += [
+        f"| `{method}` | streamed: {PUT_IN_ORDER} | also `pipeload convert` |"
+        for method in (*sorted(TAKEN_OVER), "mlx")
+    ]
     for method, why in REFUSED.items():
-        floats = "`pipeload quantize` of the floats"
-        advised = "`pipeload convert`" if method in CONVERTED else floats
+        advised = "`pipeload quantize` of the floats"
         lines.append(f"| `{method}` | refused: {why} | {advised} |")
     return lines

@@ -1,0 +1,100 @@
+"""Puts a whole weight's codes into the order of our kernels: compiled where there is a compiler.
+
+`repack.c` takes a second to make, once for a process. Without it torch's own operations do the
+same, a block of rows at a time, and take many times as long.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import torch
+
+from pipeload.formats.codes.coded_weight import MIDDLE, Lay
+from pipeload.formats.compiler import compile_library
+from pipeload.formats.integers.order import BLOCK_ROWS, BY_ROWS, pack
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from pipeload.formats.codes.coded_weight import Codes
+
+_SOURCE = Path(__file__).with_name("repack.c")
+_FLIP: Final = {4: 0, 8: 0x80808080}
+"""Of 8 bits our kernel takes values: codes less 128."""
+_BLOCK_CODES = 1 << 20
+_log = logging.getLogger("pipeload")
+
+
+def repack(codes: Codes, bits: int, order: str, out: torch.Tensor) -> None:
+    """Fill a weight of our kernels with codes.
+
+    Args:
+        codes: of all its rows.
+        bits: of a code.
+        order: of 4 bits, one of `order.STORED`.
+        out: uint8 of [rows, columns / 2] of 4 bits, int8 of [rows, columns] of 8; contiguous.
+    """
+    library = compiled() if codes.stored is not None else None
+    if library is None or (bits == 4 and order != BY_ROWS):
+        _by_blocks(codes, bits, order, out)
+        return
+    assert codes.stored is not None  # noqa: S101 - see above
+    lay, words, places = codes.stored
+    words = words.contiguous()
+    rows, count = out.shape[0], out.shape[1] * out.element_size() // 4
+    moved = None if codes.columns is None else codes.columns.contiguous()
+    columns = None if moved is None else moved.data_ptr()
+    if lay == Lay.ACROSS:
+        numbers = (ctypes.c_int32 * len(places))(*places)
+        library.across(words.data_ptr(), numbers, out.data_ptr(), rows, count)
+        return
+    fill = library.down if lay == Lay.DOWN else library.along
+    fill(words.data_ptr(), columns, out.data_ptr(), rows, count, _FLIP[bits])
+
+
+def fill_floats(codes: Codes, out: torch.Tensor) -> None:
+    """Fill `out`, of [rows, columns], with the numbers that codes stand for, rounded once."""
+    for start, stop in _blocks(*out.shape):
+        numbers = codes.grid.numbers(codes.rows(start, stop), start)
+        if codes.columns is not None:
+            numbers = torch.empty_like(numbers).index_copy_(1, codes.columns.long(), numbers)
+        out[start:stop].copy_(numbers)
+
+
+def _by_blocks(codes: Codes, bits: int, order: str, out: torch.Tensor) -> None:
+    for start, stop in _blocks(len(out), out.shape[1] * 8 // bits):
+        block = codes.rows(start, stop)
+        made = pack(block, order) if bits == 4 else (block ^ MIDDLE[8]).view(torch.int8)
+        out[start:stop].copy_(made)
+
+
+def _blocks(rows: int, columns: int) -> Iterator[tuple[int, int]]:
+    """Ranges of rows: whole tiles, then what is left."""
+    step = max(1, _BLOCK_CODES // columns // BLOCK_ROWS) * BLOCK_ROWS
+    for start in range(0, rows, step):
+        yield start, min(start + step, rows)
+
+
+@functools.cache
+def compiled() -> ctypes.CDLL | None:
+    """Compile the kernel; None without a compiler, or if that goes wrong: says so, once."""
+    library = compile_library(_SOURCE)
+    if library is None:
+        _log.info(
+            "integers of other programs are put in order by torch's own operations, which takes "
+            "long in every pass: there is no C compiler. Install one, or run `pipeload convert` "
+            "once."
+        )
+        return None
+    address, size = ctypes.c_void_p, ctypes.c_int64
+    for name in ("down", "along"):
+        getattr(library, name).argtypes = [address, address, address, size, size, ctypes.c_uint32]
+        getattr(library, name).restype = None
+    library.across.argtypes = [address, address, address, size, size]
+    library.across.restype = None
+    return library
