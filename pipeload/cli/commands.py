@@ -281,7 +281,7 @@ def convert(
     quiet: opt.Quiet = False,
     debug: opt.Debug = False,
 ) -> None:
-    """Take over a GPTQ, AWQ or other 4-bit checkpoint, code for code; then it streams."""
+    """Write a GPTQ, AWQ or other 4-bit checkpoint for pipeload's kernels, code for code."""
     with reported(debug=debug, quiet=quiet or json):
         load("convert")
         from pipeload.cli import quantise
