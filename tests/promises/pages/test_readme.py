@@ -89,7 +89,7 @@ def run(arguments: list[str], place: Path, **more: str) -> str:
         capture_output=True,
         text=True,
         check=False,
-        timeout=120,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
