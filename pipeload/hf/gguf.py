@@ -13,7 +13,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
-import transformers.modeling_gguf_pytorch_utils
+from transformers import modeling_gguf_pytorch_utils
 
 from pipeload.checkpoint.gguf import open_gguf
 from pipeload.checkpoint.headers import Checkpoint
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from pipeload.checkpoint.headers import TensorEntry
 
 _log = logging.getLogger("pipeload")
-library: Any = transformers.modeling_gguf_pytorch_utils
+library: Any = modeling_gguf_pytorch_utils
 _HEAD: Final = "output.weight"
 _ELSEWHERE: Final = (
     "Use the model's safetensors checkpoint, or a smaller copy of that: `pipeload quantize SRC DST "

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""A Q4_0 file with random weights for llama.cpp, of the shape of a LLaMA folder.
+"""A GGUF file with random weights, of the shape of a LLaMA folder.
 
-    python tests/tools/make_gguf.py LLAMA_FOLDER FILE.gguf
+    python tests/tools/make_gguf.py LLAMA_FOLDER FILE.gguf [Q4_0|Q4_K]
 
-As `llama-quantize` makes it: matrices and embedding in Q4_0, the output head in Q6_K. Values make
+As `llama-quantize` makes it: matrices and embedding in that, the output head in Q6_K. Values make
 no difference to its speed. Needs the package gguf.
 """
 
@@ -22,7 +22,11 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 # (values, bytes) of a block, and where in it the scales are that random bytes would make wild.
-_BLOCKS = {Kind.Q4_0: (32, 18, (0,)), Kind.Q6_K: (256, 210, (208,))}
+_BLOCKS = {
+    Kind.Q4_0: (32, 18, (0,)),
+    Kind.Q4_K: (256, 144, (0, 2)),
+    Kind.Q6_K: (256, 210, (208,)),
+}
 
 
 def random_blocks(shape: tuple[int, int], kind: Kind, random: np.random.Generator) -> NDArray[Any]:
@@ -37,8 +41,8 @@ def random_blocks(shape: tuple[int, int], kind: Kind, random: np.random.Generato
     return blocks.reshape(rows, -1)
 
 
-def make_gguf(folder: Path, target: Path) -> None:
-    """Write it."""
+def make_gguf(folder: Path, target: Path, kind: Kind = Kind.Q4_0) -> None:
+    """Write it, with matrices of that kind."""
     config = json.loads((folder / "config.json").read_text())
     hidden, inner, layers = (
         config[name] for name in ("hidden_size", "intermediate_size", "num_hidden_layers")
@@ -70,8 +74,8 @@ def make_gguf(folder: Path, target: Path) -> None:
             f"blk.{layer}.ffn_down": (hidden, inner),
         }
     for name, shape in shapes.items():
-        blocks = random_blocks(shape, Kind.Q4_0, random)
-        writer.add_tensor(f"{name}.weight", blocks, raw_dtype=Kind.Q4_0)
+        blocks = random_blocks(shape, kind, random)
+        writer.add_tensor(f"{name}.weight", blocks, raw_dtype=kind)
     head = random_blocks((vocabulary, hidden), Kind.Q6_K, random)
     writer.add_tensor("output.weight", head, raw_dtype=Kind.Q6_K)
     norms = ["output_norm"]
@@ -85,4 +89,4 @@ def make_gguf(folder: Path, target: Path) -> None:
 
 
 if __name__ == "__main__":
-    make_gguf(Path(sys.argv[1]), Path(sys.argv[2]))
+    make_gguf(Path(sys.argv[1]), Path(sys.argv[2]), *(Kind[name] for name in sys.argv[3:]))
