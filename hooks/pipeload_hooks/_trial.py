@@ -62,14 +62,20 @@ class Repeated(NamedTuple):
     """For each of these, how many that are not there it stands for."""
 
 
-def try_out(run: Callable[[], Any], repeated: Iterable[Repeated] = ()) -> Trial:
+def try_out(run: Callable[[], Any], repeated: Iterable[Repeated] = (), *, frames: int = 0) -> Trial:
     """Count the memory of `run()`, whose weights and larger inputs are on the meta device.
 
     What was there before is not counted. A run that raises is counted up to there: torch does so
     where it has to know a value, and the model may, whatever it is.
+
+    Args:
+        run: calls the model.
+        repeated: blocks that stand for more of their kind.
+        frames: what each word is taken to become, where the model itself says how many; 0: what it
+            says then is not known.
     """
     ledger = Ledger()
-    counting = _Counting(ledger)
+    counting = _Counting(ledger, frames)
     handles: list[RemovableHandle] = []
     try:
         for one in repeated:
@@ -149,13 +155,20 @@ class _Calls(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+_LENGTHS = (
+    torch.ops.aten._local_scalar_dense.default,
+    torch.ops.aten.repeat_interleave.Tensor,
+)
+
+
 class _Counting(TorchDispatchMode):
     """Runs every operation for its sizes, or for its values where these are small and known."""
 
-    def __init__(self, ledger: Ledger) -> None:
+    def __init__(self, ledger: Ledger, frames: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._ledger = ledger
         self._left = MOST_OPERATIONS
+        self._frames, self._words = frames, 0
         self.weights: set[int] = set()
 
     def __torch_dispatch__(
@@ -170,6 +183,8 @@ class _Counting(TorchDispatchMode):
             raise TooLongError(f"A trial of more than {MOST_OPERATIONS} operations.")
         kwargs = dict(kwargs or {})
         given = tensors_in((args, kwargs))
+        if func is torch.ops.aten.embedding.default:
+            self._words = max(self._words, *given[1].shape[-1:])
         self.weights.update(id(tensor) for tensor in given if isinstance(tensor, nn.Parameter))
         output = self._run(func, args, kwargs, given)
         made = tensors_in(output)
@@ -187,8 +202,16 @@ class _Counting(TorchDispatchMode):
         if not unknown:
             output = constant(func, args, kwargs, given)
             return for_values(func, args, kwargs, given) if output is None else output
+        if self._frames and func in _LENGTHS and given[0].dtype is torch.long:
+            return self._length(func, given[0])
         if all(tensor.is_meta for tensor in given):
             return for_sizes(func, args, kwargs)
         if func.is_view and real:  # it shares what is not known
             return func(*args, **kwargs)
         return mixed(func, *tree_map(partial(if_known, unknown), (args, kwargs)))
+
+    def _length(self, func: Any, asked: Tensor) -> Any:
+        """How long the longest is that is made of words, or which of them each frame is of."""
+        if func is torch.ops.aten.repeat_interleave.Tensor:
+            return asked.new_empty(self._frames * asked.numel())
+        return self._frames * self._words

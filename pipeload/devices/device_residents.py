@@ -10,6 +10,7 @@ import torch
 from pipeload.devices.weights_on_device import device_bytes, fail, flat, show
 from pipeload.weights.arena import DTYPES, Arena
 from pipeload.weights.layout import lay_out
+from pipeload.weights.cast_rows import CastRows
 from pipeload.weights.placement import CAST_CHUNK_BYTES, Placement, read_into, scratch_of
 
 if TYPE_CHECKING:
@@ -95,7 +96,9 @@ class DevicePlace:
         return count
 
     def _cast_jobs(self, cast: Cast) -> Iterator[Work]:
-        assert cast.weight.repacked is None  # noqa: S101 - orders are the processor's
+        # Any of its rows by themselves, or, as here, any of its values. Orders are the processor's.
+        repacked = cast.weight.repacked
+        assert repacked is None or isinstance(repacked, CastRows)  # noqa: S101 - see above
         (source,) = cast.weight.sources
         item, made = DTYPES[source.dtype].itemsize, DTYPES[cast.weight.dtype].itemsize
         elements, step = cast.weight.nbytes // made, CAST_CHUNK_BYTES // item

@@ -75,6 +75,23 @@ def test_questions_about_unknown_values_have_the_usual_answer() -> None:
     assert try_out(run).output.shape == (4, 8)
 
 
+def test_how_long_a_model_speaks_is_taken_from_its_words() -> None:
+    """The longest of several, and which word each frame is of; else the trial ends there."""
+    table, words = meta(16, 4), torch.zeros(2, 5, dtype=torch.long)
+
+    def run() -> torch.Tensor:
+        states = torch.nn.functional.embedding(words, table)
+        lasting = states.sum(-1).exp().long()
+        longest = torch.zeros(2, int(lasting.sum(1).max()), 4, device=table.device)
+        for index, (one, last) in enumerate(zip(states, lasting, strict=True)):
+            frames = torch.repeat_interleave(one, last, dim=0)
+            longest[index, : len(frames)] = frames
+        return longest
+
+    assert try_out(run, frames=3).output.shape == (2, 15, 4)
+    assert try_out(run).error is not None
+
+
 def test_a_number_that_nobody_knows_ends_the_trial() -> None:
     """What was counted until then is told, with what was raised."""
     states = meta(KB)
