@@ -9,8 +9,8 @@ import torch
 
 from pipeload.devices.weights_on_device import device_bytes, fail, flat, show
 from pipeload.weights.arena import DTYPES, Arena
-from pipeload.weights.layout import lay_out
 from pipeload.weights.cast_rows import CastRows
+from pipeload.weights.layout import lay_out
 from pipeload.weights.placement import CAST_CHUNK_BYTES, Placement, read_into, scratch_of
 
 if TYPE_CHECKING:
