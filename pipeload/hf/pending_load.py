@@ -278,11 +278,8 @@ class PendingLoad:
         not_missing(info, self.model, taken_names, self.packed)
         # Kept for saving after remove(): a conversion counts as used when any key matched it.
         pairs = zip(self._config.weight_mapping or [], self._mapping, strict=True)
-        used = [
-            original
-            for original, copy in pairs
-            if (original.was_used() or copy.was_used()) and own_operation(original) is None
-        ]
+        used = [one for one, copy in pairs if one.was_used() or copy.was_used()]
+        used = [one for one in used if own_operation(one) is None]
         object.__setattr__(self.model, "_weight_conversions", used)
         return info
 
