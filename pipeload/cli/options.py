@@ -325,7 +325,7 @@ DoubleQuant = Annotated[
 HeadOption = Annotated[
     Head,
     typer.Option(
-        help="int8, with int4 and int8: the output head as well, also one that is the embedding."
+        help="int8: the output head as well, also one that is the embedding; not with nf4 and fp4."
     ),
 ]
 ShardSize = Annotated[str, typer.Option(help="The most that one file takes.")]

@@ -79,7 +79,8 @@ class CodedCheckpoint:
         self.plain = [entry for name, entry in stored.items() if name not in used]
         """Tensors that are no part of those."""
         self._refuse_others_parts()
-        self._pending = self._as_floats(pending)
+        self.pending = self._as_floats(pending)
+        """The load of floats of the same shapes, of which coded ones are not really stored."""
         entries, seconds = pending.checkpoint.entries.values(), pending.read_timeout
         self.files = FileSet(pending.files, "buffered", seconds, stamps_of(entries))
         self.total_bytes = pending.checkpoint.total_bytes
@@ -87,11 +88,11 @@ class CodedCheckpoint:
     @property
     def paths(self) -> tuple[Path, ...]:
         """The files of tensors."""
-        return self._pending.files
+        return self.pending.files
 
     def missing(self) -> list[str]:
         """List parameters that nothing is stored for."""
-        return self._pending.missing()
+        return self.pending.missing()
 
     def in_order(self) -> list[TensorEntry | CodedWeight]:
         """List plain tensors and coded weights as they lie in the files, by their first tensors."""
@@ -105,17 +106,17 @@ class CodedCheckpoint:
     @property
     def model(self) -> nn.Module:
         """The float model, on the meta device."""
-        return self._pending.model
+        return self.pending.model
 
     @property
     def parameters(self) -> Mapping[str, str]:
         """Parameters of the float model by the names of their stored weights."""
-        return self._pending.plain_parameters()
+        return self.pending.plain_parameters()
 
     @property
     def dtype(self) -> torch.dtype:
         """Of floats."""
-        dtype: torch.dtype = self._pending.model.dtype
+        dtype: torch.dtype = self.pending.model.dtype
         return dtype
 
     def choose(self) -> Chosen:
@@ -163,13 +164,13 @@ class CodedCheckpoint:
 
     def _linears(self) -> dict[str, str]:
         """Paths of Linears that may hold integers, by the names of their stored weights."""
-        model = self._pending.model
+        model = self.pending.model
         head = model.get_output_embeddings()
         ties = model.all_tied_weights_keys or {}
         tied = {*ties, *ties.values()}
         return {
             name: path
-            for name, (path, module) in self._pending.plain_linears().items()
+            for name, (path, module) in self.pending.plain_linears().items()
             if module is not head and f"{path}.weight" not in tied
         }
 

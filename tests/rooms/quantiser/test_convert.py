@@ -21,6 +21,7 @@ from pipeload.formats.integers.linear import Int4Linear, Int8Linear
 from pipeload.formats.integers.order import unpack
 from pipeload.formats.integers.packed_linear import PackedLinear
 from pipeload.formats.integers.parted_linear import PartedLinear
+from pipeload.formats.integers.rounding import to_int8
 from pipeload.quantiser.forms import PART_BYTES
 from pipeload.quantiser.resumable_shards import MANIFEST
 from tests.support.children import killed_in_fork
@@ -35,7 +36,7 @@ from tests.support.exact import (
     step_logits,
 )
 from tests.support.models import load_plain, save_random
-from tests.support.packers import SIZES, WAYS, Packed, save_packed
+from tests.support.packers import SIZES, WAYS, Packed, random_codes, save_packed
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -154,8 +155,6 @@ def test_what_is_quantised_besides_becomes_floats(tmp_path: Path) -> None:
     save_packed(source, way)
     tensors = load_file(source / "model.safetensors")
     generator = torch.Generator().manual_seed(1)
-    from tests.support.packers import random_codes
-
     packed = random_codes((512, 256), way, generator, torch.float16)
     for stem in ("model.embed_tokens.", "lm_head."):
         del tensors[f"{stem}weight"]
@@ -171,6 +170,43 @@ def test_what_is_quantised_besides_becomes_floats(tmp_path: Path) -> None:
     assert torch.equal(made["model.embed_tokens.weight"], wanted)
     model = load_plain(folder)
     assert type(model.lm_head) is torch.nn.Linear
+
+
+@pytest.mark.parametrize(
+    ("name", "tied"), [("gptq", False), ("awq", True), ("compressed-tensors, int8", False)]
+)
+def test_an_int8_head(name: str, tied: bool, tmp_path: Path) -> None:
+    """Rounded to nearest; one that was the embedding leaves that as it is."""
+    source = tmp_path / "source"
+    save_packed(source, WAYS[name], dtype=torch.bfloat16, tie_word_embeddings=tied)
+    folder = pipeload.convert(source, tmp_path / "made", head="int8")
+    stored = load_file(source / "model.safetensors")
+    owner = "model.embed_tokens.weight" if tied else "lm_head.weight"
+    wanted, scale = to_int8(stored[owner])
+    made = load_file(folder / "model.safetensors")
+    assert torch.equal(made["lm_head.weight"], wanted)
+    assert torch.equal(made["lm_head.scale"], scale)
+    assert torch.equal(made["model.embed_tokens.weight"], stored["model.embed_tokens.weight"])
+    plain = load_plain(folder)
+    assert isinstance(plain.lm_head, Int8Linear)
+    expected = outputs(plain)
+    assert_same(outputs(load(folder, limits(folder, 2)[0])), expected, "streamed")
+    assert "Output head" in (folder / "README.md").read_text(encoding="utf-8")
+
+
+def test_a_head_that_is_quantised_already(tmp_path: Path) -> None:
+    """It would be rounded twice."""
+    source, way = tmp_path / "source", WAYS["mlx"]
+    save_packed(source, way)
+    tensors = load_file(source / "model.safetensors")
+    packed = random_codes((512, 256), way, torch.Generator().manual_seed(1), torch.float16)
+    del tensors["lm_head.weight"]
+    save_file(
+        tensors | way.pack("lm_head.", packed), source / "model.safetensors", {"format": "pt"}
+    )
+    with pytest.raises(UnsupportedModelError, match="Leave --head out"):
+        pipeload.convert(source, tmp_path / "made", head="int8")
+    assert not (tmp_path / "made").exists()
 
 
 def test_other_groups(tmp_path: Path) -> None:
