@@ -174,8 +174,8 @@ def _take_head(source: CodedCheckpoint, form: Form, config: PipeloadConfig) -> H
     found = find_head(source.pending, form)
     if found.source in source.coded:
         raise UnsupportedModelError(
-            f"the output head, {found.source!r}, is quantised already and becomes floats; integers of "
-            "those would be rounded twice. Leave --head out."
+            f"the output head, {found.source!r}, is quantised already and becomes floats; integers "
+            "of those would be rounded twice. Leave --head out."
         )
     config.modules_to_not_convert.remove(found.path)
     if config.bits != HEAD_BITS:
