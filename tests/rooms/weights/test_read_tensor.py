@@ -54,7 +54,8 @@ class Disk:
         self._preadv, self._read = os.preadv, placement.read_into
         self.found = ""
         monkeypatch.setattr(os, "preadv", self._faulty)
-        monkeypatch.setattr(read_tensor, "read_into", self._noted)
+        for module in (read_tensor, placement):
+            monkeypatch.setattr(module, "read_into", self._noted)
         self.let_others_take = partial(monkeypatch.setenv, "PIPELOAD_READ_TIMEOUT")
         self.let_others_take("100")
 
