@@ -30,6 +30,7 @@ from pipeload_hooks._experts import (
     Service,
     attach_experts,
     empty_grouped,
+    experts_in_order,
     names_of_others,
     takes_slices_alone,
 )
@@ -88,6 +89,7 @@ __all__ = [
     "computes_linear",
     "discard_ended",
     "empty_grouped",
+    "experts_in_order",
     "find_blocks",
     "inside_compiled_call",
     "is_placeholder",

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import torch
 from torch import nn
+from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from pipeload_hooks._attach import recording
 from pipeload_hooks._evicted import BESIDE
@@ -85,6 +86,16 @@ class Service(Protocol):
         """Say that a function is given a parameter whose slices are not all there: raise."""
 
 
+def experts_in_order(parameter: torch.Tensor, experts: Sequence[int]) -> Sequence[int]:
+    """In which order a loop whose result does not depend on it had best take slices."""
+    if has_torch_function_unary(parameter):
+        asked: Sequence[int] = handle_torch_function(
+            experts_in_order, (parameter,), parameter, experts
+        )
+        return asked
+    return experts
+
+
 def attach_experts(module: nn.Module, source: ExpertSource) -> tuple[RemovableHandle, ...]:
     """Have `source` called around every call of `module`, whose second argument are ids.
 
@@ -124,6 +135,9 @@ class ServeExperts(PassMode):
             name = self._by_address.get(_weight_of(args, kwargs).data_ptr())
             if name is not None:
                 return self._grouped(name, func, args, kwargs)
+        elif func is experts_in_order:
+            name = self._by_id.get(id(args[0]))
+            return args[1] if name is None else self._service.order(name, args[1])
         elif func is torch.Tensor.__getitem__ and id(args[0]) in self._by_id:
             return self._slices(self._by_id[id(args[0])], *args)
         elif func not in _VIEWS:

@@ -319,6 +319,8 @@ def _rows_in(weight: Weight, nbytes: int) -> int:
 
 def _is_one_product(weight: Weight) -> bool:
     """Whether a grouped product with it is another one than a product for each group."""
+    if weight.guarded:  # integers, which their own module multiplies with one by one
+        return False
     return not products_are_grouped(DTYPES[weight.dtype], weight.shape[1], weight.shape[2])
 
 

@@ -2,6 +2,7 @@
 
 Seen in 5.24.0. Such a module gets ids as its second argument and multiplies with slices of its
 parameters: by the library's own functions, or in a loop of its own, which is judged by its code.
+One of our own takes the place of the library's where experts are integers.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from pipeload.budget.model_parts import ExpertsModule
 from pipeload.errors import UnsupportedOperationError
+from pipeload.formats.integers.packed_experts import PackedExperts
 from pipeload_hooks import names_of_others, takes_slices_alone
 
 if TYPE_CHECKING:
@@ -43,9 +45,10 @@ def experts_apart(model: nn.Module, outside: Collection[str] | None) -> list[Exp
 def find_experts(model: nn.Module) -> Iterator[ExpertsModule]:
     """Find the modules of which experts can be had one by one."""
     for path, module in model.named_modules():
-        names = _stacked(module)
-        if names and _takes_ids(module, names):
-            sweeps = _implementation(module) != "eager"
+        ours = isinstance(module, PackedExperts)
+        names = (PackedExperts.stacked,) if ours else _stacked(module)
+        if ours or (names and _takes_ids(module, names)):
+            sweeps = ours or _implementation(module) != "eager"
             config = getattr(module, "config", None) or getattr(model, "config", None)
             yield ExpertsModule(path, module, names, sweeps, _routed(config))
 

@@ -106,7 +106,7 @@ class Weight:
     @property
     def sliceable(self) -> bool:
         """Whether each slice along the first dimension can be read by itself."""
-        plain = self.group is None and self.repacked is None and not self.guarded
+        plain = self.group is None and self.repacked is None
         return len(self.shape) > 1 and (plain or self.slices is not None)
 
     def sources_of(self, index: int) -> tuple[TensorEntry, ...]:

@@ -11,6 +11,7 @@ from torch import nn
 from pipeload_hooks import (
     ServeExperts,
     attach_experts,
+    experts_in_order,
     names_of_others,
     takes_slices_alone,
 )
@@ -75,6 +76,15 @@ def test_a_loop(served: Any) -> None:
         expected = plain(hidden, ids)
     assert torch.equal(module(hidden, ids), expected)
     assert numbers.asked == [1, 2, 4]
+
+
+def test_the_best_order_is_asked_for(served: Any) -> None:
+    """By a loop that may take any; of other parameters, and while nothing is served, as given."""
+    module, _, _ = served
+    assert experts_in_order(module.up, [1, 4, 2]) == [4, 2, 1]
+    assert experts_in_order(torch.zeros(2), [1, 4, 2]) == [1, 4, 2]
+    with torch._C.DisableTorchFunction():
+        assert experts_in_order(module.up, [1, 4, 2]) == [1, 4, 2]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
