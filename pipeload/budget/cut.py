@@ -89,7 +89,7 @@ class Divider:
         self._beside_bytes = beside_bytes
         self._tied = frozenset(tied) | frozenset(tied.values())
         self._head = _output_head(model)
-        self._banks = () if blocks_alone else tuple(self._find_banks(experts))
+        self._banks = () if blocks_alone else self._whole_banks(self._find_banks(experts))
         banked = {weight.name for bank in self._banks for weight in bank.weights}
         self._blocks = []
         for block in find_blocks(model):
@@ -187,6 +187,14 @@ class Divider:
                 and not (found.sweeps and any(map(_is_one_product, weights)))
             ):
                 yield Bank(found, tuple(weights))
+
+    def _whole_banks(self, banks: Iterable[Bank]) -> tuple[Bank, ...]:
+        """Those whose conversions make nothing that is in no bank."""
+        found = tuple(banks)
+        banked = {weight.name for bank in found for weight in bank.weights}
+        broken = {w.group for w in self._weights.values() if w.group and w.name not in banked}
+        whole = tuple(b for b in found if broken.isdisjoint(w.group for w in b.weights))
+        return whole if len(whole) == len(found) else self._whole_banks(whole)
 
     def _find_tables(self) -> Iterator[Table]:
         """Weights that embeddings take rows of, and nobody else uses but a head that is split."""
