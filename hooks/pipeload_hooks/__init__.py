@@ -33,6 +33,7 @@ from pipeload_hooks._experts import (
     experts_in_order,
     names_of_others,
     takes_slices_alone,
+    views_slices_alone,
 )
 from pipeload_hooks._growth import TreeWatch
 from pipeload_hooks._lookup import takes_ids
@@ -106,4 +107,5 @@ __all__ = [
     "takes_slices_alone",
     "try_out",
     "unbind",
+    "views_slices_alone",
 ]

@@ -54,6 +54,7 @@ _VIEWS = BESIDE | {
 }
 """What may be asked of a parameter whose slices are not all there: its views have its address."""
 _MATRICES = 2
+_STACKED = 3  # dimensions
 _INTEGERS = frozenset({torch.int32, torch.int64})
 
 
@@ -120,6 +121,8 @@ class ServeExperts(PassMode):
         with torch._C.DisableTorchFunction():
             self._by_address = {p.data_ptr(): name for name, p in parameters.items()}
         self._service = service
+        self._stacks: list[tuple[torch.Tensor, str]] = []
+        """What shows a parameter as a stack, where experts lie one below the other in it."""
 
     def __torch_function__(
         self,
@@ -138,14 +141,26 @@ class ServeExperts(PassMode):
         elif func is experts_in_order:
             name = self._by_id.get(id(args[0]))
             return args[1] if name is None else self._service.order(name, args[1])
-        elif func is torch.Tensor.__getitem__ and id(args[0]) in self._by_id:
-            return self._slices(self._by_id[id(args[0])], *args)
+        elif func is torch.Tensor.view and id(args[0]) in self._by_id:
+            return self._stack(self._by_id[id(args[0])], func(*args, **kwargs))
+        elif func is torch.Tensor.__getitem__ and (name := self._name_of(args[0])) is not None:
+            return self._slices(name, *args)
         elif func not in _VIEWS:
             for value in (*args, *kwargs.values()):
                 if id(value) in self._by_id:
                     name = self._by_id[id(value)]
                     self._service.refuse(getattr(func, "__name__", str(func)), name)
         return func(*args, **kwargs)
+
+    def _stack(self, name: str, stack: torch.Tensor) -> torch.Tensor:
+        if stack.dim() != _STACKED:
+            self._service.refuse("view", name)
+        self._stacks.append((stack, name))
+        return stack
+
+    def _name_of(self, value: torch.Tensor) -> str | None:
+        named = self._by_id.get(id(value))
+        return named or next((name for stack, name in self._stacks if stack is value), None)
 
     def _grouped(
         self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -225,6 +240,47 @@ def takes_slices_alone(forward: Callable[..., Any], names: Collection[str]) -> b
             case ast.Call(func=ast.Name(id="getattr" | "vars" | "eval" | "exec" | "locals")):
                 return False
     return sliced
+
+
+@functools.lru_cache(maxsize=256)
+def views_slices_alone(forward: Callable[..., Any], child: str, names: Collection[str]) -> bool:
+    """Whether the code of a Python module uses `names` of a child only as its `forward` does.
+
+    That is as `self.child.name.view(shape)[index]`; the child itself does not. What initialises
+    weights does not count. False when unsure.
+    """
+    function = inspect.unwrap(forward)
+    try:
+        tree = ast.parse(inspect.getsource(sys.modules[function.__module__]))
+    except (OSError, TypeError, SyntaxError, KeyError):
+        return False
+    passed_over = {id(node) for node in _initialising(tree)}
+    sliced = {
+        id(stack.func.value)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Load)
+        for stack in [node.value]
+        if isinstance(node.slice, ast.Name)
+        and isinstance(stack, ast.Call)
+        and isinstance(stack.func, ast.Attribute)
+        and stack.func.attr == "view"
+    }
+    used = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and node.attr in names and id(node) not in passed_over
+    ]
+    return bool(used) and all(
+        id(node) in sliced and isinstance(node.value, ast.Attribute) and node.value.attr == child
+        for node in used
+    )
+
+
+def _initialising(tree: ast.AST) -> Iterable[ast.AST]:
+    """What makes parameters, and gives them their first values."""
+    for function in ast.walk(tree):
+        if isinstance(function, ast.FunctionDef) and function.name in {"_init_weights", "__init__"}:
+            yield from ast.walk(function)
 
 
 @functools.lru_cache(maxsize=256)

@@ -8,6 +8,7 @@ read in ranges of rows, and an embedding table by the rows that are asked for.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from torch import nn
@@ -17,6 +18,7 @@ from pipeload.budget.model_parts import Bank, Parts, Site, Table
 from pipeload.budget.residency import UnitSpec, is_tiny
 from pipeload.errors import UnsupportedModelError
 from pipeload.weights.arena import DTYPES
+from pipeload.weights.layout import Slices
 from pipeload.weights.row_cuts import ROW_STEP, Cut, RowRange, best_cut
 from pipeload.weights.whole_shape import KERNEL_ALIGN
 from pipeload_hooks import can_split, find_blocks, takes_ids
@@ -180,6 +182,9 @@ class Divider:
         for found in experts:
             named = (self._weights.get(f"{found.name}.{name}") for name in found.parameters)
             weights = [weight for weight in named if weight is not None]
+            if found.number:
+                slices = Slices(made=False, number=found.number)
+                weights = [replace(w, slices=slices) for w in weights if w.group is None]
             if (
                 len(weights) == len(found.parameters)
                 and all(w.sliceable and w.name not in self._tied for w in weights)

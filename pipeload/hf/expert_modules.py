@@ -16,7 +16,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from pipeload.budget.model_parts import ExpertsModule
 from pipeload.errors import UnsupportedOperationError
 from pipeload.formats.integers.packed_experts import PackedExperts
-from pipeload_hooks import names_of_others, takes_slices_alone
+from pipeload_hooks import names_of_others, takes_slices_alone, views_slices_alone
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
@@ -24,7 +24,16 @@ if TYPE_CHECKING:
 _SERVED = frozenset({"grouped_mm", "batched_mm", "eager"})
 """Ways to multiply whose use of the weights is known: see the lower layer's _experts.py."""
 _STACKED = 3
-_ROUTED = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "top_k_experts", "moe_topk")
+_ROWS, _CHILD = 2, "mlp"
+"""Dimensions where experts lie one below the other, and what holds them then."""
+_ROUTED = (
+    "num_experts_per_tok",
+    "num_experts_per_token",
+    "moe_k",
+    "top_k_experts",
+    "moe_topk",
+    "moe_top_k",
+)
 _IDS = 2  # arguments of forward that stand before ids: self and the rows
 _IDS_NAMES = frozenset({"top_k_index", "router_indices"})
 
@@ -37,9 +46,12 @@ def experts_apart(model: nn.Module, outside: Collection[str] | None) -> list[Exp
     """
     found = find_experts(model)
     if outside is None:
-        return [experts for experts in found if not named_past(model, experts)]
+        return [experts for experts in found if experts.number or not named_past(model, experts)]
     used = frozenset(outside)
-    return [e for e in found if used.isdisjoint(f"{e.name}.{name}" for name in e.parameters)]
+    # Of those in a child of its own it is known that they are used while that does not run.
+    return [
+        e for e in found if e.number or used.isdisjoint(f"{e.name}.{name}" for name in e.parameters)
+    ]
 
 
 def find_experts(model: nn.Module) -> Iterator[ExpertsModule]:
@@ -51,11 +63,37 @@ def find_experts(model: nn.Module) -> Iterator[ExpertsModule]:
             sweeps = ours or _implementation(module) != "eager"
             config = getattr(module, "config", None) or getattr(model, "config", None)
             yield ExpertsModule(path, module, names, sweeps, _routed(config))
+        elif (count := _rows_apart(module)) > 1:
+            names = tuple(f"{_CHILD}.{name}" for name, _ in module.mlp.named_parameters())
+            routed = _routed(getattr(model, "config", None))
+            yield ExpertsModule(path, module, names, sweeps=False, routed=routed, number=count)
+
+
+def _rows_apart(module: nn.Module) -> int:
+    """How many experts a module has whose child holds them one below the other, as DBRX has them.
+
+    0 where that is not so, or its code uses them, or others', otherwise than slice by slice.
+    """
+    child = module._modules.get(_CHILD)
+    count = getattr(module, "num_experts", 0)
+    own = inspect.unwrap(type(module).forward)
+    if child is None or not isinstance(count, int) or "forward" in vars(module):
+        return 0
+    parameters = dict(child.named_parameters())
+    names = tuple(parameters)
+    fits = all(
+        type(p) is nn.Parameter and p.ndim == _ROWS and count > 1 and p.shape[0] % count == 0
+        for p in parameters.values()
+    )
+    takes_ids = _IDS_NAMES.issuperset([*inspect.signature(own).parameters][_IDS : _IDS + 1])
+    if not names or not fits or not takes_ids or len(inspect.signature(own).parameters) <= _IDS:
+        return 0
+    return count if views_slices_alone(own, _CHILD, names) else 0
 
 
 def _routed(config: Any) -> int | None:
     """Experts that a row is sent to, as configurations call it."""
-    texts = [config, getattr(config, "text_config", None)]
+    texts = [config, *(getattr(config, part, None) for part in ("text_config", "ffn_config"))]
     found = (getattr(text, name, None) for text in texts for name in _ROUTED)
     return next((count for count in found if isinstance(count, int) and count > 0), None)
 

@@ -92,12 +92,10 @@ class Recipe:
         matrices of a stack without looking beyond each.
         """
         converter = self.converter
-        if converter is None or len(shape) < _STACKED:
-            return None
+        if converter is None or len(shape) < _STACKED or len(converter.target_patterns) != 1:
+            return self._slices_of_share(name, shape)
         own = [op for op in converter.operations if not hasattr(op, "hf_quantizer")]
         unpacked = len(own) < len(converter.operations)
-        if len(converter.target_patterns) != 1:
-            return None if unpacked else self._slices_of_share(name, shape)
         beside = self.beside_times * math.prod(shape[1:]) * _WIDEST
         match own:
             case [MergeModulelist(dim=0)] | [MergeModulelist(dim=0), Concatenate(dim=1)]:
@@ -124,7 +122,8 @@ class Recipe:
 
     def _slices_of_share(self, name: str, shape: tuple[int, ...]) -> Slices | None:
         """The same of one of several weights, each of which gets an equal share of the experts."""
-        assert self.converter is not None  # noqa: S101 - nobody asks otherwise
+        if self.converter is None or len(shape) < _STACKED:
+            return None
         targets = self.converter.target_patterns
         places = [place for place, target in enumerate(targets) if name.endswith(target)]
         match self.converter.operations:

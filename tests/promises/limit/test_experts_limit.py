@@ -53,7 +53,7 @@ def test_a_child_capped_at_the_limit_lives(
     if form == "int4":
         folder = pipeload.quantize(folder, tmp_path / "int4", method=form)
         expert = expert * 9 // 32
-    texts = []
+    texts, shares = [], []
     for spare in (2_000_000, 120_000_000):
         with cgroup(4_000_000_000) as group:
             asked = group.run([sys.executable, "-c", _CHILD, folder, str(spare), "0"])
@@ -67,6 +67,7 @@ def test_a_child_capped_at_the_limit_lives(
         # Each stored tensor shares its first and last page with a neighbour.
         assert result["read"] <= result["misses"] * (expert + 6 * 4096)
         assert result["there"] <= spare + 4_000_000  # floors of two processes differ
-        assert (result["hits"] > result["misses"] / 20) == (spare > 50_000_000)
+        shares.append(result["hits"] / (result["hits"] + result["misses"]))
         texts.append(result["texts"])
     assert texts[0] == texts[1]
+    assert shares[0] < shares[1] / 2
