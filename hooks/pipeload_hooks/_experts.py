@@ -97,8 +97,12 @@ def experts_in_order(parameter: torch.Tensor, experts: Sequence[int]) -> Sequenc
     return experts
 
 
-def attach_experts(module: nn.Module, source: ExpertSource) -> tuple[RemovableHandle, ...]:
+def attach_experts(
+    module: nn.Module, source: ExpertSource, *, counted: bool = False
+) -> tuple[RemovableHandle, ...]:
     """Have `source` called around every call of `module`, whose second argument are ids.
+
+    If `counted`, that says instead how many rows each expert gets, one behind the other.
 
     `experts_done` also runs when the forward raises an Exception, but not for a KeyboardInterrupt:
     torch skips its hooks then, so the source must recover by itself at the next `experts_wanted`.
@@ -108,7 +112,16 @@ def attach_experts(module: nn.Module, source: ExpertSource) -> tuple[RemovableHa
         if torch.is_grad_enabled() and recording((*args, *kwargs.values())):
             source.refuse_recording()
 
-    return attach_ids(module, 1, source.experts_wanted, source.experts_done, before)
+    read = _ids_of_counts if counted else None
+    wanted, done = source.experts_wanted, source.experts_done
+    return attach_ids(module, 1, wanted, done, before=before, read=read)
+
+
+def _ids_of_counts(given: object) -> torch.Tensor | None:
+    """The expert of each row."""
+    if not isinstance(given, list) or not all(isinstance(count, int) for count in given):
+        return None
+    return torch.arange(len(given)).repeat_interleave(torch.tensor(given, dtype=torch.int64))
 
 
 class ServeExperts(PassMode):

@@ -67,6 +67,9 @@ class ExpertsModule(NamedTuple):
     """Experts that one row of input is sent to; None if nobody says."""
     number: int = 0
     """How many experts lie one below the other in parameters of two dimensions; 0: in three."""
+    counted: bool = False
+    """Whether it is told how many rows each expert gets, and takes the slices of all, also of those
+    that get none; else it is given ids."""
 
 
 class Bank(NamedTuple):

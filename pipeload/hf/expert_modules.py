@@ -36,6 +36,8 @@ _ROUTED = (
 )
 _IDS = 2  # arguments of forward that stand before ids: self and the rows
 _IDS_NAMES = frozenset({"top_k_index", "router_indices"})
+_COUNTS = "expert_size"
+"""What JetMoE calls how many rows each expert gets: a list, by which rows are in order."""
 
 
 def experts_apart(model: nn.Module, outside: Collection[str] | None) -> list[ExpertsModule]:
@@ -62,7 +64,9 @@ def find_experts(model: nn.Module) -> Iterator[ExpertsModule]:
         if ours or (names and _takes_ids(module, names)):
             sweeps = ours or _implementation(module) != "eager"
             config = getattr(module, "config", None) or getattr(model, "config", None)
-            yield ExpertsModule(path, module, names, sweeps, _routed(config))
+            counted = not ours and _told_by(module) == _COUNTS
+            routed = _routed(config)
+            yield ExpertsModule(path, module, names, sweeps, routed, counted=counted)
         elif (count := _rows_apart(module)) > 1:
             names = tuple(f"{_CHILD}.{name}" for name, _ in module.mlp.named_parameters())
             routed = _routed(getattr(model, "config", None))
@@ -85,8 +89,7 @@ def _rows_apart(module: nn.Module) -> int:
         type(p) is nn.Parameter and p.ndim == _ROWS and count > 1 and p.shape[0] % count == 0
         for p in parameters.values()
     )
-    takes_ids = _IDS_NAMES.issuperset([*inspect.signature(own).parameters][_IDS : _IDS + 1])
-    if not names or not fits or not takes_ids or len(inspect.signature(own).parameters) <= _IDS:
+    if not names or not fits or _told_by(module) not in _IDS_NAMES:
         return 0
     return count if views_slices_alone(own, _CHILD, names) else 0
 
@@ -136,15 +139,19 @@ def _takes_ids(module: nn.Module, names: tuple[str, ...]) -> bool:
     kind = type(module)
     forward = kind.forward
     own = inspect.unwrap(forward)
-    arguments = list(inspect.signature(own).parameters)
     return (
         "forward" not in vars(module)
         and kind.__call__ is nn.Module.__call__
-        and _IDS_NAMES.issuperset(arguments[_IDS : _IDS + 1])
-        and len(arguments) > _IDS
+        and _told_by(module) in _IDS_NAMES | {_COUNTS}
         and (own is forward or _implementation(module) in _SERVED)
         and takes_slices_alone(own, names)
     )
+
+
+def _told_by(module: nn.Module) -> str | None:
+    """The argument that tells which experts a call is sent to, by its name."""
+    arguments = list(inspect.signature(inspect.unwrap(type(module).forward)).parameters)
+    return next(iter(arguments[_IDS : _IDS + 1]), None)
 
 
 def _implementation(module: nn.Module) -> str:
