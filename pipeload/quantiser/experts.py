@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
@@ -11,7 +12,7 @@ import torch
 from pipeload._sizes import counted
 from pipeload.checkpoint.writer import Tensor
 from pipeload.formats.integers.packed_experts import PackedExperts
-from pipeload.hf.expert_modules import find_experts
+from pipeload.hf.expert_modules import experts_apart
 from pipeload.quantiser.resumable_shards import Step
 from pipeload.quantiser.tensor import check_finite, codes_of, read_weight, statistics_of
 from pipeload.weights.arena import DTYPES
@@ -106,12 +107,14 @@ class Experts(NamedTuple):
 def find(pending: PendingLoad, form: ExpertsForm) -> list[Experts]:
     """Find the modules whose experts become what `form` makes, each by itself.
 
-    All are stored in one dtype: that of the first.
+    All are stored in one dtype: that of the first. Where the library makes something else of the
+    same stored tensors, or other code names the parameters, they stay.
     """
     weights = pending.weights()
     tied = pending.model.all_tied_weights_keys or {}
+    made = Counter(weight.group for weight in weights.values())
     found: list[Experts] = []
-    for one in find_experts(pending.model):
+    for one in experts_apart(pending.model, None):
         names = sorted(one.parameters, key=lambda name: name == "down_proj")
         own = (weights.get(f"{one.name}.{name}") for name in names)
         mine = [weight for weight in own if weight is not None and weight.name not in tied]
@@ -120,7 +123,8 @@ def find(pending: PendingLoad, form: ExpertsForm) -> list[Experts]:
         if len(mine) < len(names) or not alike or not dtypes <= FLOATS:
             continue
         shape = form.experts_as(one.module, *dtypes)
-        if shape is not None and all(weight.sliceable for weight in mine):
+        alone = all(weight.group is None or made[weight.group] == 1 for weight in mine)
+        if shape is not None and alone and all(weight.sliceable for weight in mine):
             transposed = bool(getattr(one.module, "is_transposed", False))
             found.append(Experts(one.name, shape, (mine[0], mine[1]), transposed))
     return found

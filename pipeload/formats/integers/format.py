@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     from pipeload.formats.format import PackedWeight, Stored
     from pipeload.formats.integers.linear import Int4Linear
+
 METHOD: Final = "pipeload"
 OURS: Final = "pipeload's int4 kernel, inputs rounded to int16"
 TORCHS: Final = "torch's int4 kernel, exact inputs"

@@ -17,6 +17,7 @@ from pipeload.errors import CheckpointError, MemoryLimitError
 from pipeload.formats.integers.order import BY_ROWS, pack
 from pipeload.formats.integers.packed_experts import PackedExperts
 from pipeload.formats.integers.rounding import to_int4
+from pipeload.hf.pending_load import PendingLoad
 from pipeload.quantiser import calibration, calibration_text, quantise
 from pipeload.quantiser.resumable_shards import SUMS_FILE
 from tests.support.commands import save_tokenizer
@@ -175,6 +176,28 @@ def test_experts_that_do_not_fit(tmp_path: Path) -> None:
     assert config["experts"] is None
     assert "| Experts |" not in (made / "README.md").read_text()
     assert "experts" in (made / "README.md").read_text()
+
+
+@pytest.mark.parametrize("reason", ["others", "conversion"])
+def test_experts_that_others_use_stay(
+    reason: str, source: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Code that names their parameters would miss them; so would what comes of the same tensors."""
+    if reason == "others":
+        monkeypatch.setattr("pipeload.hf.expert_modules.names_of_others", lambda *_: True)
+    else:
+        real = PendingLoad.weights
+
+        def with_another(pending: PendingLoad) -> dict[str, Any]:
+            found = real(pending)
+            shared = {f"{n}.other": w for n, w in found.items() if ".2.mlp.experts." in n}
+            return found | shared
+
+        monkeypatch.setattr(PendingLoad, "weights", with_another)
+    folder = pipeload.quantize(source("qwen3_moe"), tmp_path / "made")
+    found = [path for path, _ in experts_of(load_plain(folder))]
+    left = 0 if reason == "others" else 2
+    assert found == [f"model.layers.{layer}.mlp.experts" for layer in range(left)]
 
 
 def test_experts_of_another_dtype_stay(tmp_path: Path) -> None:
@@ -357,3 +380,25 @@ def test_nearer_on_what_they_see(
     with torch.no_grad():
         wanted, got, other = (load_plain(f)(ids).logits for f in (folder, made, without))
     assert error(got, wanted) < 0.9 * error(other, wanted)
+
+
+def test_it_goes_on_where_it_was(source: Callable[[str], Path], tmp_path: Path) -> None:
+    """Stopped in the middle of a layer's experts: finished shards are kept, and no byte differs."""
+    folder = source("qwen3_moe")
+    options: dict[str, Any] = {"method": "int4", "max_shard_size": "2MB"}
+    fresh = pipeload.quantize(folder, tmp_path / "fresh", **options)
+
+    def stop(done: int, total: int) -> None:
+        if done > total * 0.6:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        pipeload.quantize(folder, tmp_path / "made", progress=stop, **options)
+    kept = sorted((tmp_path / ".made.partial").glob("*.safetensors"))
+    times = [file.stat().st_mtime_ns for file in kept]
+    made = pipeload.quantize(folder, tmp_path / "made", **options)
+    assert len(kept) > 1
+    assert [(made / file.name).stat().st_mtime_ns for file in kept] == times
+    names = sorted(file.name for file in fresh.iterdir())
+    assert names == sorted(file.name for file in made.iterdir())
+    assert all((made / n).read_bytes() == (fresh / n).read_bytes() for n in names if "model" in n)
