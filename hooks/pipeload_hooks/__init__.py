@@ -30,8 +30,10 @@ from pipeload_hooks._experts import (
     Service,
     attach_experts,
     empty_grouped,
+    experts_in_order,
     names_of_others,
     takes_slices_alone,
+    views_slices_alone,
 )
 from pipeload_hooks._growth import TreeWatch
 from pipeload_hooks._lookup import takes_ids
@@ -88,6 +90,7 @@ __all__ = [
     "computes_linear",
     "discard_ended",
     "empty_grouped",
+    "experts_in_order",
     "find_blocks",
     "inside_compiled_call",
     "is_placeholder",
@@ -104,4 +107,5 @@ __all__ = [
     "takes_slices_alone",
     "try_out",
     "unbind",
+    "views_slices_alone",
 ]

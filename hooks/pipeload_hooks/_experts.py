@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import torch
 from torch import nn
+from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from pipeload_hooks._attach import recording
 from pipeload_hooks._evicted import BESIDE
@@ -53,6 +54,7 @@ _VIEWS = BESIDE | {
 }
 """What may be asked of a parameter whose slices are not all there: its views have its address."""
 _MATRICES = 2
+_STACKED = 3  # dimensions
 _INTEGERS = frozenset({torch.int32, torch.int64})
 
 
@@ -85,8 +87,22 @@ class Service(Protocol):
         """Say that a function is given a parameter whose slices are not all there: raise."""
 
 
-def attach_experts(module: nn.Module, source: ExpertSource) -> tuple[RemovableHandle, ...]:
+def experts_in_order(parameter: torch.Tensor, experts: Sequence[int]) -> Sequence[int]:
+    """In which order a loop whose result does not depend on it had best take slices."""
+    if has_torch_function_unary(parameter):
+        asked: Sequence[int] = handle_torch_function(
+            experts_in_order, (parameter,), parameter, experts
+        )
+        return asked
+    return experts
+
+
+def attach_experts(
+    module: nn.Module, source: ExpertSource, *, counted: bool = False
+) -> tuple[RemovableHandle, ...]:
     """Have `source` called around every call of `module`, whose second argument are ids.
+
+    If `counted`, that says instead how many rows each expert gets, one behind the other.
 
     `experts_done` also runs when the forward raises an Exception, but not for a KeyboardInterrupt:
     torch skips its hooks then, so the source must recover by itself at the next `experts_wanted`.
@@ -96,7 +112,16 @@ def attach_experts(module: nn.Module, source: ExpertSource) -> tuple[RemovableHa
         if torch.is_grad_enabled() and recording((*args, *kwargs.values())):
             source.refuse_recording()
 
-    return attach_ids(module, 1, source.experts_wanted, source.experts_done, before)
+    read = _ids_of_counts if counted else None
+    wanted, done = source.experts_wanted, source.experts_done
+    return attach_ids(module, 1, wanted, done, before=before, read=read)
+
+
+def _ids_of_counts(given: object) -> torch.Tensor | None:
+    """The expert of each row."""
+    if not isinstance(given, list) or not all(isinstance(count, int) for count in given):
+        return None
+    return torch.arange(len(given)).repeat_interleave(torch.tensor(given, dtype=torch.int64))
 
 
 class ServeExperts(PassMode):
@@ -109,6 +134,8 @@ class ServeExperts(PassMode):
         with torch._C.DisableTorchFunction():
             self._by_address = {p.data_ptr(): name for name, p in parameters.items()}
         self._service = service
+        self._stacks: list[tuple[torch.Tensor, str]] = []
+        """What shows a parameter as a stack, where experts lie one below the other in it."""
 
     def __torch_function__(
         self,
@@ -124,14 +151,29 @@ class ServeExperts(PassMode):
             name = self._by_address.get(_weight_of(args, kwargs).data_ptr())
             if name is not None:
                 return self._grouped(name, func, args, kwargs)
-        elif func is torch.Tensor.__getitem__ and id(args[0]) in self._by_id:
-            return self._slices(self._by_id[id(args[0])], *args)
+        elif func is experts_in_order:
+            name = self._by_id.get(id(args[0]))
+            return args[1] if name is None else self._service.order(name, args[1])
+        elif func is torch.Tensor.view and id(args[0]) in self._by_id:
+            return self._stack(self._by_id[id(args[0])], func(*args, **kwargs))
+        elif func is torch.Tensor.__getitem__ and (name := self._name_of(args[0])) is not None:
+            return self._slices(name, *args)
         elif func not in _VIEWS:
             for value in (*args, *kwargs.values()):
                 if id(value) in self._by_id:
                     name = self._by_id[id(value)]
                     self._service.refuse(getattr(func, "__name__", str(func)), name)
         return func(*args, **kwargs)
+
+    def _stack(self, name: str, stack: torch.Tensor) -> torch.Tensor:
+        if stack.dim() != _STACKED:
+            self._service.refuse("view", name)
+        self._stacks.append((stack, name))
+        return stack
+
+    def _name_of(self, value: torch.Tensor) -> str | None:
+        named = self._by_id.get(id(value))
+        return named or next((name for stack, name in self._stacks if stack is value), None)
 
     def _grouped(
         self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -211,6 +253,47 @@ def takes_slices_alone(forward: Callable[..., Any], names: Collection[str]) -> b
             case ast.Call(func=ast.Name(id="getattr" | "vars" | "eval" | "exec" | "locals")):
                 return False
     return sliced
+
+
+@functools.lru_cache(maxsize=256)
+def views_slices_alone(forward: Callable[..., Any], child: str, names: Collection[str]) -> bool:
+    """Whether the code of a Python module uses `names` of a child only as its `forward` does.
+
+    That is as `self.child.name.view(shape)[index]`; the child itself does not. What initialises
+    weights does not count. False when unsure.
+    """
+    function = inspect.unwrap(forward)
+    try:
+        tree = ast.parse(inspect.getsource(sys.modules[function.__module__]))
+    except (OSError, TypeError, SyntaxError, KeyError):
+        return False
+    passed_over = {id(node) for node in _initialising(tree)}
+    sliced = {
+        id(stack.func.value)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Load)
+        for stack in [node.value]
+        if isinstance(node.slice, ast.Name)
+        and isinstance(stack, ast.Call)
+        and isinstance(stack.func, ast.Attribute)
+        and stack.func.attr == "view"
+    }
+    used = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and node.attr in names and id(node) not in passed_over
+    ]
+    return bool(used) and all(
+        id(node) in sliced and isinstance(node.value, ast.Attribute) and node.value.attr == child
+        for node in used
+    )
+
+
+def _initialising(tree: ast.AST) -> Iterable[ast.AST]:
+    """What makes parameters, and gives them their first values."""
+    for function in ast.walk(tree):
+        if isinstance(function, ast.FunctionDef) and function.name in {"_init_weights", "__init__"}:
+            yield from ast.walk(function)
 
 
 @functools.lru_cache(maxsize=256)

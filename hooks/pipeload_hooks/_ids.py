@@ -22,7 +22,9 @@ def attach_ids(
     place: int,
     wanted: Callable[[torch.Tensor], None],
     done: Callable[[], None],
+    *,
     before: Before | None = None,
+    read: Callable[[object], torch.Tensor | None] | None = None,
 ) -> tuple[RemovableHandle, ...]:
     """Have `wanted(ids)` called before `module` runs, and `done()` after it.
 
@@ -37,7 +39,9 @@ def attach_ids(
             may put these in their place.
         done: what was there for these ids may go.
         before: called first, with what the module is given; nothing else is called if it raises.
+        read: makes ids of the argument, None where it tells none; else tensors are taken for ids.
     """
+    read = _tensor if read is None else read
     name = list(inspect.signature(type(module).forward).parameters)[place + 1]
     call = _Call()
 
@@ -46,10 +50,11 @@ def attach_ids(
         if before is not None:
             before(args, kwargs)
         call.begun = True
-        ids = args[place] if len(args) > place else kwargs.get(name)
-        if isinstance(ids, torch.Tensor):
+        given = args[place] if len(args) > place else kwargs.get(name)
+        ids = read(given)
+        if ids is not None:
             wanted(ids)
-            call.ids = (ids, _version(ids))
+            call.ids = (given, _version(given))
 
     def leave(
         module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: object
@@ -57,11 +62,12 @@ def attach_ids(
         if not call.begun:  # `before` has refused it, perhaps beside a call in another thread
             return None
         seen, call.ids, call.begun = call.ids, None, False
-        ids = args[place] if len(args) > place else kwargs.get(name)
+        given = args[place] if len(args) > place else kwargs.get(name)
         try:
-            if output is None or not isinstance(ids, torch.Tensor):
+            ids = None if output is None else read(given)
+            if ids is None:
                 return None
-            if seen is not None and seen[0] is ids and seen[1] == _version(ids):
+            if seen is not None and seen[0] is given and seen[1] == _version(given):
                 return None
             wanted(ids)
             return module.forward(*args, **kwargs)
@@ -78,12 +84,18 @@ def attach_ids(
 class _Call(threading.local):
     """The running call, in each thread."""
 
-    ids: tuple[torch.Tensor, int] | None = None
-    """What was asked for, and its version then."""
+    ids: tuple[object, object] | None = None
+    """What told which are needed, and its version then."""
     begun: bool = False
     """Whether nothing has refused it."""
 
 
-def _version(ids: torch.Tensor) -> int:
-    """Rises with every change in place; inference tensors do not count theirs."""
-    return 0 if ids.is_inference() else ids._version
+def _tensor(given: object) -> torch.Tensor | None:
+    return given if isinstance(given, torch.Tensor) else None
+
+
+def _version(given: object) -> object:
+    """Another one after every change in place; inference tensors do not count theirs."""
+    if isinstance(given, torch.Tensor):
+        return 0 if given.is_inference() else given._version
+    return repr(given)

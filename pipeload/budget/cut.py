@@ -8,6 +8,7 @@ read in ranges of rows, and an embedding table by the rows that are asked for.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from torch import nn
@@ -17,6 +18,7 @@ from pipeload.budget.model_parts import Bank, Parts, Site, Table
 from pipeload.budget.residency import UnitSpec, is_tiny
 from pipeload.errors import UnsupportedModelError
 from pipeload.weights.arena import DTYPES
+from pipeload.weights.layout import Slices
 from pipeload.weights.row_cuts import ROW_STEP, Cut, RowRange, best_cut
 from pipeload.weights.whole_shape import KERNEL_ALIGN
 from pipeload_hooks import can_split, find_blocks, takes_ids
@@ -89,7 +91,7 @@ class Divider:
         self._beside_bytes = beside_bytes
         self._tied = frozenset(tied) | frozenset(tied.values())
         self._head = _output_head(model)
-        self._banks = () if blocks_alone else tuple(self._find_banks(experts))
+        self._banks = () if blocks_alone else self._whole_banks(self._find_banks(experts))
         banked = {weight.name for bank in self._banks for weight in bank.weights}
         self._blocks = []
         for block in find_blocks(model):
@@ -180,6 +182,9 @@ class Divider:
         for found in experts:
             named = (self._weights.get(f"{found.name}.{name}") for name in found.parameters)
             weights = [weight for weight in named if weight is not None]
+            if found.number:
+                slices = Slices(made=False, number=found.number)
+                weights = [replace(w, slices=slices) for w in weights if w.group is None]
             if (
                 len(weights) == len(found.parameters)
                 and all(w.sliceable and w.name not in self._tied for w in weights)
@@ -187,6 +192,14 @@ class Divider:
                 and not (found.sweeps and any(map(_is_one_product, weights)))
             ):
                 yield Bank(found, tuple(weights))
+
+    def _whole_banks(self, banks: Iterable[Bank]) -> tuple[Bank, ...]:
+        """Those whose conversions make nothing that is in no bank."""
+        found = tuple(banks)
+        banked = {weight.name for bank in found for weight in bank.weights}
+        broken = {w.group for w in self._weights.values() if w.group and w.name not in banked}
+        whole = tuple(b for b in found if broken.isdisjoint(w.group for w in b.weights))
+        return whole if len(whole) == len(found) else self._whole_banks(whole)
 
     def _find_tables(self) -> Iterator[Table]:
         """Weights that embeddings take rows of, and nobody else uses but a head that is split."""
@@ -319,6 +332,8 @@ def _rows_in(weight: Weight, nbytes: int) -> int:
 
 def _is_one_product(weight: Weight) -> bool:
     """Whether a grouped product with it is another one than a product for each group."""
+    if weight.guarded:  # integers, which their own module multiplies with one by one
+        return False
     return not products_are_grouped(DTYPES[weight.dtype], weight.shape[1], weight.shape[2])
 
 

@@ -54,7 +54,7 @@ class Table(NamedTuple):
 
 
 class ExpertsModule(NamedTuple):
-    """A module that holds a matrix of each expert in parameters of three dimensions."""
+    """A module that holds a matrix of each expert: in parameters of three dimensions, mostly."""
 
     name: str
     """Dotted path from the model."""
@@ -65,6 +65,11 @@ class ExpertsModule(NamedTuple):
     """Whether all experts multiply with one parameter before any does with the next."""
     routed: int | None
     """Experts that one row of input is sent to; None if nobody says."""
+    number: int = 0
+    """How many experts lie one below the other in parameters of two dimensions; 0: in three."""
+    counted: bool = False
+    """Whether it is told how many rows each expert gets, and takes the slices of all, also of those
+    that get none; else it is given ids."""
 
 
 class Bank(NamedTuple):
@@ -76,7 +81,7 @@ class Bank(NamedTuple):
     @property
     def experts(self) -> int:
         """How many there are; some that compute nothing may have a part in one parameter alone."""
-        return min(weight.shape[0] for weight in self.weights)
+        return min(weight.slice_count for weight in self.weights)
 
     @property
     def expert_bytes(self) -> int:

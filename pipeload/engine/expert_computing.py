@@ -47,6 +47,7 @@ class ExpertLayer:
         self._serving: ServeExperts | None = None
         """Holds this object: let go of at the end, so that no cycle is left."""
         names, misses = seat.names, [*kept, *passing]
+        self._chosen = self._hits.union(misses)
         each = itertools.product(names, misses)
         loop = ((name, expert) for expert in sorted(misses) for name in names)
         self._order: deque[Slice] = deque(
@@ -79,6 +80,8 @@ class ExpertLayer:
         expert += self.seat.experts if expert < 0 else 0
         if expert in self._hits or not 0 <= expert < self.seat.experts:
             return
+        if self.seat.counted and expert not in self._chosen:
+            return  # no row is multiplied with it
         wanted = Slice(self.seat.layer, name, expert)
         if wanted in self._used:
             return

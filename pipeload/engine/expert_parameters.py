@@ -43,7 +43,7 @@ class ExpertSeat(Evictable):
         self.layer, self.name, self.experts = layer, bank.held_by.name, bank.experts
         self.names = tuple(weight.name for weight in bank.weights)
         """Of the parameters, in the order in which a forward uses them."""
-        self.sweeps = bank.held_by.sweeps
+        self.sweeps, self.counted = bank.held_by.sweeps, bank.held_by.counted
         self.memory = memory
         self.module = weakref.ref(bank.held_by.module)
         super().__init__(Binding(parameters, on_use=on_use_of))
@@ -60,7 +60,8 @@ class ExpertSeat(Evictable):
         """Put hooks on the module. Does nothing if they are on."""
         module = self.module()
         if not self._handles and module is not None:
-            self._handles += attach_experts(module, _Routed(self, source))
+            routed = _Routed(self, source)
+            self._handles += attach_experts(module, routed, counted=self.counted)
 
     def detach(self) -> None:
         """Take the hooks off. May be called again."""

@@ -156,8 +156,8 @@ class Experts:
         views = {name: seat.memory.views[name] for name in names}
         parts = [
             Slice(layer, name, expert)
-            for name, view in views.items()
-            for expert in range(view.shape[0])
+            for name in views
+            for expert in range(seat.memory.slices(name))
             if expert not in there
         ]
         for part in parts:

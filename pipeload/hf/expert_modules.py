@@ -2,6 +2,7 @@
 
 Seen in 5.24.0. Such a module gets ids as its second argument and multiplies with slices of its
 parameters: by the library's own functions, or in a loop of its own, which is judged by its code.
+One of our own takes the place of the library's where experts are integers.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from pipeload.budget.model_parts import ExpertsModule
 from pipeload.errors import UnsupportedOperationError
-from pipeload_hooks import names_of_others, takes_slices_alone
+from pipeload.formats.integers.packed_experts import PackedExperts
+from pipeload_hooks import names_of_others, takes_slices_alone, views_slices_alone
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
@@ -22,9 +24,20 @@ if TYPE_CHECKING:
 _SERVED = frozenset({"grouped_mm", "batched_mm", "eager"})
 """Ways to multiply whose use of the weights is known: see the lower layer's _experts.py."""
 _STACKED = 3
-_ROUTED = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "top_k_experts", "moe_topk")
+_ROWS, _CHILD = 2, "mlp"
+"""Dimensions where experts lie one below the other, and what holds them then."""
+_ROUTED = (
+    "num_experts_per_tok",
+    "num_experts_per_token",
+    "moe_k",
+    "top_k_experts",
+    "moe_topk",
+    "moe_top_k",
+)
 _IDS = 2  # arguments of forward that stand before ids: self and the rows
 _IDS_NAMES = frozenset({"top_k_index", "router_indices"})
+_COUNTS = "expert_size"
+"""What JetMoE calls how many rows each expert gets: a list, by which rows are in order."""
 
 
 def experts_apart(model: nn.Module, outside: Collection[str] | None) -> list[ExpertsModule]:
@@ -35,24 +48,55 @@ def experts_apart(model: nn.Module, outside: Collection[str] | None) -> list[Exp
     """
     found = find_experts(model)
     if outside is None:
-        return [experts for experts in found if not named_past(model, experts)]
+        return [experts for experts in found if experts.number or not named_past(model, experts)]
     used = frozenset(outside)
-    return [e for e in found if used.isdisjoint(f"{e.name}.{name}" for name in e.parameters)]
+    # Of those in a child of its own it is known that they are used while that does not run.
+    return [
+        e for e in found if e.number or used.isdisjoint(f"{e.name}.{name}" for name in e.parameters)
+    ]
 
 
 def find_experts(model: nn.Module) -> Iterator[ExpertsModule]:
     """Find the modules of which experts can be had one by one."""
     for path, module in model.named_modules():
-        names = _stacked(module)
-        if names and _takes_ids(module, names):
-            sweeps = _implementation(module) != "eager"
+        ours = isinstance(module, PackedExperts)
+        names = (PackedExperts.stacked,) if ours else _stacked(module)
+        if ours or (names and _takes_ids(module, names)):
+            sweeps = ours or _implementation(module) != "eager"
             config = getattr(module, "config", None) or getattr(model, "config", None)
-            yield ExpertsModule(path, module, names, sweeps, _routed(config))
+            counted = not ours and _told_by(module) == _COUNTS
+            routed = _routed(config)
+            yield ExpertsModule(path, module, names, sweeps, routed, counted=counted)
+        elif (count := _rows_apart(module)) > 1:
+            names = tuple(f"{_CHILD}.{name}" for name, _ in module.mlp.named_parameters())
+            routed = _routed(getattr(model, "config", None))
+            yield ExpertsModule(path, module, names, sweeps=False, routed=routed, number=count)
+
+
+def _rows_apart(module: nn.Module) -> int:
+    """How many experts a module has whose child holds them one below the other, as DBRX has them.
+
+    0 where that is not so, or its code uses them, or others', otherwise than slice by slice.
+    """
+    child = module._modules.get(_CHILD)
+    count = getattr(module, "num_experts", 0)
+    own = inspect.unwrap(type(module).forward)
+    if child is None or not isinstance(count, int) or "forward" in vars(module):
+        return 0
+    parameters = dict(child.named_parameters())
+    names = tuple(parameters)
+    fits = all(
+        type(p) is nn.Parameter and p.ndim == _ROWS and count > 1 and p.shape[0] % count == 0
+        for p in parameters.values()
+    )
+    if not names or not fits or _told_by(module) not in _IDS_NAMES:
+        return 0
+    return count if views_slices_alone(own, _CHILD, names) else 0
 
 
 def _routed(config: Any) -> int | None:
     """Experts that a row is sent to, as configurations call it."""
-    texts = [config, getattr(config, "text_config", None)]
+    texts = [config, *(getattr(config, part, None) for part in ("text_config", "ffn_config"))]
     found = (getattr(text, name, None) for text in texts for name in _ROUTED)
     return next((count for count in found if isinstance(count, int) and count > 0), None)
 
@@ -95,15 +139,19 @@ def _takes_ids(module: nn.Module, names: tuple[str, ...]) -> bool:
     kind = type(module)
     forward = kind.forward
     own = inspect.unwrap(forward)
-    arguments = list(inspect.signature(own).parameters)
     return (
         "forward" not in vars(module)
         and kind.__call__ is nn.Module.__call__
-        and _IDS_NAMES.issuperset(arguments[_IDS : _IDS + 1])
-        and len(arguments) > _IDS
+        and _told_by(module) in _IDS_NAMES | {_COUNTS}
         and (own is forward or _implementation(module) in _SERVED)
         and takes_slices_alone(own, names)
     )
+
+
+def _told_by(module: nn.Module) -> str | None:
+    """The argument that tells which experts a call is sent to, by its name."""
+    arguments = list(inspect.signature(inspect.unwrap(type(module).forward)).parameters)
+    return next(iter(arguments[_IDS : _IDS + 1]), None)
 
 
 def _implementation(module: nn.Module) -> str:

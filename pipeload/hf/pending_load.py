@@ -334,7 +334,7 @@ class PendingLoad:
             group=None if recipe.converter is None else first,
             unpacking_bytes=recipe.unpacking_bytes,
             guarded=recipe.own is not None and len(weights_made(first, recipe)) > 1,
-            slices=recipe.slices(shape),
+            slices=recipe.slices(name, shape),
             repacked=recipe.cast_rows(shape, DTYPE_CODES[dtype]),
         )
 

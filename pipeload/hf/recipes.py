@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers.core_model_loading import (
     Concatenate,
+    ErnieFuseAndSplitTextVisionExperts,
     Interleave,
     MergeModulelist,
     Transpose,
@@ -84,15 +85,15 @@ class Recipe:
         """Whether there is more than one operation."""
         return self.converter is not None and len(self.converter.operations) > 1
 
-    def slices(self, shape: tuple[int, ...]) -> Slices | None:
-        """Say how slices of a weight of that shape can be made one by one; None if they cannot.
+    def slices(self, name: str, shape: tuple[int, ...]) -> Slices | None:
+        """Say how slices of a weight of that name and shape can be made one by one; None: not so.
 
         So it is where operations stack matrices of experts, lay stacks side by side, or change the
         matrices of a stack without looking beyond each.
         """
         converter = self.converter
         if converter is None or len(shape) < _STACKED or len(converter.target_patterns) != 1:
-            return None
+            return self._slices_of_share(name, shape)
         own = [op for op in converter.operations if not hasattr(op, "hf_quantizer")]
         unpacked = len(own) < len(converter.operations)
         beside = self.beside_times * math.prod(shape[1:]) * _WIDEST
@@ -118,6 +119,20 @@ class Recipe:
         if entry.dtype == dtype or not {entry.dtype, dtype} <= _FLOATS:
             return None
         return CastRows(entry.dtype, entry.nbytes // shape[0])
+
+    def _slices_of_share(self, name: str, shape: tuple[int, ...]) -> Slices | None:
+        """The same of one of several weights, each of which gets an equal share of the experts."""
+        if self.converter is None or len(shape) < _STACKED:
+            return None
+        targets = self.converter.target_patterns
+        places = [place for place, target in enumerate(targets) if name.endswith(target)]
+        match self.converter.operations:
+            case [ErnieFuseAndSplitTextVisionExperts(stack_dim=0, concat_dim=1)] if places:
+                groups = self._by_number(shape[0] * len(targets))
+                mine = (groups or ())[places[0] * shape[0] :][: shape[0]]
+                if mine and self._side_by_side(mine, shape):
+                    return Slices(mine, made=False)
+        return None
 
     def _is_as_stored(self, shape: tuple[int, ...]) -> bool:
         """Whether an operation that looks at the shapes has nothing to do."""

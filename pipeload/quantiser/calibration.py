@@ -1,11 +1,12 @@
-"""Collects how large the inputs of each Linear are, column by column, while the model streams.
+"""Collects how large the inputs of Linears and experts are, by column, while the model streams.
 
 [Note: importance] The float model reads a text once, within the memory limit, and a hook before
 each Linear adds up the squares of what comes in: one fp32 number for each column, some 5 MB for 7
-billion weights. That the inputs are the float model's, not those of what was quantised before, was
-measured to do as well; so tensors are made one by one afterwards, in any order, with nothing but
-these numbers beside them. After each pass they are written beside what is made, so that a killed
-run goes on behind it.
+billion weights. Each expert has numbers of its own, of the rows that were sent to it; one that has
+seen too few of them is made as if nothing was known. That the inputs are the float model's, not
+those of what was quantised before, was measured to do as well; so tensors are made one by one
+afterwards, in any order, with nothing but these numbers beside them. After each pass they are
+written beside what is made, so that a killed run goes on behind it.
 """
 
 from __future__ import annotations
@@ -17,29 +18,37 @@ import inspect
 import json
 import logging
 import platform
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load, save
+from safetensors.torch import load
 
+from pipeload.checkpoint.writer import Tensor, make_header
 from pipeload.entry.api import from_pretrained
 from pipeload.errors import MemoryLimitError
+from pipeload.quantiser import expert_inputs
 from pipeload.quantiser.calibration_text import WINDOW
 from pipeload.quantiser.resumable_shards import SUMS_FILE
+from pipeload.quantiser.tensor import bytes_of
+from pipeload.weights.arena import DTYPE_CODES
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
     from torch import nn
 
     from pipeload.quantiser.calibration_text import CalibrationText
+    from pipeload.quantiser.experts import Experts
     from pipeload.quantiser.resumable_shards import Output
 
     Advance = Callable[[int, int], None]
 
+LEAST_ROWS = 32
+"""That an expert must have seen: the mean squares of fewer say more of the text than of it."""
 _SQUARED_ITEMS = 1 << 18  # at once, in fp32
 _KEY = "done"
 _FORMAT = 1  # of the file: one of another is not gone on with
@@ -48,19 +57,26 @@ _log = logging.getLogger("pipeload")
 
 
 class Importances(NamedTuple):
-    """What is known of the inputs of Linears."""
+    """What is known of the inputs of Linears and experts."""
 
     mean_squares: dict[str, torch.Tensor]
-    """fp32 of [columns], by the path of the Linear."""
+    """fp32 of [columns] by the path of the Linear; of [experts, columns] by the name of a matrix of
+    experts, nothing but 0 for those that have seen too few rows."""
     read: str
     """How that was found, for people."""
+    few_rows: int = 0
+    """Experts that have seen too few rows."""
 
 
 class Sums:
-    """Sums of squared inputs, by the path of the Linear; in a file once a pass is over."""
+    """Sums of squared inputs, of Linears and experts; in a file once a pass is over."""
 
     def __init__(
-        self, output: Output, request: Mapping[str, Any], columns: Mapping[str, int]
+        self,
+        output: Output,
+        request: Mapping[str, Any],
+        columns: Mapping[str, int],
+        experts: Sequence[Experts],
     ) -> None:
         """Go on with what the same request has left in the folder, or begin with nothing.
 
@@ -68,21 +84,33 @@ class Sums:
             output: the folder that is made.
             request: what its file has to belong to; JSON.
             columns: of each Linear, by its path.
+            experts: the modules whose experts are quantised.
         """
         self._output = output
         self._digest = hashlib.sha256(
             json.dumps([_FORMAT, request], sort_keys=True).encode()
         ).hexdigest()
-        self.by_path = {path: torch.zeros(count) for path, count in columns.items()}
+        self.linears, self.experts = list(columns), experts
+        sizes: dict[str, tuple[int, ...]] = {path: (count,) for path, count in columns.items()}
+        for one in experts:
+            sizes[one.path] = (one.shape.experts,)  # rows that each has seen
+            for weight, place in zip(one.weights, one.shape.places, strict=True):
+                sizes[weight.name] = (one.shape.experts, place.columns)
+        # Filled: memory that zeros do not take before they are added to is not seen by the plan.
+        self.by_path = {name: torch.empty(size).fill_(0) for name, size in sizes.items()}
         self.windows_done = self.windows = self.tokens = 0
         """Of the text: those in the sums, and all; 0 as long as that is not known."""
         self._read(output.folder / SUMS_FILE)
 
     def add(self, path: str, inputs: torch.Tensor) -> None:
-        """Add rows of input, [..., columns], a few at a time: as fp32 they take more memory."""
-        columns = inputs.shape[-1]
-        for rows in inputs.reshape(-1, columns).split(max(1, _SQUARED_ITEMS // columns)):
-            self.by_path[path] += rows.float().square().sum(0)
+        """Add rows of input, [..., columns], of the Linear at `path`."""
+        _add(self.by_path[path], inputs)
+
+    def add_expert(self, one: Experts, index: int, expert: int, rows: torch.Tensor) -> None:
+        """Add rows of input, [..., columns], of one of the two matrices of an expert."""
+        if not index:
+            self.by_path[one.path][expert] += len(rows)
+        _add(self.by_path[one.weights[index].name][expert], rows)
 
     @property
     def whole(self) -> bool:
@@ -97,23 +125,44 @@ class Sums:
         """
         self.windows_done = windows_done
         done = torch.tensor([windows_done, self.windows, self.tokens])
-        content = save({f"sums.{path}": sums for path, sums in self.by_path.items()} | {_KEY: done})
-        self._output.write_bytes(SUMS_FILE, self._digest.encode() + content)
+        named = {f"sums.{path}": sums for path, sums in self.by_path.items()} | {_KEY: done}
+        header = make_header(
+            Tensor(name, DTYPE_CODES[one.dtype], tuple(one.shape), one.nbytes)
+            for name, one in named.items()
+        )
+        content = map(bytes_of, named.values())  # as they are: experts' may be large
+        self._output.write_bytes(SUMS_FILE, [self._digest.encode(), header, *content])
+
+    def mean_squares(self) -> Importances:
+        """What all of the text tells. The sums of experts are divided where they are, for good."""
+        found = {path: self.by_path[path] / self.tokens for path in self.linears}
+        few_rows = 0
+        for one in self.experts:
+            rows = self.by_path[one.path]
+            few_rows += int((few := rows < LEAST_ROWS).sum())
+            for weight in one.weights:
+                sums = self.by_path[weight.name]
+                found[weight.name] = sums.div_(rows.clamp(min=1)[:, None])
+                sums[few] = 0
+        return Importances(found, "", few_rows)
 
     def _read(self, file: Path) -> None:
         try:
-            content = file.read_bytes()
-        except OSError:
-            return
-        size = len(self._digest)
-        if content[:size] != self._digest.encode():
-            return
-        try:
-            found = load(content[size:])
-        except SafetensorError:
+            with file.open("rb") as opened:
+                mine = opened.read(len(self._digest)) == self._digest.encode()
+                content = opened.read() if mine else b""
+            found = load(content)
+        except (OSError, SafetensorError):
             return
         self.windows_done, self.windows, self.tokens = found.pop(_KEY).tolist()
         self.by_path = {name.removeprefix("sums."): sums for name, sums in found.items()}
+
+
+def _add(sums: torch.Tensor, inputs: torch.Tensor) -> None:
+    """Add squares of rows, a few at a time: as fp32 they take more memory."""
+    columns = inputs.shape[-1]
+    for rows in inputs.reshape(-1, columns).split(max(1, _SQUARED_ITEMS // columns)):
+        sums += rows.float().square().sum(0)
 
 
 def collect(
@@ -147,8 +196,7 @@ def collect(
         _read(model, windows, sums, advance)
         del model
         gc.collect()  # its memory is needed for what comes now
-    mean_squares = {path: found / sums.tokens for path, found in sums.by_path.items()}
-    return Importances(mean_squares, text.describe(sums.tokens))
+    return sums.mean_squares()._replace(read=text.describe(sums.tokens))
 
 
 def _load(pretrained: str | os.PathLike[str], **options: Any) -> Any:
@@ -171,7 +219,7 @@ def _read(model: Any, windows: torch.Tensor, sums: Sums, advance: Advance | None
     count, done = len(windows), sums.windows_done
     batch = _batch(model, windows[done:])
     passes = -(-(count - done) // batch)
-    steps, total = 0, passes * len(sums.by_path)
+    steps, total = 0, passes * len(sums.linears)
 
     def listen(path: str) -> Callable[[nn.Module, Any, Any], None]:
         def before(_module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -183,18 +231,19 @@ def _read(model: Any, windows: torch.Tensor, sums: Sums, advance: Advance | None
 
         return before
 
-    hooks = [
-        model.get_submodule(path).register_forward_pre_hook(listen(path), with_kwargs=True)
-        for path in sums.by_path
-    ]
-    try:
+    with contextlib.ExitStack() as hooks:
+        for one in sums.experts:
+            seen = partial(sums.add_expert, one)
+            module = model.get_submodule(one.path)
+            hooks.enter_context(expert_inputs.listen(module, one.shape.experts, seen))
+        for path in sums.linears:
+            module = model.get_submodule(path)
+            hook = module.register_forward_pre_hook(listen(path), with_kwargs=True)
+            hooks.callback(hook.remove)
         for start in range(done, count, batch):
             some = windows[start : start + batch]
             model(**_arguments(model, some))
             sums.write(start + len(some))
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def _batch(model: Any, windows: torch.Tensor) -> int:

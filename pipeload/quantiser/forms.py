@@ -10,6 +10,7 @@ from transformers.pytorch_utils import Conv1D
 
 from pipeload.formats.bitsandbytes.format import BITSANDBYTES
 from pipeload.formats.bitsandbytes.tiles import TILE_ROWS
+from pipeload.formats.integers.expert_matrices import shape_of
 from pipeload.formats.integers.format import INTEGERS
 from pipeload.formats.integers.order import BY_ROWS
 from pipeload.formats.integers.quantizer import PipeloadConfig
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from pipeload.checkpoint.headers import TensorEntry
+    from pipeload.formats.integers.expert_matrices import ExpertShape
     from pipeload.quantiser.resumable_shards import Step
     from pipeload.quantiser.tensor import Reading
 
@@ -50,6 +52,16 @@ _HOW = {
 }
 
 
+class ExpertsForm(Protocol):
+    """What experts are to become."""
+
+    def experts_as(self, module: nn.Module, dtype: str) -> ExpertShape | None:
+        """What a module of experts becomes, stored in that dtype; None if it stays as it is."""
+
+    def integers(self, mean_squares: torch.Tensor | None) -> Integers:
+        """How a matrix is quantised whose inputs have these mean squares; None: if unknown."""
+
+
 class Form(Protocol):
     """What a checkpoint is to become."""
 
@@ -63,6 +75,10 @@ class Form(Protocol):
     """For people."""
     order: str | None
     """That int4 rows are stored in."""
+
+    @property
+    def for_experts(self) -> ExpertsForm | None:
+        """What experts become; None: they stay floats."""
 
     def fits(self, module: nn.Linear) -> bool:
         """Whether a weight of its shape can be quantised."""
@@ -82,10 +98,16 @@ class Form(Protocol):
     def parts(self, module: nn.Linear) -> int:
         """In how many its weight is stored."""
 
-    def config(self, model: Any, kept: Sequence[str], head: str | None) -> dict[str, Any]:
+    def config(
+        self, model: Any, kept: Sequence[str], head: str | None, experts: str | None
+    ) -> dict[str, Any]:
         """`quantization_config` of config.json.
 
-        `kept`: paths of Linears that are left. `head`: of one that is int8.
+        Args:
+            model: the float model.
+            kept: paths of Linears and experts that are left.
+            head: of one that is int8.
+            experts: the dtype that experts are stored in; None where all are left.
         """
 
 
@@ -115,6 +137,11 @@ class IntegerForm:
             self.wants = "columns that are a multiple of 16"
             self.description = f"int8, symmetric, one scale for each row, {_HOW[how]}"
 
+    @property
+    def for_experts(self) -> IntegerForm:
+        """The same."""
+        return self
+
     def fits(self, module: nn.Linear) -> bool:
         """Whether the kernel takes a weight of its shape."""
         return self._config.fits(module)
@@ -127,6 +154,16 @@ class IntegerForm:
         mean_squares: torch.Tensor | None,
     ) -> Step:
         """Quantise the weight from the dtype that it is stored in."""
+        return quantised(
+            entry, self.integers(mean_squares), self._config.parts(*entry.shape), reading
+        )
+
+    def experts_as(self, module: nn.Module, dtype: str) -> ExpertShape | None:
+        """Take those that the library multiplies in a way that is known, and the kernels take."""
+        return shape_of(module, self._config.bits, self._config.group_size or 0, dtype)
+
+    def integers(self, mean_squares: torch.Tensor | None) -> Integers:
+        """Weigh columns by the mean squares of their inputs."""
         c = self._config
         weights = None if mean_squares is None else weigh_columns(mean_squares)
         rounding: Rounding = partial(to_int8, column_weights=weights)
@@ -137,16 +174,17 @@ class IntegerForm:
                 zero_points=self._zero_points,
                 column_weights=weights,
             )
-        how = Integers(rounding, c.bits, c.group_size or 0, c.order or "")
-        return quantised(entry, how, c.parts(*entry.shape), reading)
+        return Integers(rounding, c.bits, c.group_size or 0, c.order or "")
 
     def parts(self, module: nn.Linear) -> int:
         """More than one for large weights, which are cut."""
         return len(self._config.parts(module.out_features, module.in_features))
 
-    def config(self, model: Any, kept: Sequence[str], head: str | None) -> dict[str, Any]:
+    def config(
+        self, model: Any, kept: Sequence[str], head: str | None, experts: str | None
+    ) -> dict[str, Any]:
         """Names everything that is kept, and a head of other bits."""
-        self._config.modules_to_not_convert = list(kept)
+        self._config.modules_to_not_convert, self._config.experts = list(kept), experts
         if head is not None and self._config.bits != HEAD_BITS:
             self._config.modules[head] = {"bits": HEAD_BITS}
         return self._config.to_dict()
@@ -158,6 +196,7 @@ class FourBitForm:
     loaded_by = BITSANDBYTES.method
     wants = "rows that are a multiple of 32, and columns of 64"
     order: str | None = None
+    for_experts = None  # bitsandbytes knows Linears alone
 
     def __init__(self, kind: str, *, double: bool) -> None:
         """Raises OptionError without bitsandbytes."""
@@ -189,7 +228,9 @@ class FourBitForm:
         """One: it is never cut."""
         return 1
 
-    def config(self, model: Any, kept: Sequence[str], head: str | None) -> dict[str, Any]:
+    def config(
+        self, model: Any, kept: Sequence[str], head: str | None, experts: str | None
+    ) -> dict[str, Any]:
         """Names what is kept only where the library would not keep the same by itself."""
         others = [path for path, module in model.named_modules() if isinstance(module, Conv1D)]
         kept = [*kept, *others]

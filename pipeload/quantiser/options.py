@@ -9,6 +9,8 @@ import torch
 from pipeload.errors import OptionError, UnsupportedModelError
 from pipeload.formats.form_names import FORMS, INT8
 from pipeload.formats.integers.rounding import GROUPS, ZERO_POINTS
+from pipeload.quantiser import experts
+from pipeload.quantiser.experts import FLOATS
 from pipeload.quantiser.forms import HEAD_BITS, Form, FourBitForm, IntegerForm
 from pipeload.quantiser.four_bits import KINDS
 
@@ -18,10 +20,10 @@ if TYPE_CHECKING:
     from torch import nn
 
     from pipeload.hf.pending_load import PendingLoad
+    from pipeload.quantiser.experts import Experts
 
 HEADS = ("float", INT8)
 """What becomes of the output head."""
-_FLOATS = {"F32", "F16", "BF16"}
 
 
 class Head(NamedTuple):
@@ -43,16 +45,18 @@ class Head(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """Linears of a model. The first two by the names of their stored weights."""
+    """Linears and experts of a model. The first two by the names of their stored weights."""
 
     linears: dict[str, nn.Linear]
     """That are quantised."""
     paths: dict[str, str]
     """Where they are in the model."""
     kept: list[str]
-    """Paths of the others."""
+    """Paths of the others, and of experts that stay floats though they look like those below."""
     head: Head | None
     """It is among neither."""
+    experts: list[Experts]
+    """Modules whose experts are quantised."""
 
 
 def _check(name: str, value: object, allowed: Sequence[object]) -> None:
@@ -140,7 +144,7 @@ def find_head(pending: PendingLoad, form: Form) -> Head:
     owner = (model.all_tied_weights_keys or {}).get(name, name)
     found = {parameter: source for source, parameter in pending.plain_parameters().items()}
     source = found.get(owner)
-    if source is None or pending.checkpoint.entries[source].dtype not in _FLOATS:
+    if source is None or pending.checkpoint.entries[source].dtype not in FLOATS:
         raise UnsupportedModelError(
             f"the output head of {type(model).__name__}, {name!r}, is no float tensor of the "
             "checkpoint as it is. Leave --head out."
@@ -162,7 +166,7 @@ def choose(pending: PendingLoad, form: Form, head_form: Form | None) -> Choice:
     chosen: dict[str, nn.Linear] = {}
     paths: dict[str, str] = {}
     for name, (path, module) in stored.items():
-        float_weight = pending.checkpoint.entries[name].dtype in _FLOATS
+        float_weight = pending.checkpoint.entries[name].dtype in FLOATS
         mine = module is not head and f"{path}.weight" not in tied and name.endswith("weight")
         if mine and float_weight and form.fits(module):
             chosen[name], paths[name] = module, path
@@ -170,11 +174,15 @@ def choose(pending: PendingLoad, form: Form, head_form: Form | None) -> Choice:
     taken |= {id(head)} if as_integers is not None else set()
     linears = [(p, m) for p, m in model.named_modules() if type(m) is torch.nn.Linear]
     kept = [path for path, module in linears if id(module) not in taken]
-    if not chosen:
+    packed: list[Experts] = []
+    if form.for_experts is not None:
+        packed = experts.find(pending, form.for_experts)
+        kept += experts.left(model, packed, form.for_experts)
+    if not chosen and not packed:
         shapes = sorted({tuple(m.weight.shape) for _, m in linears if m is not head})
         why = f"its Linears are {shapes[:4]}" if shapes else "it has no Linears"
         raise UnsupportedModelError(
             f"{type(model).__name__} has nothing that {form.name} could be made of: {why}, "
             f"and it takes Linears with {form.wants}. Try another method, or stream it as it is."
         )
-    return Choice(chosen, paths, kept, as_integers)
+    return Choice(chosen, paths, kept, as_integers, packed)

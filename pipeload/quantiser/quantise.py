@@ -20,7 +20,7 @@ from pipeload.errors import (
     UnsupportedModelError,
 )
 from pipeload.hf.takeover import peek
-from pipeload.quantiser import calibration, model_card
+from pipeload.quantiser import calibration, experts, model_card
 from pipeload.quantiser.calibration_text import find_text
 from pipeload.quantiser.folder import Origin, complete, write_weights
 from pipeload.quantiser.options import choose, make_form, make_head_form
@@ -30,11 +30,13 @@ from pipeload.quantiser.tensor import Reading, copied, items_at_once
 if TYPE_CHECKING:
     import os
 
-    from torch import nn
-
     from pipeload.hf.pending_load import PendingLoad
+    from pipeload.quantiser.calibration import Importances
     from pipeload.quantiser.folder import Progress
+    from pipeload.quantiser.forms import Form
     from pipeload.quantiser.model_card import Floats
+    from pipeload.quantiser.options import Choice
+    from pipeload.quantiser.resumable_shards import Step
 
 _BYTES_PER_ITEM = 40  # what quantising holds, fp32 temporaries and all
 _MOST_FLOATS = 0.5  # of the weights, before one is told that little was quantised
@@ -60,8 +62,8 @@ def quantize(
 ) -> Path:
     """Write a quantised copy of a float checkpoint. It goes on where it was when it is run again.
 
-    Linear weights become integers; embeddings, the output head, and what the kernels do not take
-    stay as they are stored.
+    Linear weights become integers, and with int4 and int8 experts, too; embeddings, the output
+    head, and what the kernels do not take stay as they are stored.
 
     Args:
         pretrained: a folder or a hub id.
@@ -151,24 +153,16 @@ def make(
     head_form = make_head_form(head, method)
     pending = _open(pretrained, kwargs)
     choice = choose(pending, form, head_form)
+    packed = choice.experts
     config = form.config(
-        pending.model, choice.kept, None if choice.head is None else choice.head.path
+        pending.model,
+        choice.kept,
+        None if choice.head is None else choice.head.path,
+        packed[0].shape.dtype if packed else None,
     )
-    entries = sorted(pending.checkpoint.entries.values(), key=lambda e: (str(e.file), e.start))
-    files = FileSet(pending.files, "buffered", resolve_timeout("auto"), stamps_of(entries))
-    chosen, forms = dict(choice.linears), dict.fromkeys(choice.linears, form)
-    changes: dict[str, Any] = {"quantization_config": config}
-    if choice.head is not None:
-        of = choice.head
-        chosen[of.name], forms[of.name] = of.module, of.form
-        if of.is_tied:
-            table = pending.checkpoint.entries[of.source]
-            entries.insert(entries.index(table) + 1, replace(table, name=of.name))
-            changes["tie_word_embeddings"] = False
-    _items(memory_limit, chosen)  # refuses before anything is made
-    floats = model_card.Floats(
-        {entry.name: math.prod(entry.shape) for entry in entries}, without=chosen
-    )
+    source = _Source(pending, form, choice)
+    _items(memory_limit, source)  # refuses before anything is made
+    floats = source.floats()
     origin = Origin(pretrained, pending.files)
     request = origin.request() | {
         "quantization_config": config,
@@ -178,31 +172,24 @@ def make(
     with Output(Path(target).absolute(), request) as output:
         known = calibration.Importances({}, "")
         if text is not None:
-            columns = {path: chosen[name].in_features for name, path in choice.paths.items()}
             known = calibration.collect(
                 pretrained,
                 text,
-                calibration.Sums(output, request, columns),
+                calibration.Sums(output, request, source.columns(), packed),
                 memory_limit="auto" if memory_limit is None else memory_limit,
                 advance=calibrating,
                 **kwargs,
             )
-        reading = Reading(files, _items(memory_limit, chosen))
-        steps = [
-            forms[entry.name].step(
-                entry,
-                chosen[entry.name],
-                reading,
-                known.mean_squares.get(choice.paths.get(entry.name, "")),
-            )
-            if entry.name in chosen
-            else copied(entry, files)
-            for entry in entries
-        ]
+        steps = source.steps(_items(memory_limit, source), known)
         write_weights(output, divide(steps, shard_bytes), progress)
         rows = {"Calibration": known.read} if known.read else {}
+        if packed:
+            rows["Experts"] = experts.described(packed, known.few_rows)
+        changes: dict[str, Any] = {"quantization_config": config}
         if choice.head is not None:
             rows["Output head"] = choice.head.form.description
+            if choice.head.is_tied:
+                changes["tie_word_embeddings"] = False
         making = model_card.Making(
             form,
             "quantize",
@@ -214,11 +201,67 @@ def make(
             floats,
             pending.checkpoint.total_bytes,
         )
-        parts = sum(forms[name].parts(module) for name, module in chosen.items())
-        complete(output, origin, changes, making, parts)
+        complete(output, origin, changes, making, source.parts)
     if floats.share > _MOST_FLOATS:
         _log.warning("%s of %s stayed floats", floats.described(), pretrained)
     return Made(Path(target), floats)
+
+
+class _Source:
+    """The stored tensors of a float checkpoint, and what each becomes."""
+
+    def __init__(self, pending: PendingLoad, form: Form, choice: Choice) -> None:
+        entries = sorted(pending.checkpoint.entries.values(), key=lambda e: (str(e.file), e.start))
+        self._files = FileSet(
+            pending.files, "buffered", resolve_timeout("auto"), stamps_of(entries)
+        )
+        self._for_experts, self.choice = form.for_experts, choice
+        self._convert = pending.converter(hold_model=True)
+        self.linears = {name: (module, form) for name, module in choice.linears.items()}
+        """With their forms, by the names of what is stored; a head that is quantised, too."""
+        self._experts = {one.sources[0].name: one for one in choice.experts}
+        self._of_experts = {source.name for one in choice.experts for source in one.sources}
+        if (head := choice.head) is not None:
+            self.linears[head.name] = head.module, head.form
+            if head.is_tied:
+                table = pending.checkpoint.entries[head.source]
+                entries.insert(entries.index(table) + 1, replace(table, name=head.name))
+        self._entries = entries
+
+    def floats(self) -> Floats:
+        """What stays as it is."""
+        counts = {entry.name: math.prod(entry.shape) for entry in self._entries}
+        return model_card.Floats(counts, without=self.linears.keys() | self._of_experts)
+
+    def columns(self) -> dict[str, int]:
+        """Those of each Linear that a text may tell of, by its path."""
+        linears = self.choice.linears
+        return {path: linears[name].in_features for name, path in self.choice.paths.items()}
+
+    @property
+    def parts(self) -> int:
+        """How many quantised weights are stored."""
+        linears = self.linears.values()
+        return sum(form.parts(module) for module, form in linears) + len(self._experts)
+
+    def steps(self, items: int, known: Importances) -> list[Step]:
+        """What is written, in the order of the files; so many numbers are quantised at once."""
+        reading = Reading(self._files, items)
+        steps: list[Step] = []
+        for entry in self._entries:
+            if entry.name in self.linears:
+                module, form = self.linears[entry.name]
+                inputs = known.mean_squares.get(self.choice.paths.get(entry.name, ""))
+                steps.append(form.step(entry, module, reading, inputs))
+            elif entry.name in self._experts:
+                assert self._for_experts is not None  # noqa: S101 - else none are found
+                one, inputs_of = self._experts[entry.name], known.mean_squares
+                steps.append(
+                    experts.step(one, self._for_experts, reading, inputs_of, self._convert)
+                )
+            elif entry.name not in self._of_experts:
+                steps.append(copied(entry, self._files))
+        return steps
 
 
 def _open(pretrained: str | os.PathLike[str], kwargs: dict[str, Any]) -> PendingLoad:
@@ -237,11 +280,15 @@ def _open(pretrained: str | os.PathLike[str], kwargs: dict[str, Any]) -> Pending
     return pending
 
 
-def _items(memory_limit: int | str | None, chosen: dict[str, nn.Linear]) -> int:
+def _items(memory_limit: int | str | None, source: _Source) -> int:
     """How many weights to quantise at once. Raises what `items_at_once` does."""
-    columns = max(linear.in_features for linear in chosen.values())
-    statistics = max(linear.weight.numel() for linear in chosen.values()) // 8
-    of = f" for rows of {columns} weights"
+    linears = [module for module, _ in source.linears.values()]
+    packed = source.choice.experts
+    columns = [linear.in_features for linear in linears]
+    columns += [max(one.shape.hidden, one.shape.inner) for one in packed]
+    held = [linear.weight.numel() // 8 for linear in linears]
+    held += [one.held_bytes for one in packed]
+    of = f" for rows of {max(columns)} weights"
     return items_at_once(
-        memory_limit, columns, _BYTES_PER_ITEM, held=statistics, what="quantising", of=of
+        memory_limit, max(columns), _BYTES_PER_ITEM, held=max(held), what="quantising", of=of
     )

@@ -21,7 +21,7 @@ from pipeload.errors import OptionError, PipeloadError
 from pipeload.system.folder_lock import LOCK, FolderLock
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from typing_extensions import Self
@@ -163,8 +163,8 @@ class Output:
             part.write_text(text, encoding="utf-8")
             part.replace(self.folder / name)
 
-    def write_bytes(self, name: str, content: bytes) -> None:
-        """Write a small file that has to outlive a power cut, in one step.
+    def write_bytes(self, name: str, content: Iterable[bytes | memoryview]) -> None:
+        """Write a file that has to outlive a power cut, in one step.
 
         Raises:
             OptionError: the disk is full, or cannot be written to.
@@ -172,7 +172,7 @@ class Output:
         part = self.folder / f"{name}.part"
         with _writing(self.folder):
             with part.open("wb") as file:
-                file.write(content)
+                file.writelines(content)
                 file.flush()
                 os.fsync(file.fileno())
             part.replace(self.folder / name)

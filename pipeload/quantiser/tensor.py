@@ -19,7 +19,7 @@ from pipeload.weights.arena import DTYPES
 from pipeload.weights.read_tensor import PIECE_BYTES, read_pieces
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from pipeload.checkpoint.file_reads import FileSet
     from pipeload.checkpoint.headers import TensorEntry
@@ -129,11 +129,23 @@ def _quantised_pieces(
 ) -> Iterator[memoryview]:
     for part in parts:
         extras: list[torch.Tensor] = []
-        for weight in read_weight(part, reading):
-            values, extra = how.rounding(weight)
-            extras.append(extra)
-            yield bytes_of(values if how.bits == 8 else pack(values, how.order))
-        yield bytes_of(torch.cat(extras, 0 if how.bits == 8 else 1))
+        yield from codes_of(read_weight(part, reading), how, extras)
+        yield statistics_of(extras, how)
+
+
+def codes_of(
+    rows: Iterable[torch.Tensor], how: Integers, extras: list[torch.Tensor]
+) -> Iterator[memoryview]:
+    """Rows of a weight as integers; what goes with them is put into `extras`."""
+    for weight in rows:
+        values, extra = how.rounding(weight)
+        extras.append(extra)
+        yield bytes_of(values if how.bits == 8 else pack(values, how.order))
+
+
+def statistics_of(extras: Sequence[torch.Tensor], how: Integers) -> memoryview:
+    """What goes with all the integers of a weight."""
+    return bytes_of(torch.cat([*extras], 0 if how.bits == 8 else 1))
 
 
 def read_weight(entry: TensorEntry, reading: Reading) -> Iterator[torch.Tensor]:
@@ -150,13 +162,21 @@ def read_weight(entry: TensorEntry, reading: Reading) -> Iterator[torch.Tensor]:
     dtype = DTYPES[entry.dtype]
     for piece in read_pieces(entry, reading.files, step * columns * dtype.itemsize):
         weight = torch.frombuffer(piece, dtype=dtype).view(-1, columns)
-        if not bool(weight.isfinite().all()):
-            raise CheckpointError(
-                f"tensor {entry.name!r} in {str(entry.file)!r} holds values that are not finite, "
-                "and no integer stands for those. Download the checkpoint again, or stream it as "
-                "it is."
-            )
+        check_finite(weight, entry)
         yield weight
+
+
+def check_finite(values: torch.Tensor, entry: TensorEntry) -> None:
+    """Refuse a stored tensor some of whose values are no numbers.
+
+    Raises:
+        CheckpointError: they are not.
+    """
+    if not bool(values.isfinite().all()):
+        raise CheckpointError(
+            f"tensor {entry.name!r} in {str(entry.file)!r} holds values that are not finite, and "
+            "no integer stands for those. Download the checkpoint again, or stream it as it is."
+        )
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:

@@ -60,7 +60,7 @@ def _stored_bytes(weight: Weight) -> int:
 
 def slice_bytes(weight: Weight) -> int:
     """Bytes of one expert's slice."""
-    return weight.nbytes // weight.shape[0]
+    return weight.nbytes // weight.slice_count
 
 
 def held_bytes(weight: Weight) -> int:
@@ -96,6 +96,10 @@ class ExpertBank:
         """The parameters by name, of full size."""
         return {name: slab.view for name, slab in self._slabs.items()}
 
+    def slices(self, name: str) -> int:
+        """How many slices a parameter has."""
+        return self._slabs[name].slices
+
     def read_jobs(self, name: str, expert: int) -> list[Work]:
         """List the reads that fill a slice. It is held from now on; they may run at once."""
         return self._slabs[name].read_jobs(expert)
@@ -116,10 +120,10 @@ class _Slab:
     def __init__(self, weight: Weight, files: FileSet, convert: Convert, block: NanBlock) -> None:
         self._weight, self._files, self._convert = weight, files, convert
         self._lead = weight.sources[0].start % PAGE if weight.raw else 0
-        self._size = slice_bytes(weight)
+        self._size, self.slices = slice_bytes(weight), weight.slice_count
         self._arena = NanArena(self._lead + weight.nbytes, block=block)
         self.view = self._arena.tensor(self._lead, weight.dtype, weight.shape, weight.nbytes)
-        self._flat = self.view.view(weight.shape[0], -1)
+        self._flat = self.view.view(weight.slice_count, -1)
         self._held: set[int] = set()
 
     def read_jobs(self, expert: int) -> list[Work]:

@@ -57,6 +57,8 @@ class Slices(NamedTuple):
     """Whether the conversion is to be run on these alone; else they lie one behind the other."""
     beside_bytes: int = 0
     """What that takes beside the stored tensors and the slice."""
+    number: int = 0
+    """How many there are, of as many rows each; 0: as many as the first dimension has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,15 +108,20 @@ class Weight:
     @property
     def sliceable(self) -> bool:
         """Whether each slice along the first dimension can be read by itself."""
-        plain = self.group is None and self.repacked is None and not self.guarded
+        plain = self.group is None and self.repacked is None
         return len(self.shape) > 1 and (plain or self.slices is not None)
+
+    @property
+    def slice_count(self) -> int:
+        """How many slices one that is `sliceable` has."""
+        return (self.slices and self.slices.number) or self.shape[0]
 
     def sources_of(self, index: int) -> tuple[TensorEntry, ...]:
         """Say what the slice `index` of one that is `sliceable` is made of."""
         if self.slices is None:
             return self.rows(index, index + 1).sources
         if not self.slices.sources:
-            return tuple(_part(source, index) for source in self.sources)
+            return tuple(_part(source, index, self.slice_count) for source in self.sources)
         return tuple(self.sources[source] for source in self.slices.sources[index])
 
     def rows(self, start: int, stop: int) -> Weight:
@@ -145,11 +152,11 @@ class Weight:
         )
 
 
-def _part(source: TensorEntry, index: int) -> TensorEntry:
-    """A slice along the first dimension, under the same name."""
-    size = source.nbytes // source.shape[0]
+def _part(source: TensorEntry, index: int, count: int) -> TensorEntry:
+    """One of so many slices along the first dimension, under the same name."""
+    size, rows = source.nbytes // count, source.shape[0] // count
     start = source.start + index * size
-    return replace(source, shape=(1, *source.shape[1:]), start=start, stop=start + size)
+    return replace(source, shape=(rows, *source.shape[1:]), start=start, stop=start + size)
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,6 +35,8 @@ _KINDS: dict[str, dict[str, Any]] = {
         "intermediate_size": 176,
         "decoder_sparse_step": 1,
     },
+    # The same by other names, without norms.
+    "mixtral": {"num_local_experts": EXPERTS, "intermediate_size": 72},
     # Stacked in the file as in the model, with biases and the other way round.
     "gpt_oss": {
         "num_local_experts": EXPERTS,
@@ -59,6 +61,24 @@ def save_moe(folder: Path, kind: str = "qwen3_moe", dtype: str = "fp32", **optio
     """A random checkpoint of it, in two files so that experts of a layer lie in both."""
     options = {"max_shard_size": "3MB"} | options
     return save_random(moe_config(kind), folder, dtype, seed=7, **options)
+
+
+_LARGER: dict[str, Any] = {
+    "hidden_size": 256,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+}
+
+
+def save_for_integers(folder: Path, kind: str = "qwen3_moe", dtype: str = "bf16") -> Path:
+    """A random float checkpoint of sizes that kernels for integers take: int4 by 64 as well.
+
+    Its banks are large enough to be read one by one as integers, too.
+    """
+    inner = "moe_intermediate_size" if kind == "qwen3_moe" else "intermediate_size"
+    config = moe_config(kind, **_LARGER, **{inner: 128})
+    return save_random(config, folder, dtype, seed=7, max_shard_size="3MB")
 
 
 def experts_of(model: Any) -> Experts:

@@ -20,30 +20,37 @@ TORCHS: Final = "torch's int4 kernel, exact inputs"
 
 
 class Integers(Format):
-    """A `Format`: weights of our own Linears, for torch's own kernels."""
+    """A `Format`: weights of our own Linears and experts, for torch's own kernels and ours."""
 
     method = METHOD
     how = AS_STORED
 
     def find(self, stored: Stored) -> Mapping[str, PackedWeight]:
-        """Find the weights of our own quantised Linears."""
+        """Find the weights of our own quantised Linears and experts."""
+        from pipeload.formats.integers.packed_experts import PackedExperts
         from pipeload.formats.integers.packed_linear import PackedLinear
-        from pipeload.formats.integers.packed_weight import IntegerWeight
+        from pipeload.formats.integers.packed_weight import ExpertsWeight, IntegerWeight
 
-        return {
-            f"{path}.weight": IntegerWeight(path, module, stored)
-            for path, module in stored.model.named_modules()
-            if isinstance(module, PackedLinear)
-        }
+        found: dict[str, PackedWeight] = {}
+        for path, module in stored.model.named_modules():
+            if isinstance(module, PackedLinear):
+                found[f"{path}.weight"] = IntegerWeight(path, module, stored)
+            elif isinstance(module, PackedExperts):
+                found[f"{path}.{module.stacked}"] = ExpertsWeight(path, module, stored)
+        return found
 
     def keep_inputs_exact(self, model: nn.Module, /) -> bool:
         """Have torch's kernel multiply int4 weights, which rounds no inputs."""
         from pipeload.formats.integers.order import BY_ROWS
+        from pipeload.formats.integers.packed_experts import PackedExperts
 
-        found = [module for module in _int4_linears(model) if module.order == BY_ROWS]
-        for module in found:
+        linears = [module for module in _int4_linears(model) if module.order == BY_ROWS]
+        experts = [m for m in model.modules() if isinstance(m, PackedExperts) and m.shape.group]
+        for linear in linears:
+            linear.exact_inputs = True
+        for module in experts:
             module.exact_inputs = True
-        return bool(found)
+        return bool(linears or experts)
 
     def kernel(self, model: nn.Module, /) -> str | None:
         """Say what multiplies int4 weights by few rows of input."""

@@ -184,7 +184,7 @@ class Int4Linear(PackedLinear):
         """Put a weight into the order that it is computed in here."""
         wanted = self.computed_order
         if self.order != wanted:
-            self._refuse_placeholder()
+            self.refuse_placeholder()
             made = torch.empty_like(self.weight)
             reorder(self.weight, made, self.order, wanted)
             self.weight.data, self.order = made, wanted

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import nn
@@ -18,7 +18,8 @@ INT8_ALIGNMENT = 16
 begin at a multiple of 16 bytes, or its input at one of 32 (torch 2.13). Fresh tensors begin at one
 of 64; mapped files and slices may not. Bits do not depend on it.
 """
-_INPUT_ALIGNMENT = 64
+INPUT_ALIGNMENT = 64
+"""That inputs are given to the kernels at."""
 
 
 class PackedLinear(nn.Linear, abc.ABC):
@@ -43,11 +44,11 @@ class PackedLinear(nn.Linear, abc.ABC):
         Raises:
             UnsupportedModelError: the weight is on disk, or one of both on no CPU.
         """
-        self._refuse_placeholder()
+        self.refuse_placeholder()
         self._refuse_devices(input)
-        rows = aligned(input.reshape(-1, self.in_features).contiguous(), _INPUT_ALIGNMENT)
+        rows = aligned(input.reshape(-1, self.in_features).contiguous(), INPUT_ALIGNMENT)
         if torch.is_grad_enabled() and input.requires_grad:
-            made: torch.Tensor = _Product.apply(rows, self)  # type: ignore[no-untyped-call]
+            made: torch.Tensor = Product.apply(rows, self)  # type: ignore[no-untyped-call]
         else:
             made = self.product(rows)
         made = made.view(*input.shape[:-1], self.out_features)
@@ -93,7 +94,8 @@ class PackedLinear(nn.Linear, abc.ABC):
         """Describe it for `print(model)`."""
         return f"{super().extra_repr()}, bits={self.bits}"
 
-    def _refuse_placeholder(self) -> None:
+    def refuse_placeholder(self) -> None:
+        """Raise UnsupportedModelError where the weight is on disk."""
         # An integer that is not there reads as zero, which nobody would notice.
         if not any(self.weight.stride()):
             raise UnsupportedModelError(
@@ -120,16 +122,31 @@ def aligned(tensor: torch.Tensor, alignment: int) -> torch.Tensor:
     return tensor.clone()
 
 
-class _Product(torch.autograd.Function):
+class Factor(Protocol):
+    """A quantised weight, as a product needs it."""
+
+    def product(self, rows: torch.Tensor) -> torch.Tensor:
+        """Multiply contiguous and aligned [n, in] to [n, out], without the bias."""
+
+    def dequantised(self) -> torch.Tensor:
+        """The weight as fp32 of [out, in]."""
+
+    def refuse_placeholder(self) -> None:
+        """Raise UnsupportedModelError where the weight is on disk."""
+
+
+class Product(torch.autograd.Function):
     """The kernels have no derivative of their own. The weight gets no gradient."""
 
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, module: PackedLinear) -> torch.Tensor:
-        ctx.module = module
-        return module.product(rows)
+    def forward(ctx: Any, rows: torch.Tensor, factor: Factor) -> torch.Tensor:
+        """Multiply `rows` as `factor` does."""
+        ctx.factor = factor
+        return factor.product(rows)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        module: PackedLinear = ctx.module
-        module._refuse_placeholder()  # noqa: SLF001 - of the same family
-        return grad @ module.dequantised().to(grad.dtype), None
+        """Multiply with the weight as floats."""
+        factor: Factor = ctx.factor
+        factor.refuse_placeholder()
+        return grad @ factor.dequantised().to(grad.dtype), None

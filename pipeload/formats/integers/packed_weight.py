@@ -1,4 +1,4 @@
-"""Weights of our own quantised Linears: what a checkpoint holds of them, and how they are read."""
+"""Weights of our own quantised Linears and experts: what is stored of them, how they are read."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pipeload.errors import CheckpointError
+from pipeload.formats.integers.expert_matrices import ExpertProducts
 from pipeload.formats.integers.linear import Int4Linear, Int8Linear
 from pipeload.formats.integers.order import Reordered
 from pipeload.formats.integers.packed_linear import INT8_ALIGNMENT
@@ -16,8 +17,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
     import torch
+    from torch import nn
 
     from pipeload.formats.format import Held, Shown, Stored
+    from pipeload.formats.integers.packed_experts import PackedExperts
     from pipeload.formats.integers.packed_linear import PackedLinear
     from pipeload.weights.layout import Weight
 
@@ -88,7 +91,50 @@ class IntegerWeight:
             self._module.order = self._module.computed_order
 
 
-def _unusable(name: str, module: PackedLinear, stored: Stored) -> CheckpointError:
+class ExpertsWeight:
+    """A `PackedWeight`: all experts of a module, a row each. It refuses to compute without them."""
+
+    couples_rows = False
+
+    def __init__(self, path: str, module: PackedExperts, stored: Stored) -> None:
+        """Check what the checkpoint has for the module at `path`.
+
+        Raises:
+            CheckpointError: the experts are missing, or of another shape or dtype.
+        """
+        self._module, self._name = module, f"{path}.{module.stacked}"
+        plain = stored.plain(self._name)
+        if plain is None or not plain.raw:
+            raise _unusable(self._name, module, stored)
+        self._weight = replace(plain, guarded=True)
+
+    @property
+    def weight(self) -> Weight:
+        """What is streamed of it."""
+        return self._weight
+
+    @property
+    def counts(self) -> Mapping[str, int]:
+        """As many numbers as the experts had."""
+        return {self._name: self._module.shape.numbers}
+
+    def statistics_bytes(self, _takes: Callable[[int], int]) -> int:
+        """Count nothing: they lie beside the codes."""
+        return 0
+
+    def held_by_products(self, dtype: torch.dtype) -> Iterable[Held]:
+        """What products take."""
+        return [ExpertProducts(self._module.shape, dtype, not self._module.exact_inputs)]
+
+    def show(self) -> Shown | None:
+        """Build nothing: its module shows the parameter."""
+        return None
+
+    def leave_to_streaming(self) -> None:
+        """Note nothing: there is one order."""
+
+
+def _unusable(name: str, module: nn.Module, stored: Stored) -> CheckpointError:
     parameter = module.get_parameter(name.rpartition(".")[2])
     entry = next(iter(stored.parts(name).values()), None)
     if entry is None:

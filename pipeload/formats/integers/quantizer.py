@@ -18,9 +18,11 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from pipeload.errors import OptionError
 from pipeload.formats.form_names import CONVERTED
+from pipeload.formats.integers.expert_matrices import shape_of
 from pipeload.formats.integers.format import METHOD
 from pipeload.formats.integers.linear import Int4Linear, Int8Linear
 from pipeload.formats.integers.order import BLOCK_ROWS, STORED
+from pipeload.formats.integers.packed_experts import PackedExperts
 from pipeload.formats.integers.packed_linear import PackedLinear
 from pipeload.formats.integers.parted_linear import PartedLinear
 from pipeload.formats.integers.rounding import GROUPS, IMPORTANCE, ZERO_POINTS
@@ -30,6 +32,10 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     import torch
+
+    from pipeload.formats.integers.expert_matrices import ExpertShape
+
+_STATISTICS = ("BF16", "F16", "F32")
 
 
 class PipeloadConfig(QuantizationConfigMixin):
@@ -47,6 +53,7 @@ class PipeloadConfig(QuantizationConfigMixin):
         part_bytes: int | None = None,
         modules_to_not_convert: Sequence[str] = (),
         modules: Mapping[str, Mapping[str, int]] | None = None,
+        experts: str | None = None,
         **_: Any,
     ) -> None:
         """Check what a checkpoint says.
@@ -61,6 +68,8 @@ class PipeloadConfig(QuantizationConfigMixin):
             part_bytes: the most that a weight, or one of the parts it is stored in, takes.
             modules_to_not_convert: paths of Linears, or of what holds them, that are floats.
             modules: what differs for single Linears, by their paths: {"bits": 8}.
+            experts: the dtype, a safetensors code, of what goes with the integers of experts; None
+                where all of them are floats.
             **_: what later versions may add.
 
         Raises:
@@ -69,7 +78,7 @@ class PipeloadConfig(QuantizationConfigMixin):
         self.quant_method: Any = METHOD  # the library has an enum of its own there
         self.bits, self.group_size, self.method, self.order = bits, group_size, method, order
         self.reordered, self.part_bytes = bool(reordered), part_bytes
-        self.exact_inputs = bool(exact_inputs)
+        self.exact_inputs, self.experts = bool(exact_inputs), experts
         self.modules_to_not_convert = list(modules_to_not_convert)
         self.modules = {path: dict(told) for path, told in (modules or {}).items()}
         for path, told in self.modules.items():
@@ -81,6 +90,7 @@ class PipeloadConfig(QuantizationConfigMixin):
         allowed: dict[str, tuple[object, ...]] = {
             "bits": (8, 4),
             "method": (*ZERO_POINTS, IMPORTANCE, *CONVERTED),
+            "experts": (None, *_STATISTICS),
         }
         if bits == 4:
             allowed |= {"group_size": GROUPS, "order": STORED}
@@ -102,7 +112,7 @@ class PipeloadConfig(QuantizationConfigMixin):
         return {name: value for name, value in super().to_dict().items() if name != "exact_inputs"}
 
     def keeps(self, path: str) -> bool:
-        """Tell whether the Linear at `path` is left as it is."""
+        """Tell whether the Linear at `path`, or what holds experts, is left as it is."""
         return any(f"{path}.".startswith(f"{kept}.") for kept in self.modules_to_not_convert)
 
     def for_module(self, path: str) -> PipeloadConfig:
@@ -117,6 +127,12 @@ class PipeloadConfig(QuantizationConfigMixin):
             return Int8Linear.fits(module.out_features, module.in_features)
         group = self.group_size or 0
         return Int4Linear.fits(module.out_features, module.in_features, group)
+
+    def experts_as(self, module: nn.Module) -> ExpertShape | None:
+        """Give the shape of what holds experts as integers; None for any other module."""
+        if self.experts is None:
+            return None
+        return shape_of(module, self.bits, self.group_size or 0, self.experts)
 
     def parts(self, rows: int, columns: int) -> tuple[RowRange, ...]:
         """List the rows of each part that a weight of that shape is stored in: mostly one."""
@@ -148,7 +164,10 @@ class PipeloadConfig(QuantizationConfigMixin):
 
 
 class PipeloadQuantizer(HfQuantizer):
-    """Puts `PackedLinear`s where Linears were; weights are loaded as they are stored."""
+    """Puts `PackedLinear`s and `PackedExperts` where Linears and experts were.
+
+    Weights are loaded as they are stored.
+    """
 
     requires_calibration = True  # it loads what is quantised, and quantises nothing
     quantization_config: PipeloadConfig
@@ -173,16 +192,15 @@ class PipeloadQuantizer(HfQuantizer):
         config = self.quantization_config
         with torch.device("meta"):
             for path, module in list(model.named_modules()):
-                own = config.for_module(path)
-                if type(module) is nn.Linear and not config.keeps(path) and own.fits(module):
-                    made = own.make(module, path)
+                made = None if config.keeps(path) else _packed(config, module, path)
+                if made is not None:
                     made.train(module.training)
                     parent, _, name = path.rpartition(".")
                     setattr(model.get_submodule(parent), name, made)
 
     def _process_model_after_weight_loading(self, model: nn.Module, **_kwargs: Any) -> nn.Module:
         for module in model.modules():
-            if isinstance(module, PackedLinear):
+            if isinstance(module, (PackedLinear, PackedExperts)):
                 module.settle()
             if isinstance(module, Int4Linear):
                 # It is saved with what its weights are from now on.
@@ -197,6 +215,17 @@ class PipeloadQuantizer(HfQuantizer):
     def is_trainable(self) -> bool:
         """Have adapters trained on top of it."""
         return True
+
+
+def _packed(config: PipeloadConfig, module: nn.Module, path: str) -> nn.Module | None:
+    """What takes the place of a module; None if it stays."""
+    if type(module) is nn.Linear:
+        own = config.for_module(path)
+        return own.make(module, path) if own.fits(module) else None
+    shape = config.experts_as(module)
+    if shape is None:
+        return None
+    return PackedExperts(module, shape, exact_inputs=config.exact_inputs, path=path)
 
 
 # Here, not in a function for whoever imports this: the import of the library above may have asked

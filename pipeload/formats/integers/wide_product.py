@@ -127,6 +127,11 @@ def temporary_bytes(rows: int, weight: Sizes) -> int:
     """The most that a product of so many rows of input holds beside those and what it returns."""
     if rows <= most_by_kernel(weight.bits, weight.dtype, rounded=weight.rounded):
         return product.temporary_bytes(rows, weight.in_features) if weight.rounded else 0
+    return wide_bytes(rows, weight)
+
+
+def wide_bytes(rows: int, weight: Sizes) -> int:
+    """The same of a product of floats, however few rows there are."""
     dtype = product_dtype(weight.dtype)
     count = min(weight.out_features, _OUT_ROWS)
     part = rows if dtype == weight.dtype else min(rows, _ROWS)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+import pipeload
 from tests.support.cgroups import drop_caches
 from tests.tools.make_moe import MoeShape, make_moe
 
@@ -42,12 +43,17 @@ print(json.dumps({"peak": stats.peak_rss_bytes, "read": stats.expert_bytes_read,
 
 @pytest.mark.slow
 @pytest.mark.cgroup
+@pytest.mark.parametrize("form", ["bf16", "int4"])
 def test_a_child_capped_at_the_limit_lives(
-    tmp_path: Path, cgroup: Callable[[int], AbstractContextManager[MemoryCgroup]]
+    form: str, tmp_path: Path, cgroup: Callable[[int], AbstractContextManager[MemoryCgroup]]
 ) -> None:
     """With next to no cache and with some, a long prompt between: never killed, the same texts."""
     folder = make_moe(SHAPE, tmp_path / "moe")
-    texts = []
+    expert = 3 * 512 * 512 * 2
+    if form == "int4":
+        folder = pipeload.quantize(folder, tmp_path / "int4", method=form)
+        expert = expert * 9 // 32
+    texts, shares = [], []
     for spare in (2_000_000, 120_000_000):
         with cgroup(4_000_000_000) as group:
             asked = group.run([sys.executable, "-c", _CHILD, folder, str(spare), "0"])
@@ -58,10 +64,10 @@ def test_a_child_capped_at_the_limit_lives(
         assert child.returncode == 0, child.stderr
         result = json.loads(child.stdout)
         assert result["peak"] <= limit
-        expert = 3 * 512 * 512 * 2
         # Each stored tensor shares its first and last page with a neighbour.
         assert result["read"] <= result["misses"] * (expert + 6 * 4096)
-        assert result["there"] <= spare + 2_000_000
-        assert (result["hits"] > result["misses"] / 20) == (spare > 50_000_000)
+        assert result["there"] <= spare + 4_000_000  # floors of two processes differ
+        shares.append(result["hits"] / (result["hits"] + result["misses"]))
         texts.append(result["texts"])
     assert texts[0] == texts[1]
+    assert shares[0] < shares[1] / 2

@@ -11,6 +11,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, Llama4TextConfig
 from transformers.core_model_loading import (
     Concatenate,
+    ErnieFuseAndSplitTextVisionExperts,
     Interleave,
     MergeModulelist,
     Transpose,
@@ -67,16 +68,18 @@ def test_what_needs_no_operation() -> None:
     """An operation that looks at the shapes must not see a slice, whose shape is another."""
     recipe = Recipe(WeightConverter(["s"], "w", operations=[Transpose(1, 2, check_dims=True)]))
     recipe.sources.append((_entry("s", EXPERTS, 6, 4), "s"))
-    assert recipe.slices((EXPERTS, 6, 4)) == Slices(made=False)
+    assert recipe.slices("w", (EXPERTS, 6, 4)) == Slices(made=False)
 
 
 def _entry(name: str, *shape: int) -> TensorEntry:
     return TensorEntry(name, Path("x"), "F32", shape, 0, 4 * int(torch.Size(shape).numel()))
 
 
-def _stacked(operations: list[Any], *parts: tuple[str, tuple[int, ...]]) -> Recipe:
+def _stacked(
+    operations: list[Any], *parts: tuple[str, tuple[int, ...]], makes: str | list[str] = "w"
+) -> Recipe:
     patterns = [f"*.{part}" for part, _ in parts]
-    converter = WeightConverter(patterns, "w", operations=operations)
+    converter = WeightConverter(patterns, makes, operations=operations)
     recipe = Recipe(converter)
     for expert in range(EXPERTS):
         for (part, shape), pattern in zip(parts, patterns, strict=True):
@@ -88,15 +91,29 @@ def test_stacks_side_by_side() -> None:
     operations = [MergeModulelist(dim=0), Concatenate(dim=1)]
     recipe = _stacked(operations, ("gate", (6, 4)), ("up", (6, 4)))
     pairs = tuple((2 * expert, 2 * expert + 1) for expert in range(EXPERTS))
-    assert recipe.slices((EXPERTS, 12, 4)) == Slices(pairs, made=False)
-    assert recipe.slices((EXPERTS, 4, 12)) is None
-    assert recipe.slices((EXPERTS - 1, 12, 4)) is None
+    assert recipe.slices("w", (EXPERTS, 12, 4)) == Slices(pairs, made=False)
+    assert recipe.slices("w", (EXPERTS, 4, 12)) is None
+    assert recipe.slices("w", (EXPERTS - 1, 12, 4)) is None
     single = _stacked([MergeModulelist(dim=0)], ("down", (6, 4)))
-    found = single.slices((EXPERTS, 6, 4))
+    found = single.slices("w", (EXPERTS, 6, 4))
     assert found is not None
     assert found.sources[3] == (3,)
     beside = _stacked([MergeModulelist(dim=0), Concatenate(dim=2)], ("a", (6, 4)), ("b", (6, 4)))
-    assert beside.slices((EXPERTS, 6, 8)) is None
+    assert beside.slices("w", (EXPERTS, 6, 8)) is None
+
+
+def test_shares_of_several_weights() -> None:
+    """The first half of the experts are one weight's, the others the next one's."""
+    operation = ErnieFuseAndSplitTextVisionExperts(stack_dim=0, concat_dim=1)
+    made = ["text.w", "vision.w"]
+    recipe = _stacked([operation], ("gate", (6, 4)), ("up", (6, 4)), makes=made)
+    half = EXPERTS // 2
+    pairs = tuple((2 * expert, 2 * expert + 1) for expert in range(EXPERTS))
+    assert recipe.slices("a.text.w", (half, 12, 4)) == Slices(pairs[:half], made=False)
+    assert recipe.slices("a.vision.w", (half, 12, 4)) == Slices(pairs[half:], made=False)
+    assert recipe.slices("a.sound.w", (half, 12, 4)) is None
+    assert recipe.slices("a.text.w", (EXPERTS, 12, 4)) is None
+    assert recipe.slices("a.text.w", (half, 4, 12)) is None
 
 
 @pytest.mark.parametrize(
@@ -113,7 +130,7 @@ def test_each_matrix_by_itself(operation: Any, stored: tuple[int, ...], alone: b
     """Where that is so, slices made alone are those of the whole."""
     recipe = Recipe(WeightConverter(["s"], "w", operations=[operation]))
     recipe.sources.append((_entry("s", *stored), "s"))
-    found = recipe.slices((EXPERTS, 6, 4))
+    found = recipe.slices("w", (EXPERTS, 6, 4))
     assert (found is not None) == alone
     if found is None or operation.__dict__.get("check_dims"):
         return

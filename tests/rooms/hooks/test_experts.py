@@ -11,6 +11,7 @@ from torch import nn
 from pipeload_hooks import (
     ServeExperts,
     attach_experts,
+    experts_in_order,
     names_of_others,
     takes_slices_alone,
 )
@@ -75,6 +76,49 @@ def test_a_loop(served: Any) -> None:
         expected = plain(hidden, ids)
     assert torch.equal(module(hidden, ids), expected)
     assert numbers.asked == [1, 2, 4]
+
+
+@torch.no_grad()
+def test_told_how_many_rows_each_gets() -> None:
+    """A list of them is as good as ids; one that a hook of the user's has changed is seen."""
+
+    class Counted(Module):
+        def forward(self, hidden: torch.Tensor, sizes: Any) -> torch.Tensor:
+            return hidden * 2
+
+    class Source:
+        def __init__(self) -> None:
+            self.wanted: list[list[int]] = []
+
+        def experts_wanted(self, ids: torch.Tensor) -> None:
+            self.wanted.append(ids.tolist())
+
+        def experts_done(self) -> None:
+            self.wanted.append([])
+
+        def refuse_recording(self) -> None:
+            raise LookupError
+
+    module, source = Counted(), Source()
+    attach_experts(module, source, counted=True)
+    module(torch.ones(4, NARROW), [1, 0, 3])
+    assert source.wanted == [[0, 2, 2, 2], []]
+    for other in (torch.tensor([1, 0, 3]), [1.5, 2.5], None):
+        module(torch.ones(4, NARROW), other)
+    assert source.wanted == [[0, 2, 2, 2], *[[]] * 4]
+    sizes = [2, 2, 0]
+    module.register_forward_pre_hook(lambda *_: sizes.reverse())
+    module(torch.ones(4, NARROW), sizes)
+    assert source.wanted[5:] == [[0, 0, 1, 1], [1, 1, 2, 2], []]
+
+
+def test_the_best_order_is_asked_for(served: Any) -> None:
+    """By a loop that may take any; of other parameters, and while nothing is served, as given."""
+    module, _, _ = served
+    assert experts_in_order(module.up, [1, 4, 2]) == [4, 2, 1]
+    assert experts_in_order(torch.zeros(2), [1, 4, 2]) == [1, 4, 2]
+    with torch._C.DisableTorchFunction():
+        assert experts_in_order(module.up, [1, 4, 2]) == [1, 4, 2]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -68,6 +68,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "n_routed_experts": 8,
     },
     "deimv2": {"decoder_in_channels": [64] * 3},
+    "doge": {"is_moe": True, "num_experts": 64, "num_experts_per_tok": 4},
     "donut-swin": {"num_heads": [2, 2, 2, 2], "window_size": 2},
     "dory": {
         "num_hidden_layers": 6,

@@ -1,0 +1,175 @@
+"""Experts as integers: a module in the place of the library's, in plain models as in streamed ones.
+
+[Note: an expert is one piece] All that an expert has, codes and statistics of its two matrices, is
+one row of one parameter: so it is one read, and one place in a cache. What was not read is 0xFF in
+every byte, so that its scales are NaN.
+
+[Note: any order] Each expert multiplies the rows that are sent to it by itself, and what it gives
+is put where those rows belong; then all that belongs to a row is added up at once. So no bit
+depends on which expert comes first, and those that are there need not wait for the others. The sum
+is that of the library's grouped products; which of its implementations a configuration names
+changes nothing here.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from pipeload.errors import UnsupportedModelError
+from pipeload.formats.integers.expert_matrices import ExpertMatrix
+from pipeload.formats.integers.packed_linear import (
+    INPUT_ALIGNMENT,
+    INT8_ALIGNMENT,
+    Product,
+    aligned,
+)
+from pipeload_hooks import experts_in_order
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from pipeload.formats.integers.expert_matrices import ExpertShape
+
+
+class PackedExperts(nn.Module):
+    """packed: uint8 of [experts, bytes of one]; biases as in the library's module."""
+
+    stacked: Final = "packed"
+    """The name of the parameter that has a row of each expert."""
+
+    def __init__(
+        self, library: nn.Module, shape: ExpertShape, *, exact_inputs: bool = False, path: str = ""
+    ) -> None:
+        """Without values.
+
+        Args:
+            library: the module whose place it takes; it loses its parameters.
+            shape: what `shape_of` says of it.
+            exact_inputs: whether inputs are never rounded, though there is a kernel that does.
+            path: what errors call it.
+        """
+        super().__init__()
+        told: Any = library
+        self.shape, self.exact_inputs, self.path = shape, exact_inputs, path
+        self.num_experts, self.config = shape.experts, told.config
+        self._first = "gate_up_proj" if told.has_gate else "up_proj"
+        for name in (self._first, "down_proj"):
+            bias = f"{name}_bias"
+            self.register_parameter(bias, library._parameters.get(bias))  # noqa: SLF001 - its own
+        library._parameters.clear()  # noqa: SLF001 - as above
+        # Not as a module of this one: the library would initialise parameters that it lacks.
+        self._library = (library,)
+        if isinstance(getattr(library, "act_fn", None), nn.Module):
+            self.act_fn = told.act_fn
+        empty = torch.empty((shape.experts, shape.nbytes), dtype=torch.uint8)
+        self.packed = nn.Parameter(empty, requires_grad=False)
+
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """Send each row to its experts, and add up what they give.
+
+        Args:
+            hidden_states: [rows, hidden], in the dtype of the model.
+            top_k_index: [rows, k], numbers of experts; what names none gives nothing.
+            top_k_weights: [rows, k]: by which what each expert gives is multiplied.
+
+        Returns:
+            [rows, hidden].
+
+        Raises:
+            UnsupportedModelError: the experts are on disk, or one of both on no CPU.
+        """
+        count = top_k_index.shape[-1]
+        hidden = hidden_states.reshape(-1, self.shape.hidden)
+        made = hidden.new_zeros((len(hidden) * count, self.shape.hidden))
+        if hidden.is_meta or isinstance(hidden, FakeTensor):
+            self._run_without_values(hidden)
+        else:
+            self._refuse_placeholder()
+            self._refuse_devices(hidden)
+            for expert, pairs in self._sent(top_k_index):
+                rows = hidden.index_select(0, pairs // count)
+                made[pairs] = self._run(expert, rows)
+        weighted = made * top_k_weights.reshape(-1, 1)
+        total = weighted.view(len(hidden), count, self.shape.hidden).sum(1)
+        return total.to(hidden_states.dtype).view(hidden_states.shape)
+
+    def _sent(self, top_k_index: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+        """Experts, and which pairs of a row and one of its choices are each one's, ascending."""
+        chosen = top_k_index.reshape(-1).long()
+        numbers, pairs = chosen.sort(stable=True)
+        experts, counts = numbers.unique_consecutive(return_counts=True)
+        groups = dict(zip(experts.tolist(), pairs.split(counts.tolist()), strict=True))
+        mine = [expert for expert in groups if 0 <= expert < self.num_experts]
+        for expert in experts_in_order(self.packed, mine):
+            yield expert, groups[expert]
+
+    def _run(self, expert: int, rows: torch.Tensor) -> torch.Tensor:
+        """What an expert gives for [n, hidden]."""
+        whole = self.packed[expert].detach()
+        first, second = (
+            ExpertMatrix(whole, place, self.shape, exact_inputs=self.exact_inputs)
+            for place in self.shape.places
+        )
+        inner = self._gate(self._biased(_multiply(rows, first), self._first, expert))
+        return self._biased(_multiply(inner, second), "down_proj", expert)
+
+    def _gate(self, made: torch.Tensor) -> torch.Tensor:
+        library: Any = self._library[0]
+        gated: torch.Tensor = (library._apply_gate if library.has_gate else library.act_fn)(made)  # noqa: SLF001 - what the library itself calls
+        return gated
+
+    def _biased(self, made: torch.Tensor, name: str, expert: int) -> torch.Tensor:
+        bias = self._parameters[f"{name}_bias"]
+        return made if bias is None else made + bias[expert]
+
+    def _run_without_values(self, hidden: torch.Tensor) -> None:
+        """Take what all rows take if they are sent to one expert: to be counted."""
+        rows = hidden.clone()
+        inner = self._gate(rows.new_empty((len(rows), self.shape.wide)))
+        inner.new_empty((len(rows), self.shape.hidden))
+
+    def settle(self) -> None:
+        """Copy experts that do not begin where the kernel for int8 can read."""
+        self.packed.data = aligned(self.packed.data, INT8_ALIGNMENT)
+
+    def extra_repr(self) -> str:
+        """Describe it for `print(model)`."""
+        shape = self.shape
+        group = f", group_size={shape.group}" if shape.group else ""
+        return (
+            f"experts={shape.experts}, hidden={shape.hidden}, inner={shape.inner}, "
+            f"bits={shape.bits}{group}"
+        )
+
+    def _refuse_placeholder(self) -> None:
+        # An integer that is not there reads as zero, which nobody would notice.
+        if not any(self.packed.stride()):
+            raise UnsupportedModelError(
+                f"the module {self.path!r} was called while its block was not running, so its "
+                f"int{self.shape.bits} experts are on disk. Call the model itself, or load it "
+                "without pipeload."
+            )
+
+    def _refuse_devices(self, hidden: torch.Tensor) -> None:
+        # Our own kernels take addresses: one of another device would end the process.
+        devices = hidden.device.type, self.packed.device.type
+        if devices != ("cpu", "cpu"):
+            raise UnsupportedModelError(
+                f"the module {self.path!r} computes on the CPU alone; its input is on "
+                f"{devices[0]!r}, its int{self.shape.bits} experts on {devices[1]!r}. Leave both "
+                "on the CPU."
+            )
+
+
+def _multiply(rows: torch.Tensor, matrix: ExpertMatrix) -> torch.Tensor:
+    rows = aligned(rows.contiguous(), INPUT_ALIGNMENT)
+    if torch.is_grad_enabled() and rows.requires_grad:
+        made: torch.Tensor = Product.apply(rows, matrix)  # type: ignore[no-untyped-call]
+        return made
+    return matrix.product(rows)

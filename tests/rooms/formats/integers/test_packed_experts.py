@@ -1,0 +1,335 @@
+"""Experts as integers: products of a Linear's bits, and sums that depend on no order."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers.integrations.moe import use_experts_implementation
+
+from pipeload.errors import OptionError, UnsupportedModelError
+from pipeload.formats.integers import product
+from pipeload.formats.integers.expert_matrices import ExpertMatrix, ExpertProducts, shape_of
+from pipeload.formats.integers.linear import Int4Linear, Int8Linear
+from pipeload.formats.integers.order import BY_ROWS, kernel_order, pack
+from pipeload.formats.integers.packed_experts import PackedExperts
+from pipeload.formats.integers.quantizer import PipeloadConfig
+from pipeload.formats.integers.rounding import to_int4, to_int8
+from pipeload.weights.arena import DTYPE_CODES
+from pipeload_hooks import ServeExperts
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pipeload.formats.integers.packed_linear import PackedLinear
+
+EXPERTS, HIDDEN, INNER, GROUP = 5, 96, 64, 32
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class Config:
+    _experts_implementation = "eager"
+
+
+class Library(nn.Module):
+    """As the library's modules are, before its decorator."""
+
+    def __init__(self, config: object, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.num_experts = EXPERTS
+        self.act_fn = nn.SiLU()
+        self.gate_up_proj = parameter(EXPERTS, 2 * INNER, HIDDEN, dtype=dtype)
+        self.down_proj = parameter(EXPERTS, HIDDEN, INNER, dtype=dtype)
+
+    def forward(self, hidden: torch.Tensor, ids: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
+        out = torch.zeros_like(hidden)
+        for expert in ids.unique():
+            rows, places = torch.where(ids == expert)
+            gate, up = nn.functional.linear(hidden[rows], self.gate_up_proj[expert]).chunk(2, -1)
+            made = nn.functional.linear(self.act_fn(gate) * up, self.down_proj[expert])
+            out.index_add_(0, rows, made * by[rows, places, None])
+        return out
+
+
+Gated = use_experts_implementation(type("Gated", (Library,), {"forward": Library.forward}))
+
+
+def parameter(*shape: int, dtype: torch.dtype = torch.float32) -> nn.Parameter:
+    generator = torch.Generator().manual_seed(sum(shape))
+    made = torch.randn(shape, generator=generator) / 8
+    return nn.Parameter(made.to(dtype), requires_grad=False)
+
+
+def packed_bytes(made: Sequence[PackedLinear], size: int) -> torch.Tensor:
+    """One expert's, of the Linears that it stands for."""
+    parts = []
+    for linear in made:
+        for tensor in (linear.weight, linear.get_parameter(linear.statistics)):
+            raw = tensor.detach().contiguous().view(-1).view(torch.uint8)
+            parts += [raw, raw.new_zeros(-len(raw) % 64)]
+    whole = torch.cat(parts)
+    assert len(whole) == size
+    return whole
+
+
+def linear_of(matrix: torch.Tensor, bits: int) -> PackedLinear:
+    rows, columns = matrix.shape
+    if bits == 8:
+        eight = Int8Linear(columns, rows, bias=False, dtype=matrix.dtype)
+        eight.weight.data, eight.scale.data = to_int8(matrix)
+        return eight
+    four = Int4Linear(
+        columns, rows, bias=False, group_size=GROUP, order=BY_ROWS, dtype=matrix.dtype
+    )
+    values, four.scales_and_zeros.data = to_int4(matrix, GROUP)
+    four.weight.data = pack(values, BY_ROWS)
+    return four
+
+
+def make(bits: int, dtype: torch.dtype = torch.float32) -> tuple[Any, Any, list[Any]]:
+    """The library's module, ours, and Linears of the same integers, two for each expert."""
+    library: Any = Gated(Config(), dtype)
+    shape = shape_of(library, bits, GROUP if bits == 4 else 0, DTYPE_CODES[dtype])
+    assert shape is not None
+    linears = [
+        [
+            linear_of(matrices[expert], bits)
+            for matrices in (library.gate_up_proj, library.down_proj)
+        ]
+        for expert in range(EXPERTS)
+    ]
+    ours = PackedExperts(copy.deepcopy(library), shape, path="some.experts")
+    ours.packed.data = torch.stack([packed_bytes(pair, shape.nbytes) for pair in linears])
+    return library, ours, linears
+
+
+def routing(rows: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, ...]:
+    generator = torch.Generator().manual_seed(rows)
+    hidden = torch.randn(rows, HIDDEN, generator=generator).to(dtype)
+    ids = torch.rand(rows, EXPERTS, generator=generator).topk(2, -1).indices
+    return hidden, ids, torch.rand(rows, 2, generator=generator)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bits", [4, 8])
+@torch.no_grad()
+def test_products_are_a_linears(bits: int, dtype: torch.dtype) -> None:
+    """Few rows and many, and what backward multiplies with."""
+    _, ours, linears = make(bits, dtype)
+    for expert in range(EXPERTS):
+        for place, linear in zip(ours.shape.places, linears[expert], strict=True):
+            matrix = ExpertMatrix(ours.packed[expert], place, ours.shape, exact_inputs=False)
+            for rows in (1, 3, 17, 70):
+                given = torch.randn(rows, place.columns, dtype=torch.float32).to(dtype)
+                assert torch.equal(matrix.product(given), linear.product(given)), rows
+            assert torch.equal(matrix.dequantised(), linear.dequantised())
+
+
+@pytest.mark.parametrize("start", [2, 9])
+@pytest.mark.parametrize("bits", [4, 8])
+@torch.no_grad()
+def test_wherever_it_begins(bits: int, start: int) -> None:
+    """As other writers than ours may lay it."""
+    _, ours, _ = make(bits, torch.bfloat16)
+    given = routing(9, torch.bfloat16)
+    expected = ours(*given)
+    moved = torch.empty(ours.packed.numel() + start, dtype=torch.uint8)[start:]
+    ours.packed.data = moved.view(ours.packed.shape).copy_(ours.packed)
+    assert torch.equal(ours(*given), expected)
+    ours.settle()
+    assert ours.packed.data_ptr() % 16 == 0
+    assert torch.equal(ours(*given), expected)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@torch.no_grad()
+def test_near_the_librarys(bits: int) -> None:
+    """Of the same floats; ids that name no expert give nothing."""
+    library, ours, linears = make(bits)
+    for expert, pair in enumerate(linears):
+        library.gate_up_proj[expert], library.down_proj[expert] = (w.dequantised() for w in pair)
+    for rows in (1, 7, 40):
+        hidden, ids, by = routing(rows)
+        torch.testing.assert_close(
+            ours(hidden, ids, by), library(hidden, ids, by), rtol=1e-3, atol=1e-3
+        )
+        ids[:, 1] = EXPERTS
+        alone = library(hidden, ids[:, :1], by[:, :1])
+        torch.testing.assert_close(ours(hidden, ids, by), alone, rtol=1e-3, atol=1e-3)
+    assert ours(*routing(0)).shape == (0, HIDDEN)
+
+
+@torch.no_grad()
+def test_ids_of_any_integers_and_rows_of_any_shape() -> None:
+    _, ours, _ = make(4)
+    hidden, ids, by = routing(6)
+    expected = ours(hidden, ids, by)
+    for dtype in (torch.uint8, torch.int16, torch.int32):
+        assert torch.equal(ours(hidden, ids.to(dtype), by), expected)
+    assert torch.equal(ours(hidden.view(2, 3, HIDDEN), ids, by), expected.view(2, 3, HIDDEN))
+
+
+class Backwards:
+    """Has the experts taken from the last to the first."""
+
+    def __init__(self) -> None:
+        self.needed: list[int] = []
+
+    def order(self, _name: str, experts: Sequence[int]) -> Sequence[int]:
+        return sorted(experts, reverse=True)
+
+    def need(self, _name: str, expert: int) -> None:
+        self.needed.append(expert)
+
+    def refuse(self, function: str, name: str) -> Any:
+        raise LookupError(f"{function} of {name}")
+
+
+@torch.no_grad()
+def test_in_any_order() -> None:
+    """Each is asked for once, and no bit changes."""
+    _, ours, _ = make(4, torch.bfloat16)
+    given = routing(20, torch.bfloat16)
+    expected = ours(*given)
+    service = Backwards()
+    mode = ServeExperts({"packed": ours.packed}, service)
+    mode.begin()
+    try:
+        assert torch.equal(ours(*given), expected)
+    finally:
+        mode.discard()
+    assert service.needed == [4, 3, 2, 1, 0]
+
+
+@torch.no_grad()
+def test_what_was_not_read_is_nan() -> None:
+    """Bytes of 0xFF make scales that are no numbers."""
+    for bits in (4, 8):
+        _, ours, _ = make(bits, torch.bfloat16)
+        ours.packed[3] = 255
+        hidden, _, by = routing(4, torch.bfloat16)
+        ids = torch.tensor([[0, 1], [2, 3], [4, 0], [1, 3]])
+        made = ours(hidden, ids, by).isnan().all(1)
+        assert made.tolist() == [False, True, False, True]
+
+
+@torch.no_grad()
+def test_exact_inputs() -> None:
+    """Then it is always floats that are multiplied."""
+    _, ours, linears = make(4)
+    ours.exact_inputs = True
+    place, linear = ours.shape.places[0], linears[2][0]
+    matrix = ExpertMatrix(ours.packed[2], place, ours.shape, exact_inputs=True)
+    given = torch.randn(3, HIDDEN)
+    wanted = given @ linear.dequantised().t()
+    torch.testing.assert_close(matrix.product(given), wanted, rtol=1e-5, atol=1e-5)
+    if product.compiled() is not None:
+        assert not torch.equal(matrix.product(given), linear.product(given))
+    rounded = ExpertProducts(ours.shape, torch.float32, rounded=True)
+    exact = rounded._replace(rounded=False)
+    assert exact.of(1) >= HIDDEN * 64 * 4  # floats of a block
+    assert exact.of(1) > rounded.of(1) or product.compiled() is None
+    assert exact.of(200) == rounded.of(200)
+
+
+def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As floats: there is one order."""
+    _, ours, _ = make(4)
+    given = routing(5)
+    ours.exact_inputs = True
+    expected = ours(*given)
+    ours.exact_inputs = False
+    monkeypatch.setattr(product, "compiled", lambda: None)
+    assert torch.equal(ours(*given), expected)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_gradients_of_inputs(bits: int) -> None:
+    """For adapters on a plain model; the experts get none."""
+    library, ours, linears = make(bits)
+    for expert, pair in enumerate(linears):
+        library.gate_up_proj[expert], library.down_proj[expert] = (w.dequantised() for w in pair)
+    found = []
+    for module in (library, ours):
+        hidden, ids, by = routing(12)
+        hidden.requires_grad_()
+        module(hidden, ids, by).square().sum().backward()
+        found.append(hidden.grad)
+    torch.testing.assert_close(*found, rtol=2e-3, atol=2e-3)
+    assert ours.packed.grad is None
+
+
+def test_without_values() -> None:
+    """Sizes alone, for trials of what a pass takes."""
+    _, ours, _ = make(4)
+    hidden, ids, by = (tensor.to("meta") for tensor in routing(6))
+    assert ours(hidden, ids, by).shape == (6, HIDDEN)
+    with FakeTensorMode() as mode:
+        given = [mode.from_tensor(tensor) for tensor in routing(6)]
+        assert ours(*given).shape == (6, HIDDEN)
+
+
+def test_a_placeholder_and_another_device() -> None:
+    """What is not there is refused by the module's name."""
+    _, ours, _ = make(8)
+    there = ours.packed.data
+    ours.packed.data = torch.zeros((), dtype=torch.uint8).expand(there.shape)
+    with pytest.raises(UnsupportedModelError, match=r"'some.experts' .* int8 experts are on disk"):
+        ours(*routing(2))
+    ours.packed = nn.Parameter(there.to("meta"), requires_grad=False)
+    with pytest.raises(UnsupportedModelError, match="its int8 experts on 'meta'"):
+        ours(*routing(2))
+
+
+def test_copied_and_pickled() -> None:
+    """With what the library's module is needed for."""
+    _, ours, _ = make(4)
+    given = routing(3)
+    expected = ours(*given)
+    assert torch.equal(copy.deepcopy(ours)(*given), expected)
+    assert "experts=5, hidden=96, inner=64, bits=4, group_size=32" in repr(ours)
+    ours._library = (nn.Identity(),)  # the test's own class cannot be found by its name
+    assert torch.equal(pickle.loads(pickle.dumps(ours)).packed, ours.packed)
+
+
+def _change(**parameters: object) -> Any:
+    made = Gated(Config())
+    for name, value in parameters.items():
+        setattr(made, name, value)
+    return made
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        nn.Linear(4, 4),
+        Library(Config()),  # a loop of its own that nobody has told about
+        _change(has_post_expert_norm=True),
+        _change(has_gate=False),
+        _change(has_bias=True),
+        _change(norm=nn.LayerNorm(HIDDEN)),
+        _change(down_proj=parameter(EXPERTS + 1, HIDDEN, INNER)),
+        _change(down_proj=parameter(EXPERTS, INNER)),
+        _change(is_transposed=True),
+        _change(
+            gate_up_proj=parameter(1, 2 * INNER, HIDDEN), down_proj=parameter(1, HIDDEN, INNER)
+        ),
+        _change(gate_up_proj=parameter(EXPERTS, 2 * INNER, 40)),
+    ],
+)
+def test_modules_that_stay_floats(module: nn.Module) -> None:
+    for bits, group in ((4, GROUP), (8, 0)):
+        assert shape_of(module, bits, group, "F32") is None
+
+
+def test_the_dtype_in_a_configuration() -> None:
+    assert (
+        PipeloadConfig(4, group_size=GROUP, order=kernel_order(), experts="BF16").experts == "BF16"
+    )
+    with pytest.raises(OptionError, match="experts='I8'"):
+        PipeloadConfig(8, experts="I8")
