@@ -22,10 +22,22 @@ if TYPE_CHECKING:
 
     from pipeload.checkpoint.file_reads import FileSet
     from pipeload.checkpoint.headers import TensorEntry
-    from pipeload.weights.arena import Region
+    from pipeload.weights.arena import Region, Work
 
 PIECE_BYTES = 16 << 20
 """The most that is copied at once."""
+
+
+def run_named(name: str, job: Work, scratch: Region | None, files: FileSet) -> None:
+    """Run a read of a tensor of that name in a thread that can be left behind.
+
+    Raises:
+        ReadError: the disk failed or does not answer, or the file was cut short. Names the tensor.
+    """
+    try:
+        run_jobs([job], [scratch], files.stalls)
+    except ReadError as error:
+        raise ReadError(f"tensor {name!r}: {error}") from error
 
 
 def read_pieces(
@@ -41,10 +53,7 @@ def read_pieces(
     region = arena.take(arena.nbytes)
     for start in range(0, entry.nbytes, max(1, nbytes)):
         stop = min(start + nbytes, entry.nbytes)
-        try:
-            run_jobs([partial(_read, files, entry, start, stop)], [region], files.stalls)
-        except ReadError as error:
-            raise ReadError(f"tensor {entry.name!r}: {error}") from error
+        run_named(entry.name, partial(_read, files, entry, start, stop), region, files)
         yield region.buffer((entry.start + start) % PAGE, stop - start)
 
 

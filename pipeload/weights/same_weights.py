@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pipeload.checkpoint.reader_threads import run_jobs
 from pipeload.system.mappings import mappings_of
 from pipeload.weights.arena import DTYPES
 from pipeload.weights.placement import make_scratch, read_repacked, scratch_of
-from pipeload.weights.read_tensor import PIECE_BYTES, read_pieces, read_whole
+from pipeload.weights.read_tensor import PIECE_BYTES, read_pieces, read_whole, run_named
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -103,7 +102,8 @@ def _unpacks_to(weight: Weight, tensor: torch.Tensor, files: FileSet) -> bool:
     assert weight.repacked is not None  # noqa: S101 - nobody asks otherwise
     for start, stop in weight.repacked.steps(rows, weight.nbytes // max(1, rows)):
         made = torch.empty((stop - start, *weight.shape[1:]), dtype=live.dtype)
-        run_jobs([partial(_read, weight, range(start, stop), made, files)], [scratch], files.stalls)
+        read = partial(_read, weight, range(start, stop), made, files)
+        run_named(weight.sources[0].name, read, scratch, files)
         if not _same_bits(made, live[start:stop]):
             return False
     return True
