@@ -184,7 +184,7 @@ class _Counting(TorchDispatchMode):
         kwargs = dict(kwargs or {})
         given = tensors_in((args, kwargs))
         if func is torch.ops.aten.embedding.default:
-            self._words = max(self._words, *given[1].shape[-1:])
+            self._words = max((self._words, *given[1].shape[-1:]))
         self.weights.update(id(tensor) for tensor in given if isinstance(tensor, nn.Parameter))
         output = self._run(func, args, kwargs, given)
         made = tensors_in(output)
@@ -213,5 +213,5 @@ class _Counting(TorchDispatchMode):
     def _length(self, func: Any, asked: Tensor) -> Any:
         """How long the longest is that is made of words, or which of them each frame is of."""
         if func is torch.ops.aten.repeat_interleave.Tensor:
-            return asked.new_empty(self._frames * asked.numel())
+            return asked.new_empty(self._frames * asked.numel(), device="meta")
         return self._frames * self._words

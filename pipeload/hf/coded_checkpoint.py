@@ -55,13 +55,21 @@ class Chosen(NamedTuple):
 class CodedCheckpoint:
     """Coded weights of a checkpoint, beside tensors that are none."""
 
-    def __init__(self, name: str, pending: PendingLoad, settings: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        name: str,
+        pending: PendingLoad,
+        settings: Mapping[str, Any],
+        *,
+        in_part: bool = False,
+    ) -> None:
         """Find them.
 
         Args:
             name: of the checkpoint, for people.
             pending: the load of the float model, with what is stored.
             settings: its `quantization_config`; empty if it has none.
+            in_part: whether weights that the model has no place for are left out, as of floats.
 
         Raises:
             CheckpointError: it is malformed, or something is missing.
@@ -79,7 +87,7 @@ class CodedCheckpoint:
         self.plain = [entry for name, entry in stored.items() if name not in used]
         """Tensors that are no part of those."""
         self._refuse_others_parts()
-        self.pending = self._as_floats(pending)
+        self.pending = self._as_floats(pending, in_part=in_part)
         """The load of floats of the same shapes, of which coded ones are not really stored."""
         entries, seconds = pending.checkpoint.entries.values(), pending.read_timeout
         self.files = FileSet(pending.files, "buffered", seconds, stamps_of(entries))
@@ -171,7 +179,9 @@ class CodedCheckpoint:
         return {
             name: path
             for name, (path, module) in self.pending.plain_linears().items()
-            if module is not head and f"{path}.weight" not in tied
+            if module is not head
+            and f"{path}.weight" not in tied
+            and self.pending.dtype(f"{path}.weight") == model.dtype  # else it is kept in fp32
         }
 
     def _is_reordered(self, weight: CodedWeight) -> bool:
@@ -210,7 +220,7 @@ class CodedCheckpoint:
             )
         return found
 
-    def _as_floats(self, pending: PendingLoad) -> PendingLoad:
+    def _as_floats(self, pending: PendingLoad, *, in_part: bool) -> PendingLoad:
         """The load of floats of the same shapes.
 
         Raises:
@@ -222,6 +232,9 @@ class CodedCheckpoint:
             first = next(iter(weight.parts.values()))
             entries[name] = replace(first, name=name, dtype=dtype, shape=weight.shape)
         floats = pending.of(Checkpoint(pending.files, entries))
+        if in_part:
+            used = floats.used()
+            self.coded = {name: weight for name, weight in self.coded.items() if name in used}
         plain = floats.plain_parameters()
         for name in self.coded.keys() - plain.keys():
             raise UnsupportedModelError(
@@ -276,7 +289,7 @@ def _places(config: Any) -> Iterator[tuple[tuple[Any, str], Any]]:
     for each in {id(one): one for one in (config, config.get_text_config(decoder=True))}.values():
         for name in ("quantization_config", "quantization"):
             settings = getattr(each, name, None)
-            if settings is not None:
+            if isinstance(settings, dict) or hasattr(settings, "__dict__"):
                 yield (each, name), settings
 
 

@@ -24,11 +24,12 @@ from transformers.core_model_loading import (
 
 from pipeload.checkpoint.headers import open_checkpoint
 from pipeload.formats.codes.coded_weight import statistics
-from pipeload.formats.codes.repack import fill_floats, repack
+from pipeload.formats.codes.repack import BLOCK_CODES, fill_floats, repack
 from pipeload.formats.integers.linear import Int4Linear, Int8Linear
-from pipeload.formats.integers.order import BY_ROWS
+from pipeload.formats.integers.order import BLOCK_ROWS, BY_ROWS
 from pipeload.formats.integers.packed_linear import PackedLinear
 from pipeload.formats.integers.quantizer import PipeloadConfig, PipeloadQuantizer
+from pipeload.formats.integers.rounding import GROUPS
 from pipeload.hf.coded_checkpoint import CodedCheckpoint
 from pipeload.hf.pending_load import PendingLoad
 
@@ -41,15 +42,21 @@ if TYPE_CHECKING:
 
 _STATISTIC_TIMES: Final = 6
 """Scales and zeros in fp32 while they are made, in multiples of one of both."""
-_BLOCK_BYTES: Final = 16 << 20
-"""What a block of codes takes on its way, without a compiler or to floats."""
+_ORDERS: Final = 4
+"""Of columns, while they are sorted by groups."""
+_BYTES_PER_CODE: Final = 18
+"""Of a block of codes on their way to floats: fp32, its scale and zero, and those in order."""
 
 
 class CodesQuantizer(PipeloadQuantizer):
     """The quantizer of a checkpoint whose integers are taken over as they are read."""
 
     def __init__(
-        self, settings: Mapping[str, Any], form: CodesFormat, seconds: float | None
+        self,
+        settings: Mapping[str, Any],
+        form: CodesFormat,
+        seconds: float | None,
+        key_mapping: dict[str, str] | None = None,
     ) -> None:
         """Without its files, which the library finds later.
 
@@ -57,9 +64,11 @@ class CodesQuantizer(PipeloadQuantizer):
             settings: the checkpoint's `quantization_config`.
             form: what that is of.
             seconds: until a read is said to hang.
+            key_mapping: names that the load was told to change.
         """
         super().__init__(PipeloadConfig(8, method=form.method), pre_quantized=True)
         self._settings, self._seconds = dict(settings), seconds
+        self._key_mapping = key_mapping
         self._converters: list[WeightConverter] = []
 
     def _process_model_before_weight_loading(
@@ -72,11 +81,13 @@ class CodesQuantizer(PipeloadQuantizer):
         files = [Path(file) for file in checkpoint_files or ()]
         if not files or any(file.suffix != ".safetensors" for file in files):
             return  # for whoever loads weights to refuse
-        mapping = get_model_conversion_mapping(model)
-        record = SimpleNamespace(weight_mapping=mapping, hf_quantizer=None, dtype_plan=None)
+        mapping = get_model_conversion_mapping(model, self._key_mapping)
+        plan = model._get_dtype_plan(model.dtype)
+        record = SimpleNamespace(weight_mapping=mapping, hf_quantizer=None, dtype_plan=plan)
         pending = PendingLoad(model, open_checkpoint(files, None), record, self._seconds)
         with torch.device("cpu"):  # the library has all that is made here be without values
-            source = CodedCheckpoint(str(files[0].parent), pending, self._settings)
+            folder = str(files[0].parent)
+            source = CodedCheckpoint(folder, pending, self._settings, in_part=True)
             chosen = source.choose()
         names = source.parameters  # while Linears are of floats
         self.quantization_config = model.config.quantization_config = source.config(chosen)
@@ -86,7 +97,8 @@ class CodesQuantizer(PipeloadQuantizer):
             weight = source.coded.get(stored)
             if weight is not None:
                 module = model.get_submodule(name.rpartition(".")[0])
-                self._converters.append(_converter(TakenOver(self, weight), module, renamings))
+                operation = TakenOver(self, weight)
+                self._converters.append(_converter(operation, name, module, renamings))
 
     def update_weight_conversions(
         self, weight_conversions: list[Any], model: Any
@@ -110,8 +122,11 @@ class TakenOver(ConversionOps):
     def beside_bytes(self) -> int:
         """What `fill` takes beside what it reads and what it makes."""
         rows, columns = self.weight.shape
-        scales = 2 * rows * self.weight.groups * torch.float32.itemsize
-        return _BLOCK_BYTES + _STATISTIC_TIMES * scales + columns * torch.int64.itemsize
+        stored = 2 * rows * self.weight.groups * torch.float32.itemsize
+        shown = 2 * rows * (columns // min(GROUPS)) * torch.float32.itemsize
+        orders = _ORDERS * columns * torch.int64.itemsize
+        block = max(BLOCK_CODES, BLOCK_ROWS * columns) * _BYTES_PER_CODE
+        return block + _STATISTIC_TIMES * stored + shown + orders
 
     def fill(
         self,
@@ -176,9 +191,9 @@ class TakenOver(ConversionOps):
 
 
 def _converter(
-    operation: TakenOver, module: nn.Module, renamings: Sequence[WeightRenaming]
+    operation: TakenOver, name: str, module: nn.Module, renamings: Sequence[WeightRenaming]
 ) -> WeightConverter:
-    """What makes a module's parameters, by names as the library has them when it looks for it."""
+    """What makes a module's parameters, of which `name` is the first, of what is stored."""
 
     def renamed(name: str) -> str:
         return str(rename_source_key(name, [*renamings], [])[0])
@@ -186,7 +201,7 @@ def _converter(
     names = ["weight"]
     if isinstance(module, PackedLinear):
         names += [name for name in (module.statistics, "columns") if _has(module, name)]
-    stem = renamed(operation.weight.name).removesuffix("weight")
+    stem = name.removesuffix("weight")
     sources = [f"^{re.escape(renamed(part.name))}$" for part in operation.weight.parts.values()]
     return WeightConverter(sources, [stem + name for name in names], [operation])
 

@@ -5,11 +5,12 @@ Seen in 5.24.0, tried on 5.17.0 as well.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from transformers.core_model_loading import (
     WeightConverter,
     WeightRenaming,
+    build_glob_alternation,
     dot_natural_key,
     rename_source_key,
 )
@@ -20,6 +21,8 @@ from pipeload.weights.arena import DTYPES
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    import torch
+    from torch import nn
     from transformers import PreTrainedModel
 
     from pipeload.checkpoint.headers import Checkpoint
@@ -72,3 +75,13 @@ def weights_made(first: str, recipe: Recipe) -> list[str]:
         return [first]
     patterns = recipe.converter.target_patterns
     return [first.replace(patterns[0], pattern) for pattern in patterns]
+
+
+def target_dtype(config: Any, name: str, parameter: nn.Parameter) -> torch.dtype:
+    """Go by the library's rule: a meta parameter does not show that it is kept in fp32."""
+    if config.dtype_plan:
+        matcher, groups, _ = build_glob_alternation(list(config.dtype_plan))
+        if (match := matcher.search(name)) and match.lastgroup is not None:
+            dtype: torch.dtype = config.dtype_plan[groups[match.lastgroup]]
+            return dtype
+    return parameter.dtype

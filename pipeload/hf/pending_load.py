@@ -13,13 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from transformers.core_model_loading import build_glob_alternation
 
 from pipeload.checkpoint.file_reads import FileSet
 from pipeload.checkpoint.headers import stamps_of
 from pipeload.formats.registry import format_of
 from pipeload.hf import cache_layers  # noqa: F401 - passes of a loaded model have caches
-from pipeload.hf.key_matching import match_keys, weights_made
+from pipeload.hf.key_matching import match_keys, target_dtype, weights_made
 from pipeload.hf.library import quantised_by
 from pipeload.hf.recipes import Recipe, own_operation
 from pipeload.hf.rest_loading import (
@@ -154,6 +153,10 @@ class PendingLoad:
             if recipe.converter is None and self._usable(parameters.get(name), recipe)
         }
 
+    def used(self) -> set[str]:
+        """Names of stored tensors that the model has a place for."""
+        return {entry.name for recipe in self._recipes.values() for entry, _ in recipe.sources}
+
     def misshapen(self) -> list[str]:
         """List parameters that the checkpoint has a tensor of another shape for."""
         parameters = dict(self.model.named_parameters())
@@ -183,7 +186,7 @@ class PendingLoad:
 
     def dtype(self, name: str) -> torch.dtype:
         """Find what the parameter `name` is in once it is loaded."""
-        return _target_dtype(self._config, name, self.model.get_parameter(name))
+        return target_dtype(self._config, name, self.model.get_parameter(name))
 
     def parts(self, name: str) -> dict[str, TensorEntry]:
         """Find the stored tensors of the parameter `name`: see `Stored` in `formats.format`."""
@@ -226,7 +229,10 @@ class PendingLoad:
 
         `takes` says how many bytes a tensor of so many does.
         """
-        return sum(packed.statistics_bytes(takes) for packed in self.packed.values())
+        kept: int = sum(packed.statistics_bytes(takes) for packed in self.packed.values())
+        # Integers that the library makes floats of when it loads the rest, all at once.
+        rest = [r for first, r in self._recipes.items() if r.own and first not in self.packed]
+        return kept + sum(int(r.own.beside_bytes) + r.stored_bytes for r in rest)
 
     def products(self) -> Callable[[int], int]:
         """Say the most bytes that computing with a quantised weight takes beside its tensors.
@@ -321,7 +327,7 @@ class PendingLoad:
 
     def _weight(self, name: str, parameter: nn.Parameter, first: str, recipe: Recipe) -> Weight:
         key = name if recipe.converter is None else first
-        dtype = _target_dtype(self._config, key, parameter)
+        dtype = target_dtype(self._config, key, parameter)
         if recipe.dtype is not None:
             dtype = recipe.dtype
         shape = tuple(parameter.shape)
@@ -337,13 +343,3 @@ class PendingLoad:
             slices=recipe.slices(name, shape),
             repacked=recipe.cast_rows(shape, DTYPE_CODES[dtype]),
         )
-
-
-def _target_dtype(config: Any, name: str, parameter: nn.Parameter) -> torch.dtype:
-    """Go by the library's rule: a meta parameter does not show that it is kept in fp32."""
-    if config.dtype_plan:
-        matcher, groups, _ = build_glob_alternation(list(config.dtype_plan))
-        if (match := matcher.search(name)) and match.lastgroup is not None:
-            dtype: torch.dtype = config.dtype_plan[groups[match.lastgroup]]
-            return dtype
-    return parameter.dtype

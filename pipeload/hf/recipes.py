@@ -30,6 +30,7 @@ from pipeload.budget.cut import ADAPTED
 from pipeload.weights.arena import DTYPES
 from pipeload.weights.cast_rows import CastRows
 from pipeload.weights.layout import Slices
+from pipeload.weights.placement import CAST_CHUNK_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -81,6 +82,11 @@ class Recipe:
         return own_operation(self.converter)
 
     @property
+    def stored_bytes(self) -> int:
+        """Of all that it is made of."""
+        return sum(entry.nbytes for entry, _ in self.sources)
+
+    @property
     def merges(self) -> bool:
         """Whether there is more than one operation."""
         return self.converter is not None and len(self.converter.operations) > 1
@@ -118,7 +124,8 @@ class Recipe:
         entry = self.sources[0][0]
         if entry.dtype == dtype or not {entry.dtype, dtype} <= _FLOATS:
             return None
-        return CastRows(entry.dtype, entry.nbytes // shape[0])
+        row_bytes = entry.nbytes // shape[0]
+        return CastRows(entry.dtype, row_bytes) if row_bytes <= CAST_CHUNK_BYTES else None
 
     def _slices_of_share(self, name: str, shape: tuple[int, ...]) -> Slices | None:
         """The same of one of several weights, each of which gets an equal share of the experts."""

@@ -159,6 +159,7 @@ def _from_pretrained(cls: type[PreTrainedModel], *args: Any, **kwargs: Any) -> A
     load = partial(_FROM_PRETRAINED.original.__func__, cls)
     intercept = current_intercept()
     with _one_at_a_time:
+        _thread.key_mapping = kwargs.get("key_mapping")
         if intercept is None:
             return load(*args, **kwargs)
         with intercept_loading(plainly):
@@ -236,7 +237,8 @@ def _get_quantizer(
     if form is not None:
         if asked is not None and named(asked) != form.method:
             raise _quantises(asked)
-        taking = CodesQuantizer(take_settings(config), form, _thread.read_timeout)
+        renamed = getattr(_thread, "key_mapping", None)
+        taking = CodesQuantizer(take_settings(config), form, _thread.read_timeout, renamed)
         taking.validate_environment(device_map=device_map)
         return taking, config, {"": "cpu"} if device_map is None else device_map
     if stored is None and asked is not None and is_known(asked):

@@ -20,7 +20,7 @@ from pipeload.quantiser.forms import HEAD_BITS, PART_BYTES
 from pipeload.quantiser.options import find_head, make_head_form
 from pipeload.quantiser.quantise import Made
 from pipeload.quantiser.resumable_shards import Output, divide
-from pipeload.quantiser.tensor import Reading, items_at_once
+from pipeload.quantiser.tensor import ROUNDED_BYTES_PER_ITEM, Reading, items_at_once
 
 if TYPE_CHECKING:
     import os
@@ -113,7 +113,7 @@ def make(
     config = source.config(chosen, PART_BYTES)
     new_head = None if head_form is None else _take_head(source, head_form, config)
     kernel = Kernel(chosen.bits, chosen.group, config.order or "", chosen.reordered, source.dtype)
-    reading = Reading(source.files, _items(memory_limit, source))
+    reading = Reading(source.files, _items(memory_limit, source, new_head))
     parts = {name: config.parts(*source.coded[name].shape) for name in chosen.names}
     steps: list[Step] = []
     for one in source.in_order():
@@ -194,10 +194,13 @@ class _Form:
         self.description = f"{self.name}, {scales}, quantised by {title}"
 
 
-def _items(memory_limit: int | str | None, source: CodedCheckpoint) -> int:
-    """How many codes to convert at once. Raises what `items_at_once` does."""
+def _items(memory_limit: int | str | None, source: CodedCheckpoint, new_head: Head | None) -> int:
+    """How many codes to convert, or numbers to round, at once. Raises what `items_at_once` does."""
     largest = max(source.coded.values(), key=lambda weight: weight.nbytes)
     columns = max(weight.shape[1] for weight in source.coded.values())
+    item_bytes = _BYTES_PER_ITEM
+    if new_head is not None:
+        columns, item_bytes = max(columns, new_head.module.in_features), ROUNDED_BYTES_PER_ITEM
     held = 2 * largest.nbytes  # its tensors, statistics in fp32 among them
     what = f"converting {largest.name!r}"
-    return items_at_once(memory_limit, columns, _BYTES_PER_ITEM, held=held, what=what, of="")
+    return items_at_once(memory_limit, columns, item_bytes, held=held, what=what, of="")

@@ -25,7 +25,7 @@ from pipeload.quantiser.calibration_text import find_text
 from pipeload.quantiser.folder import Origin, complete, write_weights
 from pipeload.quantiser.options import choose, make_form, make_head_form
 from pipeload.quantiser.resumable_shards import Output, divide
-from pipeload.quantiser.tensor import Reading, copied, items_at_once
+from pipeload.quantiser.tensor import ROUNDED_BYTES_PER_ITEM, Reading, copied, items_at_once
 
 if TYPE_CHECKING:
     import os
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from pipeload.quantiser.options import Choice
     from pipeload.quantiser.resumable_shards import Step
 
-_BYTES_PER_ITEM = 40  # what quantising holds, fp32 temporaries and all
+
 _MOST_FLOATS = 0.5  # of the weights, before one is told that little was quantised
 _READ = "The float model read the text once; nothing was trained."
 _log = logging.getLogger("pipeload")
@@ -290,5 +290,5 @@ def _items(memory_limit: int | str | None, source: _Source) -> int:
     held += [one.held_bytes for one in packed]
     of = f" for rows of {max(columns)} weights"
     return items_at_once(
-        memory_limit, max(columns), _BYTES_PER_ITEM, held=max(held), what="quantising", of=of
+        memory_limit, max(columns), ROUNDED_BYTES_PER_ITEM, held=max(held), what="quantising", of=of
     )

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from pipeload.weights.row_cuts import RowRange
 
 
+ROUNDED_BYTES_PER_ITEM = 40
+"""What quantising holds, fp32 temporaries and all."""
 _MOST_ITEMS = 4 << 20
 _SPARE_BYTES = 32 << 20
 

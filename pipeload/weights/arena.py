@@ -58,6 +58,7 @@ class Region(NamedTuple):
 
     def buffer(self, start: int, nbytes: int) -> memoryview:
         """Show writable bytes from `start` in the region, for a read to land in."""
+        assert start + nbytes <= self.nbytes  # noqa: S101 - behind it lies somebody else's
         return self.arena.buffer(self.offset + start, nbytes)
 
     def tensor(self, start: int, dtype: str, shape: tuple[int, ...], nbytes: int) -> torch.Tensor:

@@ -266,6 +266,8 @@ def columns_by_group(name: str, group_of: torch.Tensor, groups: int) -> torch.Te
     Raises:
         CheckpointError: groups are not of one size.
     """
+    if bool((group_of < 0).all()):  # said of none
+        return None
     group_of = group_of.to(torch.int64)
     size = group_columns(name, len(group_of), groups)
     least, most = int(group_of.min()), int(group_of.max())

@@ -135,9 +135,7 @@ def _decode(name: str, bits: int, tensors: Mapping[str, torch.Tensor]) -> Codes:
     if "zero" in tensors:
         zero = codes_down(tensors["zero"], bits)[: shape[0]].float().t()
     group_of = tensors.get(GROUP_OF)
-    order = None
-    if group_of is not None and bool((group_of >= 0).all()):  # else they are in order
-        order = columns_by_group(name, group_of, len(scale))
+    order = None if group_of is None else columns_by_group(name, group_of, len(scale))
 
     def rows(start: int, stop: int) -> torch.Tensor:
         codes = codes_of(words[start:stop], bits)

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 _SOURCE = Path(__file__).with_name("repack.c")
 _FLIP: Final = {4: 0, 8: 0x80808080}
 """Of 8 bits our kernel takes values: codes less 128."""
-_BLOCK_CODES = 1 << 20
+BLOCK_CODES: Final = 1 << 20
+"""At once, where they are not put in order by the compiled kernel; at least some whole rows."""
 _log = logging.getLogger("pipeload")
 
 
@@ -75,7 +76,7 @@ def _by_blocks(codes: Codes, bits: int, order: str, out: torch.Tensor) -> None:
 
 def _blocks(rows: int, columns: int) -> Iterator[tuple[int, int]]:
     """Ranges of rows: whole tiles, then what is left."""
-    step = max(1, _BLOCK_CODES // columns // BLOCK_ROWS) * BLOCK_ROWS
+    step = max(1, BLOCK_CODES // columns // BLOCK_ROWS) * BLOCK_ROWS
     for start in range(0, rows, step):
         yield start, min(start + step, rows)
 

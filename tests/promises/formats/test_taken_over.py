@@ -24,11 +24,12 @@ from tests.support.exact import (
     steady_floor,
     step_logits,
 )
-from tests.support.models import load_plain
+from tests.support.models import load_plain, save_random
 from tests.support.packers import WAYS, random_codes, save_packed
 from tests.support.sweeps import few
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
 __all__ = ["steady_floor"]  # a fixture: every test here runs with it
@@ -197,6 +198,88 @@ def test_what_is_quantised_besides_becomes_floats(tmp_path: Path) -> None:
     expected = outputs(load_plain(pipeload.convert(source, tmp_path / "made")))
     for limit in limits(source, 2):
         assert_same(outputs(load(source, limit)), expected, f"at {limit}")
+
+
+def test_the_model_without_its_head(tmp_path: Path) -> None:
+    """Names lose their prefix, and what is not wanted is left out."""
+    save_packed(tmp_path / "source", WAYS["gptq"], dtype=torch.bfloat16)
+    with torch.no_grad():
+        expected = load(tmp_path / "source", 10**10).model(prompt()).last_hidden_state
+        for limit in limits(tmp_path / "source", 2):
+            bare = load(tmp_path / "source", limit, auto_class=transformers.AutoModel)
+            assert_same(bare(prompt()).last_hidden_state, expected, f"at {limit}")
+
+
+def rewritten(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> Path:
+    """The same checkpoint with other tensors."""
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    save_file(change(tensors) or tensors, file, {"format": "pt"})
+    return folder
+
+
+def test_layers_that_the_model_has_no_place_for(tmp_path: Path) -> None:
+    """They are left out, as those of floats are: heads that guess several tokens, for one."""
+    source = tmp_path / "source"
+    save_packed(source, WAYS["awq"], dtype=torch.bfloat16)
+    expected = step_logits(load(source, 10**10), prompt(), 1)
+    last = "model.layers.2."
+
+    def add(tensors: dict[str, torch.Tensor]) -> None:
+        more = {n.replace(last, "model.layers.3."): t for n, t in tensors.items() if last in n}
+        tensors |= {name: tensor.clone() for name, tensor in more.items()}
+
+    assert_same(step_logits(load(rewritten(source, add), 10**10), prompt(), 1), expected)
+    with pytest.raises(UnsupportedModelError, match="stands for no weight"):
+        pipeload.convert(source, tmp_path / "made")
+
+
+def test_names_that_the_user_changes(tmp_path: Path) -> None:
+    """By `key_mapping`, as for floats."""
+    source = tmp_path / "source"
+    save_packed(source, WAYS["gptq"], dtype=torch.bfloat16)
+    expected = step_logits(load(source, 10**10), prompt(), 1)
+    rewritten(source, lambda all_: {n.replace("self_attn", "mixer"): t for n, t in all_.items()})
+    model = load(source, limits(source, 2)[0], key_mapping={"mixer": "self_attn"})
+    assert_same(step_logits(model, prompt(), 1), expected)
+
+
+def test_what_is_kept_in_fp32_has_no_integers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model says so of single Linears; their numbers are exact then."""
+    monkeypatch.setattr(transformers.LlamaForCausalLM, "_keep_in_fp32_modules_strict", ["up_proj"])
+    save_packed(tmp_path / "source", WAYS["gptq"], dtype=torch.bfloat16)
+    made = pipeload.convert(tmp_path / "source", tmp_path / "made")
+    model = load(tmp_path / "source", 10**10)
+    up = model.get_submodule("model.layers.0.mlp.up_proj")
+    assert type(up) is torch.nn.Linear
+    assert up.weight.dtype is torch.float32
+    assert type(load_plain(made).get_submodule("model.layers.0.mlp.up_proj")) is torch.nn.Linear
+
+
+def test_groups_that_are_said_of_no_column(tmp_path: Path) -> None:
+    """compressed-tensors has -1 for all where columns are in order."""
+    source = tmp_path / "source"
+    packed = save_packed(source, WAYS["compressed-tensors"], dtype=torch.bfloat16)
+    expected = step_logits(load(source, 10**10), prompt(), 1)
+
+    def add(tensors: dict[str, torch.Tensor]) -> None:
+        for path, one in packed.items():
+            tensors[f"{path}.weight_g_idx"] = torch.full((one.codes.shape[1],), -1).int()
+
+    assert_same(step_logits(load(rewritten(source, add), 10**10), prompt(), 1), expected)
+
+
+def test_a_word_where_settings_would_be(tmp_path: Path) -> None:
+    """Of a float checkpoint whose configuration says that it is not quantised."""
+    folder = save_random("llama", tmp_path, "bf16", seed=1)
+    told = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    told["quantization"] = "none"
+    (folder / "config.json").write_text(json.dumps(told), encoding="utf-8")
+    assert_same(
+        step_logits(load(folder, 10**10), prompt(), 0), step_logits(load_plain(folder), prompt(), 0)
+    )
 
 
 def test_packed_linears_are_where_integers_are(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from pipeload.hf.pending_load import PendingLoad, _target_dtype
+from pipeload.hf.key_matching import target_dtype
 from pipeload.hf.takeover import peek
 from pipeload.weights.layout import Conversion
 from tests.support.models import load_plain, random_model, save_random, tiny_config
@@ -21,6 +21,7 @@ from tests.support.models import load_plain, random_model, save_random, tiny_con
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from pipeload.hf.pending_load import PendingLoad
     from tests.conftest import TinyCheckpoint
 
 
@@ -91,9 +92,9 @@ def test_what_is_kept_in_fp32() -> None:
     parameter = nn.Parameter(torch.empty(1, dtype=torch.bfloat16))
 
     config = SimpleNamespace(dtype_plan={"wo": torch.float32, "layer.*.norm": torch.float16})
-    assert _target_dtype(config, "block.wo", parameter) is torch.float32
-    assert _target_dtype(config, "layer.3.norm", parameter) is torch.float16
-    assert _target_dtype(config, "block.wi", parameter) is torch.bfloat16
+    assert target_dtype(config, "block.wo", parameter) is torch.float32
+    assert target_dtype(config, "layer.3.norm", parameter) is torch.float16
+    assert target_dtype(config, "block.wi", parameter) is torch.bfloat16
 
 
 def test_a_prefix_that_only_one_has(tiny: TinyCheckpoint, tmp_path: Path) -> None:

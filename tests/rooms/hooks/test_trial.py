@@ -92,6 +92,13 @@ def test_how_long_a_model_speaks_is_taken_from_its_words() -> None:
     assert try_out(run).error is not None
 
 
+def test_the_embedding_of_one_number() -> None:
+    """Of a placeholder for pictures, say: it is no sequence."""
+    table = meta(16, 4)
+    one = torch.full((), 3)
+    assert try_out(lambda: torch.nn.functional.embedding(one, table)).output.shape == (4,)
+
+
 def test_a_number_that_nobody_knows_ends_the_trial() -> None:
     """What was counted until then is told, with what was raised."""
     states = meta(KB)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 import torch
 from transformers import LlamaConfig
 
+from pipeload.checkpoint.headers import TensorEntry
+from pipeload.hf.recipes import Recipe
 from pipeload.weights.cast_rows import CastRows
 from tests.support.exact import (
     assert_same,
@@ -20,9 +22,6 @@ from tests.support.exact import (
     step_logits,
 )
 from tests.support.models import load_plain, save_random
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 __all__ = ["steady_floor"]  # a fixture: every test here runs with it
 
@@ -71,3 +70,14 @@ def test_table_and_head_are_not_held_whole(
     table = CONFIG.vocab_size * CONFIG.hidden_size * wanted.itemsize
     # Two readers have room to cast in, of 4 MB each.
     assert first - smallest_limit(tmp_path / "as-wanted") < table
+
+
+def test_rows_of_many_columns_are_cast_by_elements() -> None:
+    """One alone would not fit what a reader has to cast in."""
+    file = Path("model.safetensors")
+    short, long = (
+        TensorEntry("w", file, "F32", (2, columns), 0, 8 * columns)
+        for columns in (1 << 20, (1 << 20) + 1)
+    )
+    assert Recipe(None, [(short, "w")]).cast_rows(short.shape, "BF16") is not None
+    assert Recipe(None, [(long, "w")]).cast_rows(long.shape, "BF16") is None
