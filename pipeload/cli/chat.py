@@ -14,15 +14,16 @@ import torch
 import pipeload
 from pipeload._sizes import counted
 from pipeload.budget.usage_trial import CACHES
-from pipeload.cli.answer import Answer, end_tokens
+from pipeload.cli.answer import Answer
 from pipeload.cli.load_model import check_model
 from pipeload.cli.log_lines import log, silence_libraries
 from pipeload.cli.progress_bar import first_pass
-from pipeload.cli.prompt import apply_template
 from pipeload.cli.run import generate_answer, load_asked, with_seed
 from pipeload.cli.run_report import describe_plan
 from pipeload.entry.texts import check_tokens, load_tokenizer
 from pipeload.errors import OptionError, PipeloadError
+from pipeload.serving.answer_text import end_tokens
+from pipeload.serving.encoding import apply_template
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -14,7 +14,7 @@ import torch
 
 import pipeload
 from pipeload._sizes import counted
-from pipeload.cli.answer import Answer, StopAt
+from pipeload.cli.answer import Answer
 from pipeload.cli.draft import LOOKUP, OFF, draft_settings
 from pipeload.cli.load_model import (
     DTYPES,
@@ -27,6 +27,7 @@ from pipeload.cli.prompt import encode
 from pipeload.cli.run_report import count, describe_plan
 from pipeload.entry.texts import check_tokens, load_tokenizer
 from pipeload.errors import OptionError
+from pipeload.serving.answer_text import StopAt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,9 +21,10 @@ from hypothesis import strategies as st
 from pipeload.bench import measure
 from pipeload.bench.report import legend
 from pipeload.checkpoint.file_reads import FileSet
-from pipeload.cli.answer import Answer, Cut, StopAt
+from pipeload.cli.answer import Answer
 from pipeload.engine.stats import work_rows
 from pipeload.errors import ReadError
+from pipeload.serving.answer_text import Cut, StopAt
 from tests.promises.ways_in.test_notebook import STATS
 from tests.rooms.cli.test_commands import PROMPT, plain_answer
 from tests.rooms.cli.test_commands import talker as talker  # noqa: PLC0414 - a fixture
