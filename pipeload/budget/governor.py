@@ -210,7 +210,8 @@ class Governor:
     def bytes_alone(self, prompt: int, tokens: int, batch: int) -> tuple[int, int]:
         """What the cache of `batch` sequences of `tokens` takes, and the pass of their prompts."""
         needs = self._needs
-        return needs.cache_bytes(tokens, batch), needs.for_shape(PassShape(prompt, batch))
+        with self.ledger.account.lock:  # it may try what a pass that begins is trying
+            return needs.cache_bytes(tokens, batch), needs.for_shape(PassShape(prompt, batch))
 
     def inside_pass(self) -> None:
         """Look again before a site runs: somebody else may have taken memory meanwhile."""

@@ -22,6 +22,7 @@ from pipeload.cli.evaluate_command import evaluate
 from pipeload.cli.exit_status import Commands, load, reported
 from pipeload.cli.log_lines import replace_unprintable
 from pipeload.cli.prompt import read_prompt
+from pipeload.cli.serve_command import serve
 
 DEMO_QUESTION = "What is the capital of France? Answer in one sentence."
 
@@ -301,6 +302,7 @@ def convert(
 
 app.command()(batch)
 app.command()(chat)
+app.command()(serve)
 
 
 def command_names() -> list[str]:

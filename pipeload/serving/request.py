@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     import torch
 
-CHAT = "/v1/chat/completions"
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 _MOST_STOPS = 4
 _MOST_ANSWERS = 128  # as of the API; a prompt is copied for each before any limit is looked at
 _LABELS = {"user", "metadata", "safety_identifier", "prompt_cache_key"}
