@@ -17,14 +17,14 @@ def encode_text(tokenizer: Any, text: str) -> dict[str, Any]:
 
 
 def encode_messages(
-    tokenizer: Any, messages: list[dict[str, Any]], *, cure: str = "Give others.", **given: Any
+    tokenizer: Any, messages: list[dict[str, Any]], *, cure: str | None = None, **given: Any
 ) -> dict[str, Any]:
     """The model's inputs for a conversation, in its chat template.
 
     Args:
         tokenizer: the model's.
         messages: what was said so far.
-        cure: what an error tells to do.
+        cure: what an error tells to do; None: to give others.
         given: what else the template is given, such as `tools`.
 
     Raises:
@@ -47,18 +47,19 @@ def _checked(encoded: Any) -> dict[str, Any]:
 
 
 def apply_template(
-    tokenizer: Any, messages: list[dict[str, Any]], cure: str, **options: Any
+    tokenizer: Any, messages: list[dict[str, Any]], cure: str | None, **options: Any
 ) -> Any:
     """A conversation in the model's chat template, up to where the answer begins.
 
     Raises:
-        OptionError: the template fails; `cure` says what to do.
+        OptionError: the template fails; `cure` says what to do, None: to give other messages.
     """
     try:
         return tokenizer.apply_chat_template(messages, add_generation_prompt=True, **options)
     except Exception as error:  # a template is a program
         from pipeload.entry.texts import first_line
 
+        told = "Give others." if cure is None else cure
         raise OptionError(
-            f"the model's chat template does not take this ({first_line(error)}). {cure}"
+            f"the model's chat template does not take this ({first_line(error)}). {told}"
         ) from error

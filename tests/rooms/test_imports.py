@@ -48,6 +48,9 @@ KNOWN_IN = {
     "psutil": {"system"},
     "rich": {"_text_tables", "cli"},
     "typer": {"cli"},
+    "starlette": {"serving"},
+    "uvicorn": {"serving"},
+    "prometheus_client": {"serving"},
 }
 # Pure: sizes, byte ranges and records. They can be used, and tested, without torch.
 WITHOUT_TORCH = {

@@ -22,7 +22,7 @@ from pipeload.engine.convoy_members import GaveWayError
 from pipeload.entry.many import SharedCall
 from pipeload.errors import MemoryLimitError, ReadError, UnsupportedOperationError
 from tests.rooms.cli.test_commands import talker as talker  # noqa: PLC0414 - a fixture
-from tests.support.commands import invoke, start
+from tests.support.commands import ROOT, invoke, start
 from tests.support.commands import loud_libraries as loud_libraries  # noqa: PLC0414 - a fixture
 from tests.support.exact import load_smallest
 from tests.support.exact import steady_floor as steady_floor  # noqa: PLC0414 - a fixture
@@ -47,7 +47,8 @@ def server(talker: Path) -> Iterator[Served]:
 @pytest.fixture(scope="module")
 def plain(talker: Path) -> Callable[..., str]:
     """What plain transformers say to a text."""
-    model, tokenizer = load_plain(talker), transformers.AutoTokenizer.from_pretrained(talker)
+    model = load_plain(talker)
+    tokenizer: Any = transformers.AutoTokenizer.from_pretrained(talker)
 
     def say(text: str, *, chat: bool = True, **options: Any) -> str:
         seed = options.pop("seed", None)
@@ -468,6 +469,16 @@ def test_metrics(server: Served) -> None:
     assert grown["pipeload_first_token_seconds_count"] == 1
     assert after["pipeload_running"] == after["pipeload_waiting"] == 0
     assert after["pipeload_memory_limit"] == pipeload.handle(server.model).plan.memory_limit
+
+
+def test_the_dashboard(server: Served) -> None:
+    """Shows figures that there are."""
+    panels = json.loads((ROOT / "examples" / "grafana.json").read_text())["panels"]
+    shown = " ".join(target["expr"] for panel in panels for target in panel["targets"])
+    named = set(re.findall(r"(?:pipeload|process)_\w+", shown))
+    told = server.client.ask("/metrics").text
+    assert len(named) > 10
+    assert {name for name in named if f"\n{name}" not in told} == set()
 
 
 # -- as a command --------------------------------------------------------------------------------
