@@ -24,6 +24,7 @@ from pipeload.entry.convoy_size import ConvoySize, sizes_of
 from pipeload.entry.many import SharedCall
 from pipeload.entry.request_room import RequestRoom
 from pipeload.serving.request_error import RequestError
+from pipeload.system.memory import trim_heap
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -103,7 +104,6 @@ class Desk:
         """`at_once`: the most that run together; None: as many as fit and help."""
         self._model, self._at_once, self._most_waiting = model, at_once, most_waiting
         session = handle(model).session
-        self._governor = session.governor
         self._room = RequestRoom(session.governor)
         self._lock = threading.Lock()
         self._waiting: deque[Job] = deque()
@@ -231,6 +231,7 @@ class Desk:
         except BaseException as error:
             outcome = error
         job.call = None
+        trim_heap()  # what is measured next is to be what is needed
         with self._lock:
             del self._running[job]
             again = isinstance(outcome, GaveWayError) and not job.cancelled

@@ -20,8 +20,12 @@ TOO_LARGE, FAILED = 413, 500  # HTTP's
 def settings_of(
     model: Any, tokenizer: Any, typed: str, *, max_new_tokens: int, streams: bool = False
 ) -> Settings:
-    """What holds for all requests to a `model` that was `typed` as such on the command line."""
+    """What holds for all requests to a `model` that was `typed` as such on the command line.
+
+    `streams`: to a server, whose clients see no warning of what goes beyond the model's positions.
+    """
     name = Path(typed).name
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     return Settings(
         tokenizer,
         name,
@@ -29,6 +33,7 @@ def settings_of(
         max_new_tokens,
         response_template(tokenizer, model.config.model_type),
         streams,
+        positions if streams and isinstance(positions, int) and positions > 0 else None,
     )
 
 

@@ -56,6 +56,8 @@ class Settings(NamedTuple):
     """How the model writes calls of tools; None where nobody knows: then tools are refused."""
     streams: bool = False
     """Whether answers may be asked for in pieces."""
+    positions: int | None = None
+    """For how many tokens the model was made, where more are to be refused."""
 
 
 class Asked(NamedTuple):
@@ -112,7 +114,10 @@ def parse(url: str, body: Mapping[str, Any], settings: Settings) -> Asked:
         )
     tools = read_tools(fields, known=settings.response_template is not None) if url == CHAT else []
     inputs = _inputs(url, fields, settings.tokenizer, tools)
-    options, stops = _options(fields, settings)
+    room = None
+    if settings.positions is not None:
+        room = settings.positions - int(inputs["input_ids"].shape[1])
+    options, stops = _options(fields, settings, room)
     streams, counts = _pieces(fields, settings, answers=options.get("num_return_sequences", 1))
     if fields:
         name = min(fields)
@@ -179,17 +184,14 @@ def _pieces(fields: dict[str, Any], settings: Settings, *, answers: int) -> tupl
     return streams, counts
 
 
-def _options(fields: dict[str, Any], settings: Settings) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """What `generate` is asked for, as `pipeload run` asks; takes it out of `fields`."""
-    lengths = ("max_completion_tokens", "max_tokens")
-    asked = [_whole(fields, name, least=1) for name in lengths]
-    given = [length for length in asked if length is not None]
-    if len(set(given)) > 1:
-        raise RequestError(
-            f"{lengths[0]}={given[0]} and {lengths[1]}={given[1]} are two lengths. Give one.",
-            parameter=lengths[1],
-        )
-    new = given[0] if given else settings.max_new_tokens
+def _options(
+    fields: dict[str, Any], settings: Settings, room: int | None
+) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """What `generate` is asked for, as `pipeload run` asks; takes it out of `fields`.
+
+    `room`: how many tokens the model has positions for, None: as many as are asked for.
+    """
+    new = _new_tokens(fields, settings, room)
     temperature = _number(fields, "temperature", lambda value: value >= 0)
     drawn = {
         "temperature": temperature or None,
@@ -222,6 +224,29 @@ def _options(fields: dict[str, Any], settings: Settings) -> tuple[dict[str, Any]
     if penalty is not None:
         options["repetition_penalty"] = penalty
     return options, _stops(fields)
+
+
+def _new_tokens(fields: dict[str, Any], settings: Settings, room: int | None) -> int:
+    lengths = ("max_completion_tokens", "max_tokens")
+    asked = [_whole(fields, name, least=1) for name in lengths]
+    given = [length for length in asked if length is not None]
+    if len(set(given)) > 1:
+        raise RequestError(
+            f"{lengths[0]}={given[0]} and {lengths[1]}={given[1]} are two lengths. Give one.",
+            parameter=lengths[1],
+        )
+    new = given[0] if given else settings.max_new_tokens
+    if room is None:
+        return new
+    new = new if given else max(1, min(new, room))
+    if new > room:
+        raise RequestError(
+            f"the model was made for {settings.positions} tokens: there is room for "
+            f"{max(0, room)} behind this prompt, and not for {new}. Give less.",
+            parameter=lengths[1],
+            code="context_length_exceeded",
+        )
+    return new
 
 
 def _whole(fields: dict[str, Any], name: str, *, least: int) -> int | None:

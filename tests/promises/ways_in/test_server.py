@@ -29,6 +29,7 @@ from tests.support.exact import steady_floor as steady_floor  # noqa: PLC0414 - 
 from tests.support.models import load_plain
 from tests.support.served import CHAT, TEXT, Answer, Client, Served, served, wait_until
 from tests.support.streaming import WAIT_SECONDS, assert_nothing_held, prefetcher_of
+from tests.tools.serve_soak import soak
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -190,9 +191,9 @@ def test_the_official_client(server: Served, plain: Callable[..., str]) -> None:
         assert text.choices[0].text == plain("abc", chat=False)
         with pytest.raises(openai.BadRequestError, match="presence_penalty=1 is not served"):
             client.chat.completions.create(**asked, presence_penalty=1)
-        with pytest.raises(openai.APIStatusError) as error:
+        with pytest.raises(openai.BadRequestError) as error:
             client.completions.create(model=model.id, prompt="abc", max_tokens=1 << 40)
-        assert error.value.status_code == 413
+        assert error.value.code == "context_length_exceeded"
 
 
 REFUSED: list[tuple[int, str, Any, dict[str, Any], str]] = [
@@ -213,6 +214,8 @@ REFUSED: list[tuple[int, str, Any, dict[str, Any], str]] = [
         {},
         "stream_options={'x': 1} is not served",
     ),
+    (400, TEXT, {"prompt": "x" * 200, "max_tokens": 57}, {}, "room for 56 behind this prompt, and"),
+    (400, TEXT, {"prompt": "x" * 300}, {}, "there is room for 0 behind this prompt"),
     (404, "/v1/embeddings", {}, {}, "nothing of that name"),
     (404, "/v1/models/other", None, {}, "nothing of that name"),
     (404, "/load_model", {}, {}, "nothing of that name"),
@@ -233,6 +236,19 @@ def test_refused(server: Served, refused: tuple[int, str, Any, dict[str, str], s
     assert answer.error["type"] == "invalid_request_error"
 
 
+def test_an_answer_without_a_length(server: Served) -> None:
+    """Goes as far as the model has positions."""
+    body = server.client.ask(TEXT, {"prompt": "x" * 252}).body
+    assert body["usage"]["total_tokens"] == 256
+
+
+def test_as_many_as_help(talker: Path) -> None:
+    """May run together, too."""
+    with served(talker, at_once=None) as running, ThreadPoolExecutor(3) as pool:
+        asked = [pool.submit(running.client.chat, "Hello", max_tokens=9) for _ in range(3)]
+        assert len({each.result(WAIT_SECONDS).said for each in asked}) == 1
+
+
 def test_a_key(talker: Path) -> None:
     """Nothing but health is told without it; with it, whatever the server is called."""
     with served(talker, key="secret") as running:
@@ -248,7 +264,7 @@ def test_a_key(talker: Path) -> None:
 
 def test_what_memory_does_not_hold(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """Is refused before anything begins, with the longest that fits: which is right."""
-    assert server.client.chat("Hello", max_tokens=1 << 40, stream=True).status == 413
+    assert server.client.chat("Hello", max_tokens=1 << 40, stream=True).status == 400
     room, governor = server.service.desk._room, pipeload.handle(server.model).session.governor
     cache, last = governor.bytes_alone(1, 201, 1)
     monkeypatch.setattr(room, "measure", lambda: None)
@@ -506,6 +522,20 @@ def test_where_nobody_can_listen(talker: Path) -> None:
     key = invoke("serve", talker, "--api-key", "a\nb")
     assert key.exit_code == 2
     assert "a key is to be of printable ASCII letters" in key.stderr
+
+
+@pytest.mark.slow
+def test_a_short_soak(talker: Path) -> None:
+    """Ten clients; `python -m tests.tools.serve_soak` asks longer, under a kernel cap."""
+    limit = 2_000_000_000
+    found = soak(talker, limit, 60, longest=20, tokens=60)
+    assert found["answered"] > 30
+    assert found["left"] + found["wrong"] + found["too long"] > 3
+    assert "wrong text" not in found
+    assert "wrong status" not in found
+    assert found["health"] == 200
+    assert found["threads"] <= 0
+    assert found["peak"] < limit
 
 
 @pytest.mark.slow
