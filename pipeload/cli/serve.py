@@ -46,6 +46,7 @@ class Arguments:
     grace: float = 30.0
     """Seconds."""
     max_new_tokens: int = 512
+    prefix_bytes: int = 0
     dtype: str = "auto"
     io_mode: str = "auto"
 
@@ -86,6 +87,7 @@ def serve(asked: Arguments, *, debug: bool) -> None:
             most_waiting=asked.waiting,
             key=asked.api_key,
             local=is_local(listener),
+            prefix_bytes=asked.prefix_bytes,
         )
         listener.listen()  # from here on clients wait, if only for an instant
         _tell(asked, settings.model, listener)

@@ -6,9 +6,11 @@ from typing import Annotated
 
 import typer
 
+from pipeload._sizes import parse_size
 from pipeload.cli import batch_command
 from pipeload.cli import options as opt
 from pipeload.cli.exit_status import load, reported
+from pipeload.errors import OptionError
 
 
 def _key(text: str | None) -> str | None:
@@ -39,6 +41,25 @@ Waiting = Annotated[
 ]
 
 
+def _size(text: str | None) -> str | None:
+    try:
+        parse_size(text or 1, name="--prefix-cache")
+    except OptionError as error:
+        raise typer.BadParameter(str(error)) from None
+    return text
+
+
+PrefixCache = Annotated[
+    str | None,
+    typer.Option(
+        metavar="SIZE",
+        callback=_size,
+        help='Keep so much of what was computed, "500MB" say, for requests that go on with it. '
+        "Last bits may change.",
+    ),
+]
+
+
 def serve(
     model: opt.Model,
     *,
@@ -52,6 +73,7 @@ def serve(
     waiting: Waiting = 64,
     grace: Grace = 30.0,
     max_new_tokens: opt.NewTokens = 512,
+    prefix_cache: PrefixCache = None,
     dtype: opt.DtypeOption = opt.Dtype.AUTO,
     io_mode: opt.IoModeOption = opt.IoMode.AUTO,
     quiet: opt.Quiet = False,
@@ -75,6 +97,7 @@ def serve(
                 waiting=waiting,
                 grace=grace,
                 max_new_tokens=max_new_tokens,
+                prefix_bytes=0 if prefix_cache is None else parse_size(prefix_cache),
                 dtype=dtype.value,
                 io_mode=io_mode.value,
             ),

@@ -27,12 +27,15 @@ class RequestRoom:
         """Look again what there is; while nothing runs."""
         self._spare = self._governor.spare_bytes()
 
-    def holds(self, sizes: Sizes) -> bool:
-        """Whether there is room for its prompt's pass, and for that of its last token."""
+    def holds(self, sizes: Sizes, *, beside: int = 0) -> bool:
+        """Whether there is room for its prompt's pass, and for that of its last token.
+
+        `beside`: what else would make room.
+        """
         cache, first = self._governor.bytes_alone(*sizes)
         _, last = self._governor.bytes_alone(1, 1, sizes.batch)
         need = max(first, last + int(cache * _CACHE_MARGIN))
-        return self._governor.ledger.corrected(need) <= self._spare
+        return self._governor.ledger.corrected(need) <= self._spare + beside
 
     def longest_prompt(self, sizes: Sizes) -> int:
         """The longest prompt with which the same answer fits; 0 if none does."""

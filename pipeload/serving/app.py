@@ -129,7 +129,8 @@ class App:
         """
         parts, job = self._parts, waiting.job
         output = await waiting.output()
-        body, new = answer(job.asked, output, parts.settings, ends_of(parts.model))
+        ends, cached = ends_of(parts.model), job.cached_tokens
+        body, new = answer(job.asked, output, parts.settings, ends, cached=cached)
         parts.metrics.answered(
             prompt=job.asked.prompt_tokens,
             new=new,

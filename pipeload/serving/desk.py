@@ -23,6 +23,7 @@ from pipeload.entry.api import handle
 from pipeload.entry.convoy_size import ConvoySize, sizes_of
 from pipeload.entry.many import SharedCall
 from pipeload.entry.request_room import RequestRoom
+from pipeload.serving.prefixes import Prefixes
 from pipeload.serving.request_error import RequestError
 from pipeload.system.memory import trim_heap
 
@@ -49,6 +50,8 @@ class Job:
         self.outcome.set_running_or_notify_cancel()  # whoever waits for it cannot cancel it
         self.arrived = time.monotonic()
         self.first_token_seconds: float | None = None
+        self.cached_tokens = 0
+        """Of its prompt, that were not computed again."""
         self.cancelled = False
         self.call: SharedCall | None = None
         self._given = 0
@@ -59,12 +62,14 @@ class Job:
         if (call := self.call) is not None:
             call.cancel()
 
-    def arguments(self) -> dict[str, Any]:
+    def arguments(self, prefixes: Prefixes | None) -> dict[str, Any]:
         """Those of `generate`, for one more try: what was given before is not given again."""
         arguments = self.asked.arguments
         arguments.pop("seed", None)
         if self.asked.answers == 1:
             arguments["streamer"] = _Tokens(self._take)
+            if prefixes is not None:
+                arguments, self.cached_tokens = prefixes.lend(arguments)
         return arguments
 
     def _take(self, at: int, tokens: list[int]) -> None:
@@ -100,11 +105,20 @@ class _Tokens(BaseStreamer):
 class Desk:
     """Takes requests to a model, and has them run. See [Note: threads of a server]."""
 
-    def __init__(self, model: Any, *, at_once: int | None, most_waiting: int) -> None:
-        """`at_once`: the most that run together; None: as many as fit and help."""
+    def __init__(
+        self, model: Any, *, at_once: int | None, most_waiting: int, prefix_bytes: int = 0
+    ) -> None:
+        """`at_once`: the most that run together; None: as many as fit and help.
+
+        `prefix_bytes`: how much may be kept of requests that have ended.
+        """
         self._model, self._at_once, self._most_waiting = model, at_once, most_waiting
         session = handle(model).session
         self._room = RequestRoom(session.governor)
+        self._prefixes = Prefixes(model, prefix_bytes) if prefix_bytes else None
+        if self._prefixes is not None:
+            self._account = session.governor.ledger.account
+            self._account.spare = self._prefixes.give_back
         self._lock = threading.Lock()
         self._waiting: deque[Job] = deque()
         self._running: dict[Job, threading.Thread] = {}
@@ -126,6 +140,11 @@ class Desk:
         """How many wait for one of these to end."""
         return len(self._waiting)
 
+    @property
+    def kept_bytes(self) -> int:
+        """What is kept of requests that have ended."""
+        return 0 if self._prefixes is None else self._prefixes.nbytes
+
     def check(self, asked: Asked) -> None:
         """Refuse what would not fit if nothing else ran.
 
@@ -136,7 +155,7 @@ class Desk:
         with self._lock:
             if not self._running:
                 self._room.measure()
-        if self._room.holds(sizes):
+        if self._room.holds(sizes, beside=self.kept_bytes):
             return
         prompt, answer = self._room.longest_prompt(sizes), self._room.longest_answer(sizes)
         ways = [f"a prompt of up to {counted(prompt, 'token')}"] if prompt else []
@@ -189,6 +208,8 @@ class Desk:
         until = time.monotonic() + _END_SECONDS
         for thread in [*self._running.values()]:
             thread.join(max(0.0, until - time.monotonic()))
+        if self._prefixes is not None:
+            self._account.spare = None
 
     def _drop_cancelled(self) -> None:
         gone = [job for job in self._waiting if job.cancelled]
@@ -224,10 +245,14 @@ class Desk:
         outcome: Any = None
         try:
             seed = job.asked.options.get("seed", 0)  # without one nothing is drawn
-            job.call = SharedCall(self._model, job.arguments(), seed=seed, name="pipeload-request")
+            arguments = job.arguments(self._prefixes)
+            job.call = SharedCall(self._model, arguments, seed=seed, name="pipeload-request")
+            del arguments
             if job.cancelled:
                 job.call.cancel()
             outcome = job.call.result()
+            if self._prefixes is not None and job.asked.answers == 1:
+                outcome = self._prefixes.keep(outcome)
         except BaseException as error:
             outcome = error
         job.call = None

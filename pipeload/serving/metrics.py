@@ -96,9 +96,12 @@ class _Reading:
             yield CounterMetricFamily(f"pipeload_{name}", about, value=most)
         for name, about in _MEASURED.items():
             yield GaugeMetricFamily(f"pipeload_{name}", about, value=getattr(stats, name))
-        running, waiting = self._desk.running, self._desk.waiting
-        yield GaugeMetricFamily("pipeload_running", "Requests that run now.", value=running)
-        yield GaugeMetricFamily("pipeload_waiting", "Requests that wait for them.", value=waiting)
+        for name, about, value in (
+            ("running", "Requests that run now.", self._desk.running),
+            ("waiting", "Requests that wait for them.", self._desk.waiting),
+            ("prefix_bytes", "What is kept of requests that have ended.", self._desk.kept_bytes),
+        ):
+            yield GaugeMetricFamily(f"pipeload_{name}", about, value=value)
 
     def describe(self) -> Iterator[Any]:
         """Nothing: it would be asked before the model is there."""

@@ -50,8 +50,13 @@ class Answered(NamedTuple):
     tokens: int
 
 
-def answer(asked: Asked, output: torch.Tensor, settings: Settings, ends: Ends) -> Answered:
-    """The answer as one object; `output` is int64, `[answers, tokens]`, with the prompt."""
+def answer(
+    asked: Asked, output: torch.Tensor, settings: Settings, ends: Ends, *, cached: int = 0
+) -> Answered:
+    """The answer as one object; `output` is int64, `[answers, tokens]`, with the prompt.
+
+    `cached`: tokens of the prompt that were not computed again.
+    """
     chat = asked.url == CHAT
     choices, tokens = [], 0
     for index, row in enumerate(output[:, asked.prompt_tokens :].tolist()):
@@ -77,6 +82,8 @@ def answer(asked: Asked, output: torch.Tensor, settings: Settings, ends: Ends) -
             "total_tokens": asked.prompt_tokens + tokens,
         },
     }
+    if cached:
+        body["usage"]["prompt_tokens_details"] = {"cached_tokens": cached}
     if "seed" in asked.options:
         body["seed"] = asked.options["seed"]
     return Answered(body, tokens)

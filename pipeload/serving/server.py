@@ -48,9 +48,12 @@ class Service:
         most_waiting: int,
         key: str | None,
         local: bool,
+        prefix_bytes: int = 0,
     ) -> None:
         """`typed`: how the model was named; the rest as `Desk` and `Gate` take it."""
-        self.desk = Desk(model, at_once=at_once, most_waiting=most_waiting)
+        self.desk = Desk(
+            model, at_once=at_once, most_waiting=most_waiting, prefix_bytes=prefix_bytes
+        )
         metrics = Metrics(handle(model).stats, self.desk)
         self._app = App(Parts(model, typed, settings, self.desk, metrics))
         self.asgi = Gate(self._app.asgi, key=key, local=local)

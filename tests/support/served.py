@@ -108,6 +108,7 @@ def served(
     most_waiting: int = 16,
     key: str | None = None,
     model: Any = None,
+    prefix_bytes: int = 0,
 ) -> Iterator[Served]:
     """One that serves the model in `folder`, as `model` or streamed under its smallest limit."""
     model = load_streamed(folder) if model is None else model
@@ -121,6 +122,7 @@ def served(
         most_waiting=most_waiting,
         key=key,
         local=True,
+        prefix_bytes=prefix_bytes,
     )
     with contextlib.closing(bound("127.0.0.1", 0)) as listener:
         server = service.server(Listening(listener, 0, print))

@@ -519,6 +519,9 @@ def test_where_nobody_can_listen(talker: Path) -> None:
     assert "Address already in use. Give another --host or --port." in taken.stderr
     nowhere = invoke("serve", talker, "--host", "no.such.host.invalid")
     assert "cannot listen at 'no.such.host.invalid', port 8000" in nowhere.stderr
+    size = invoke("serve", talker, "--prefix-cache", "much")
+    assert size.exit_code == 2
+    assert "--prefix-cache='much'" in size.stderr.replace(" ", "")
     key = invoke("serve", talker, "--api-key", "a\nb")
     assert key.exit_code == 2
     assert "a key is to be of printable ASCII letters" in key.stderr
