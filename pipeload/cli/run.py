@@ -8,7 +8,7 @@ import sys
 import time
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -28,6 +28,9 @@ from pipeload.cli.run_report import count, describe_plan
 from pipeload.entry.texts import check_tokens, load_tokenizer
 from pipeload.errors import OptionError
 from pipeload.serving.answer_text import StopAt
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +54,8 @@ class Arguments:
     repetition_penalty: float | None = None
     stop: tuple[str, ...] = ()
     draft: str = OFF
+    session: Path | None = None
+    """The file that a chat is kept in."""
     io_mode: str = "auto"
     exact_inputs: bool = False
     chat_template: bool = True

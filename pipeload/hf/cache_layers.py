@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from transformers import DynamicCache
 
 from pipeload.budget.kv_cache import (
     DYNAMIC,
@@ -105,3 +106,21 @@ def cache_bytes(cache: Any) -> int:
     """What the tensors of a cache hold, that were cut out of larger ones with all of these."""
     tensors = (value for layer in cache.layers for value in vars(layer).values())
     return sum(t.untyped_storage().nbytes() for t in tensors if isinstance(t, torch.Tensor))
+
+
+def keys_and_values(cache: Any) -> list[tuple[torch.Tensor, torch.Tensor]] | None:
+    """Those of each layer; None of a cache that is more than these, or has moved on from some."""
+    layers = getattr(cache, "layers", None)
+    if not layers or any(type(layer).__name__ != "DynamicLayer" for layer in layers):
+        return None
+    if not all(layer.is_initialized for layer in layers):
+        return None
+    return [(layer.keys, layer.values) for layer in layers]
+
+
+def made_cache(layers: list[tuple[torch.Tensor, torch.Tensor]]) -> Any:
+    """A cache with these keys and values, each `[1, heads, tokens, width]`."""
+    cache = DynamicCache()
+    for number, (keys, values) in enumerate(layers):
+        cache.update(keys, values, number)
+    return cache
