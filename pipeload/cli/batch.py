@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pipeload
 from pipeload._sizes import counted, format_size
 from pipeload.cli.batch_file import Results, read_lines
-from pipeload.cli.load_model import DTYPES, check_model, load_whole
+from pipeload.cli.load_model import DTYPES, check_model, load_whole, traced
 from pipeload.cli.log_lines import log, silence_libraries
 from pipeload.cli.progress_bar import ProgressBar
 from pipeload.cli.run_report import describe_plan
@@ -46,6 +46,7 @@ class Arguments:
     shard: Shard
     dtype: str = "auto"
     io_mode: str = "auto"
+    trace: Path | None = None
     json: bool = False
 
 
@@ -127,7 +128,11 @@ class _Job:
         began, before = time.monotonic(), handle.stats().bytes_read
         many = pipeload.generate_many(self._model, self._requests(), at_once=self._asked.at_once)
         try:
-            with _signals(self._end), contextlib.closing(many):  # type: ignore[type-var]
+            with (
+                _signals(self._end),
+                traced(self._model, self._asked.trace),
+                contextlib.closing(many),  # type: ignore[type-var]
+            ):
                 for number, outcome in many:
                     self._take(*self._running.pop(number), outcome)
         finally:

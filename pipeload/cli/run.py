@@ -20,6 +20,7 @@ from pipeload.cli.load_model import (
     DTYPES,
     check_model,
     load_whole,
+    traced,
 )
 from pipeload.cli.log_lines import log, silence_libraries
 from pipeload.cli.progress_bar import first_pass
@@ -57,6 +58,7 @@ class Arguments:
     session: Path | None = None
     """The file that a chat is kept in."""
     io_mode: str = "auto"
+    trace: Path | None = None
     exact_inputs: bool = False
     chat_template: bool = True
     json: bool = False
@@ -92,7 +94,7 @@ def run(asked: Arguments, *, debug: bool) -> None:
     beyond = _warn_of_positions(model, prompt_tokens, asked.max_new_tokens)
     log.info("%s", describe_plan(pipeload.handle(model).plan))
     loaded = time.perf_counter()
-    with first_pass(model) as shown:
+    with traced(model, asked.trace), first_pass(model) as shown:
         answer = Answer(
             tokenizer,
             model,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import pipeload
-from pipeload.cli.load_model import DTYPES, check_model, load_whole
+from pipeload.cli.load_model import DTYPES, check_model, load_whole, traced
 from pipeload.cli.log_lines import log, silence_libraries
 from pipeload.cli.run_report import describe_plan
 from pipeload.entry.texts import load_tokenizer
@@ -27,6 +27,7 @@ else:
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +50,7 @@ class Arguments:
     prefix_bytes: int = 0
     dtype: str = "auto"
     io_mode: str = "auto"
+    trace: Path | None = None
 
 
 def serve(asked: Arguments, *, debug: bool) -> None:
@@ -91,7 +93,8 @@ def serve(asked: Arguments, *, debug: bool) -> None:
         )
         listener.listen()  # from here on clients wait, if only for an instant
         _tell(asked, settings.model, listener)
-        service.run(Listening(listener, asked.grace, log.info))
+        with traced(model, asked.trace):
+            service.run(Listening(listener, asked.grace, log.info))
 
 
 def _tell(asked: Arguments, name: str, listener: socket.socket) -> None:

@@ -76,6 +76,7 @@ def serve(
     prefix_cache: PrefixCache = None,
     dtype: opt.DtypeOption = opt.Dtype.AUTO,
     io_mode: opt.IoModeOption = opt.IoMode.AUTO,
+    trace: opt.TraceFile = None,
     quiet: opt.Quiet = False,
     debug: opt.Debug = False,
 ) -> None:
@@ -100,6 +101,7 @@ def serve(
                 prefix_bytes=0 if prefix_cache is None else parse_size(prefix_cache),
                 dtype=dtype.value,
                 io_mode=io_mode.value,
+                trace=trace,
             ),
             debug=debug,
         )

@@ -149,6 +149,11 @@ class Prefetcher:
             self._closer = weakref.finalize(self, _end, self._inbox, self._thread)
 
     @property
+    def dispatcher(self) -> Dispatcher:
+        """The one writer of the units' states."""
+        return self._dispatcher
+
+    @property
     def counters(self) -> Counters:
         """Running totals of what was read."""
         return self._dispatcher.counters

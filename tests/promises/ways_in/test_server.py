@@ -546,10 +546,14 @@ def test_a_short_soak(talker: Path) -> None:
     ("grace", "signals", "whole"),
     [(60, [signal.SIGTERM], True), (60, [signal.SIGINT, signal.SIGTERM], False), (0, [15], False)],
 )
-def test_its_end(talker: Path, grace: int, signals: list[int], *, whole: bool) -> None:
+def test_its_end(
+    talker: Path, tmp_path: Path, grace: int, signals: list[int], *, whole: bool
+) -> None:
     """On a signal what runs may end, for a while; the rest is told. The status is 0."""
+    trace = tmp_path / "trace.json"
     process = start(
-        *("serve", talker, "--memory-limit", "2GB", "--port", "0", "--grace", grace, "--debug")
+        *("serve", talker, "--memory-limit", "2GB", "--port", "0", "--grace", grace, "--debug"),
+        *("--trace", trace),
     )
     try:
         assert process.stderr is not None
@@ -573,6 +577,7 @@ def test_its_end(talker: Path, grace: int, signals: list[int], *, whole: bool) -
         assert process.wait(WAIT_SECONDS) == 0
         rest = process.stderr.read()
         assert "Traceback" not in rest, rest
+        assert json.loads(trace.read_text())
     finally:
         process.kill()
         process.communicate()
