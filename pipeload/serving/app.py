@@ -22,6 +22,7 @@ from starlette.routing import Route
 
 from pipeload.entry.api import handle
 from pipeload.errors import PipeloadError
+from pipeload.serving.encoding import is_longer
 from pipeload.serving.outcome import fitted
 from pipeload.serving.reply import Pieces, answer, ends_of
 from pipeload.serving.request import CHAT, TEXT, parse
@@ -29,7 +30,7 @@ from pipeload.serving.request_error import RequestError, parse_json
 from pipeload.serving.waiting import Waiting
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator, Callable, Iterator
 
     from starlette.requests import Request
 
@@ -37,7 +38,8 @@ if TYPE_CHECKING:
     from pipeload.serving.metrics import Metrics
     from pipeload.serving.request import Asked, Settings
 
-_MOST_BYTES = 4_000_000  # of a request
+_MOST_BYTES = 1_000_000  # of a request
+_LONG_LETTERS = 30_000  # of a text whose length is looked at before it is made tokens of
 _QUIET_SECONDS = 10.0  # until a client is told that its answer is on its way
 
 
@@ -117,9 +119,25 @@ class App:
             raise RequestError(f"the body is no JSON ({error}). Send one object.") from error
         if not isinstance(given, dict):
             raise RequestError("the body is no JSON object. Send one.")
+        self._check_length(given)
         asked = fitted(parse(url, given, parts.settings), parts.model, parts.typed)
         parts.desk.check(asked)
         return asked
+
+    def _check_length(self, given: dict[str, Any]) -> None:
+        """Refuse what is too long before a tokenizer takes memory for it."""
+        texts = list(_texts(given))
+        if sum(map(len, texts)) <= _LONG_LETTERS:
+            return
+        parts = self._parts
+        longest = parts.desk.longest_prompt()
+        if is_longer(parts.settings.tokenizer, texts, longest):
+            raise RequestError(
+                f"the prompt is longer than the {longest} tokens that memory holds. Give a shorter "
+                "one.",
+                code="memory_limit",
+                status=413,
+            )
 
     async def _body(self, waiting: Waiting) -> dict[str, Any]:
         """The whole answer, once it is there.
@@ -180,6 +198,17 @@ class App:
     async def _metrics(self, _request: Request) -> Response:
         text = self._parts.metrics.text()
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+def _texts(given: object) -> Iterator[str]:
+    """All that a parsed request holds; its keys are no part of any prompt."""
+    todo = [given]
+    while todo:
+        one = todo.pop()
+        if isinstance(one, str):
+            yield one
+        elif isinstance(one, (dict, list)):
+            todo += one.values() if isinstance(one, dict) else one
 
 
 def _event(piece: dict[str, Any]) -> str:

@@ -20,7 +20,7 @@ from transformers.generation.streamers import BaseStreamer
 from pipeload._sizes import counted
 from pipeload.engine.convoy_members import CancelledError, GaveWayError
 from pipeload.entry.api import handle
-from pipeload.entry.convoy_size import ConvoySize, sizes_of
+from pipeload.entry.convoy_size import ConvoySize, Sizes, sizes_of
 from pipeload.entry.many import SharedCall
 from pipeload.entry.request_room import RequestRoom
 from pipeload.serving.prefixes import Prefixes
@@ -123,7 +123,7 @@ class Desk:
         self._waiting: deque[Job] = deque()
         self._running: dict[Job, threading.Thread] = {}
         self._cap: int | None = None
-        """How many may run since one had to give way; until nobody runs."""
+        """How many may run since one had to give way: one more with each that ends."""
         self._parts = session.governor, session.prefetcher.counters, session.passes.convoy
         self._size = ConvoySize(*self._parts)
         self._took: deque[float] = deque(maxlen=_REMEMBERED)
@@ -169,6 +169,10 @@ class Desk:
             status=413,
         )
 
+    def longest_prompt(self) -> int:
+        """How many tokens a prompt may have, if it is answered by one."""
+        return self._room.longest_prompt(Sizes(1, 2, 1))
+
     def take(self, job: Job) -> None:
         """Have a request run, now or once there is room.
 
@@ -197,10 +201,10 @@ class Desk:
 
     def stop(self, error: RequestError) -> None:
         """Answer all that run or wait with `error`, and those that come. In any thread."""
-        self._stopped = error
-        for job in [*self._running, *self._waiting]:
-            job.cancel()
         with self._lock:
+            self._stopped = error
+            for job in [*self._running, *self._waiting]:
+                job.cancel()
             self._drop_cancelled()
 
     def join(self) -> None:
@@ -264,6 +268,8 @@ class Desk:
             if again:
                 self._waiting.appendleft(job)
                 self._cap = max(1, len(self._running))
+            elif self._cap is not None:
+                self._cap += 1
             self._took.append(time.monotonic() - job.arrived)
             if not self._running:
                 self._cap = None

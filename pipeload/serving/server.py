@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from pipeload.serving.request import Settings
 
+_MORE_CONNECTIONS = 128  # than requests that wait: each may send a body, which takes memory
 _LAST_SECONDS = 5  # that answers of a server that stops have to be sent
 
 
@@ -51,6 +52,7 @@ class Service:
         prefix_bytes: int = 0,
     ) -> None:
         """`typed`: how the model was named; the rest as `Desk` and `Gate` take it."""
+        self._most_waiting = most_waiting
         self.desk = Desk(
             model, at_once=at_once, most_waiting=most_waiting, prefix_bytes=prefix_bytes
         )
@@ -76,6 +78,7 @@ class Service:
             log_config=None,
             access_log=False,
             server_header=False,
+            limit_concurrency=self._most_waiting + _MORE_CONNECTIONS,
             timeout_graceful_shutdown=int(listening.grace) + 2 * _LAST_SECONDS,
         )
         return _Server(config, self.desk, listening)

@@ -20,6 +20,7 @@ from pipeload.budget import passes_in_turns
 from pipeload.cli import serve as cli_serve
 from pipeload.engine.convoy_members import GaveWayError
 from pipeload.entry.many import SharedCall
+from pipeload.entry.texts import load_tokenizer
 from pipeload.errors import MemoryLimitError, ReadError, UnsupportedOperationError
 from tests.rooms.cli.test_commands import talker as talker  # noqa: PLC0414 - a fixture
 from tests.support.commands import ROOT, invoke, start
@@ -220,7 +221,7 @@ REFUSED: list[tuple[int, str, Any, dict[str, Any], str]] = [
     (404, "/v1/models/other", None, {}, "nothing of that name"),
     (404, "/load_model", {}, {}, "nothing of that name"),
     (405, CHAT, None, {}, "not by this method"),
-    (413, CHAT, b" " * 4_000_001, {}, "longer than 4000000 bytes"),
+    (413, CHAT, b" " * 1_000_001, {}, "longer than 1000000 bytes"),
     (415, CHAT, {}, {"Content-Type": "text/plain"}, "Content-Type is 'text/plain'"),
     (403, "/health", None, {"Host": "example.com"}, "not to 'example.com'"),
 ]
@@ -288,6 +289,28 @@ def test_what_memory_does_not_hold(server: Served, monkeypatch: pytest.MonkeyPat
     assert told_by(server.client.chat("Hello", n=2, seed=1)).endswith(
         "8 new ones, 2 times. Give less of both."
     )
+
+
+def test_a_text_that_is_far_too_long(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Is refused before a tokenizer takes memory for all of it."""
+    desk = server.service.desk
+    lengths: list[int] = []
+    tokenizer = type(load_tokenizer(server.model.name_or_path))
+    call = tokenizer.__call__
+
+    def seen(self: Any, text: str, **options: Any) -> Any:
+        lengths.append(len(text))
+        return call(self, text, **options)
+
+    monkeypatch.setattr(tokenizer, "__call__", seen)
+    monkeypatch.setattr(desk, "longest_prompt", lambda: 100_000)
+    said = [{"role": "user", "content": [{"type": "text", "text": "x" * 900_000}]}]
+    refused = server.client.ask(CHAT, {"messages": said})
+    assert refused.status == 413
+    assert "longer than the 100000 tokens that memory holds" in told_by(refused)
+    assert lengths == [1 << 16] * 2
+    shorter = server.client.ask(TEXT, {"prompt": "x" * 40_000})  # the model's positions end before
+    assert shorter.error["code"] == "context_length_exceeded"
 
 
 def told_by(answer: Answer) -> str:
