@@ -23,6 +23,7 @@ from pipeload.cli.exit_status import Commands, load, reported
 from pipeload.cli.log_lines import replace_unprintable
 from pipeload.cli.prompt import read_prompt
 from pipeload.cli.serve_command import serve
+from pipeload.cli.timeline_command import timeline
 
 DEMO_QUESTION = "What is the capital of France? Answer in one sentence."
 
@@ -305,6 +306,7 @@ def convert(
 app.command()(batch)
 app.command()(chat)
 app.command()(serve)
+app.command()(timeline)
 
 
 def command_names() -> list[str]:

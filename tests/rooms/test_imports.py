@@ -51,6 +51,7 @@ KNOWN_IN = {
     "starlette": {"serving"},
     "uvicorn": {"serving"},
     "prometheus_client": {"serving"},
+    "matplotlib": {"cli"},
 }
 # Pure: sizes, byte ranges and records. They can be used, and tested, without torch.
 WITHOUT_TORCH = {
