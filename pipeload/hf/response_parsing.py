@@ -6,13 +6,15 @@ has some for models whose tokenizers carry none.
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 
 def response_template(tokenizer: Any, model_type: str) -> dict[str, Any] | None:
     """What takes an answer apart; None where nobody knows how."""
-    if not hasattr(tokenizer, "parse_response"):
-        return None
+    parse = getattr(tokenizer, "parse_response", None)
+    if parse is None or "prefix" not in inspect.signature(parse).parameters:
+        return None  # older ones have templates of another kind
     own: dict[str, Any] | None = getattr(tokenizer, "response_template", None)
     if own is not None:
         return own
