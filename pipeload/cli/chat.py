@@ -115,8 +115,8 @@ class Conversation:
         self._model, self._tokenizer, self._asked = model, tokenizer, asked
         self._file: ConversationFile | None = None
         if asked.session is not None:
-            digest = fingerprint(pipeload.handle(model).session.files)
-            self._file = ConversationFile(asked.session, digest)
+            whose = fingerprint(pipeload.handle(model).session.files)
+            self._file = ConversationFile(asked.session, f"{whose} {model.dtype}")
         self.reset()
 
     def reset(self) -> None:

@@ -49,7 +49,7 @@ class ConversationFile:
     """Keeps one conversation. Its tensors: that of the words, as JSON, and two for each layer."""
 
     def __init__(self, path: Path, model: str) -> None:
-        """`model`: the fingerprint of its checkpoint."""
+        """`model`: the fingerprint of its checkpoint, and its dtype."""
         self._path, self._model = path, model
 
     def load(self, device: torch.device, *, most_tokens: int) -> Talk | None:
@@ -90,7 +90,8 @@ class ConversationFile:
         if theirs != self._model:
             raise OptionError(
                 f"the conversation in {str(self._path)!r} is another model's, or its files have "
-                "changed since: keys and values would mean nothing to it. Name another file."
+                "changed since, or its dtype: keys and values would mean nothing to it. Name another "
+                "file."
             )
         return told
 

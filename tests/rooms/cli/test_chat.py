@@ -260,6 +260,8 @@ def test_a_conversation_that_is_not_this_models(talker: Path, tmp_path: Path) ->
     data[len(data) // 2 : len(data) // 2 + 9000] = bytes(9000)
     weights.write_bytes(data)
     assert_one_line(kept(other, file, "-q"), 1, "is another model's, or its files have changed")
+    dtype = kept(talker, file, "-q", "--dtype", "fp32")
+    assert_one_line(dtype, 1, "have changed since, or its dtype")
     system = kept(talker, file, "-q", "--system", "Be rude.")
     assert_one_line(system, 1, "begins with another system message")
     assert_one_line(kept(talker, file, "-q", "--tokens", 20), 1, "memory is kept free for 20")
