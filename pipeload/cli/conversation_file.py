@@ -90,8 +90,8 @@ class ConversationFile:
         if theirs != self._model:
             raise OptionError(
                 f"the conversation in {str(self._path)!r} is another model's, or its files have "
-                "changed since, or its dtype: keys and values would mean nothing to it. Name another "
-                "file."
+                "changed since, or its dtype: keys and values would mean nothing to it. Name "
+                "another file."
             )
         return told
 
