@@ -33,6 +33,10 @@ if TYPE_CHECKING:
     from pipeload.budget.reserve import PassHint
 
 
+_SPARE_BYTES = 16_000_000
+"""At each round in which somebody waits."""
+
+
 class Governor:
     """One model's budget for residents and buffers, in bytes: an `Owner` of its ledger."""
 
@@ -210,7 +214,15 @@ class Governor:
     def bytes_alone(self, prompt: int, tokens: int, batch: int) -> tuple[int, int]:
         """What the cache of `batch` sequences of `tokens` takes, and the pass of their prompts."""
         needs = self._needs
-        return needs.cache_bytes(tokens, batch), needs.for_shape(PassShape(prompt, batch))
+        with self.ledger.account.lock:  # it may try what a pass that begins is trying
+            return needs.cache_bytes(tokens, batch), needs.for_shape(PassShape(prompt, batch))
+
+    def give_back_spare(self) -> None:
+        """Have some go of what is kept for speed alone: somebody waits for memory."""
+        account = self.ledger.account
+        with account.lock:
+            if account.spare is not None:
+                account.spare(_SPARE_BYTES)
 
     def inside_pass(self) -> None:
         """Look again before a site runs: somebody else may have taken memory meanwhile."""

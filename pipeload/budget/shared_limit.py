@@ -25,7 +25,7 @@ from pipeload.errors import OptionError
 from pipeload.system.memory import rss_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 
 _KEPT_SHARE = 0.98
@@ -86,6 +86,8 @@ class Accountant:
         """How often each has run of late, by its `id`."""
         self.limit: int | None = None
         """Bytes, None while no model streams."""
+        self.spare: Callable[[int], int] | None = None
+        """Gives back so many bytes of what is kept for speed alone; returns how many it did."""
         self.rss_bytes = 0
         """All that the process held when it was measured last."""
 
@@ -224,8 +226,11 @@ class Accountant:
         return shares_by_use(wants, counts, pool)[1:]
 
     def reclaim(self, client: Client, nbytes: int) -> int:
-        """Have all but `client` give back `nbytes`, if they can; returns what they did."""
-        given = 0
+        """Have all but `client` give back `nbytes`, if they can; returns what they did.
+
+        What is kept for speed alone goes first.
+        """
+        given = 0 if self.spare is None else self.spare(nbytes)
         for other in self.clients:
             before = other.budget
             if other is not client and given < nbytes and other.shrink(before - nbytes + given):

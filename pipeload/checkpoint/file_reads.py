@@ -80,6 +80,11 @@ class FileSet:
                     "being loaded. Load the model again."
                 )
 
+    @property
+    def paths(self) -> list[Path]:
+        """The files that are open."""
+        return list(self._files)
+
     def read_pages(self, path: Path, first: int, stop: int, into: memoryview) -> int:
         """Fill `into` with the bytes `first` to `stop` of a file; both lie on page borders.
 

@@ -8,27 +8,27 @@ import signal
 import sys
 import time
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pipeload
 from pipeload._sizes import counted, format_size
-from pipeload.cli.answer import end_tokens
-from pipeload.cli.batch_file import LineError, Results, read_lines
-from pipeload.cli.batch_request import Asked, Ends, Settings, answer, parse
-from pipeload.cli.load_model import DTYPES, check_model, load_whole
+from pipeload.cli.batch_file import Results, read_lines
+from pipeload.cli.load_model import DTYPES, check_model, load_whole, traced
 from pipeload.cli.log_lines import log, silence_libraries
 from pipeload.cli.progress_bar import ProgressBar
 from pipeload.cli.run_report import describe_plan
-from pipeload.entry.texts import check_tokens, first_line, load_tokenizer
-from pipeload.errors import CheckpointError, MemoryLimitError, PipeloadError
+from pipeload.entry.texts import load_tokenizer
+from pipeload.serving.outcome import blamed, fitted, settings_of
+from pipeload.serving.reply import answer, ends_of
+from pipeload.serving.request import parse
+from pipeload.serving.request_error import RequestError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
     from pipeload.cli.batch_file import Line, Shard
-
-_TOO_LARGE, _FAILED = 413, 500  # HTTP's
+    from pipeload.serving.request import Asked, Settings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +46,7 @@ class Arguments:
     shard: Shard
     dtype: str = "auto"
     io_mode: str = "auto"
+    trace: Path | None = None
     json: bool = False
 
 
@@ -97,9 +98,9 @@ def run(asked: Arguments, *, debug: bool) -> None:
                 dtype=DTYPES[asked.dtype],
             )
             log.info("%s", describe_plan(pipeload.handle(model).plan))
-            name = Path(asked.model).name
-            names = frozenset({asked.model, name})
-            settings = Settings(tokenizer, name, names, asked.max_new_tokens)
+            settings = settings_of(
+                model, tokenizer, asked.model, max_new_tokens=asked.max_new_tokens
+            )
             _Job(asked, model, settings, results, counts).run()
     _report(asked, counts)
 
@@ -116,7 +117,7 @@ class _Job:
     ) -> None:
         self._asked, self._model, self._settings = asked, model, settings
         self._results, self._counts = results, counts
-        self._running: dict[int, Asked] = {}
+        self._running: dict[int, tuple[Line, Asked]] = {}
         self._given = 0
         self._ending = False
         self._bar = _Rate(counts)
@@ -127,9 +128,13 @@ class _Job:
         began, before = time.monotonic(), handle.stats().bytes_read
         many = pipeload.generate_many(self._model, self._requests(), at_once=self._asked.at_once)
         try:
-            with _signals(self._end), contextlib.closing(many):  # type: ignore[type-var]
+            with (
+                _signals(self._end),
+                traced(self._model, self._asked.trace),
+                contextlib.closing(many),  # type: ignore[type-var]
+            ):
                 for number, outcome in many:
-                    self._take(self._running.pop(number), outcome)
+                    self._take(*self._running.pop(number), outcome)
         finally:
             self._bar.close()
             stats = handle.stats()
@@ -152,47 +157,39 @@ class _Job:
                 continue
             try:
                 asked = self._parsed(line)
-            except LineError as error:
+            except RequestError as error:
                 self._refuse(line, error)
                 continue
-            self._running[self._given] = asked
+            self._running[self._given] = line, asked
             self._given += 1
             yield asked.arguments
 
     def _parsed(self, line: Line) -> Asked:
-        asked = parse(line, self._settings)
-        device = self._model.device
-        asked = asked._replace(inputs={k: v.to(device) for k, v in asked.inputs.items()})
-        try:
-            check_tokens(self._asked.model, self._model, int(asked.inputs["input_ids"].max()))
-        except CheckpointError as error:
-            raise LineError(str(error)) from error
-        return asked
+        if line.wrong is not None:
+            raise line.wrong
+        asked = parse(line.url, line.body, self._settings)
+        return fitted(asked, self._model, self._asked.model)
 
-    def _take(self, asked: Asked, outcome: Any) -> None:
+    def _take(self, line: Line, asked: Asked, outcome: Any) -> None:
         """Write what came of a request.
 
         Raises:
             PipeloadError: it was not the request's fault, and the next ones would fare no better.
         """
-        if isinstance(outcome, MemoryLimitError):
-            self._refuse(asked.line, LineError(str(outcome), code="memory_limit"), _TOO_LARGE)
-        elif isinstance(outcome, PipeloadError):  # of the disk, the files, or readers that ended
-            raise outcome
-        elif isinstance(outcome, Exception):
-            error = LineError(first_line(outcome), code=type(outcome).__name__)
-            self._refuse(asked.line, error, _FAILED)
-        elif isinstance(outcome, BaseException):
-            raise outcome
-        else:
-            body, tokens = answer(asked, outcome, self._settings, _ends(self._model))
-            self._results.answer(asked.line, body)
-            self._counts.answered += 1
-            self._counts.new_tokens += tokens
-            self._show()
+        if isinstance(outcome, BaseException):
+            error = blamed(outcome)
+            if error is None:
+                raise outcome
+            self._refuse(line, error)
+            return
+        body, tokens = answer(asked, outcome, self._settings, ends_of(self._model))
+        self._results.answer(line, body)
+        self._counts.answered += 1
+        self._counts.new_tokens += tokens
+        self._show()
 
-    def _refuse(self, line: Line, error: LineError, status: int = 400) -> None:
-        self._results.refuse(line, error, status)
+    def _refuse(self, line: Line, error: RequestError) -> None:
+        self._results.refuse(line, error)
         self._counts.failed += 1
         log.warning("line %d: %s", line.number, error)
         self._show()
@@ -212,10 +209,6 @@ class _Rate(ProgressBar):
         new = done - self._counts.found  # those that were there have taken no time
         text = super()._describe(new, total - self._counts.found, seconds)
         return f"{text}, {self._counts.new_tokens / seconds:.3g} tokens per second"
-
-
-def _ends(model: Any) -> Ends:
-    return Ends(end_tokens(model), model.generation_config.pad_token_id)
 
 
 @contextlib.contextmanager

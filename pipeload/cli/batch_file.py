@@ -16,6 +16,7 @@ import uuid
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pipeload.errors import OptionError
+from pipeload.serving.request_error import RequestError, parse_json
 from pipeload.system.folder_lock import try_lock
 
 if TYPE_CHECKING:
@@ -32,16 +33,6 @@ _BEGIN = f'{{"id": "{_ID}'.encode()
 """Of each result."""
 # JSON lets them stand for themselves, and some who read lines end one there.
 _LINE_ENDS = {ord(letter): f"\\u{ord(letter):04x}" for letter in "\x85\u2028\u2029"}
-
-
-class LineError(Exception):
-    """A request that cannot be answered as it asks."""
-
-    def __init__(
-        self, message: str, *, parameter: str | None = None, code: str = "invalid_request"
-    ) -> None:
-        super().__init__(message)
-        self.parameter, self.code = parameter, code
 
 
 class Shard(NamedTuple):
@@ -65,7 +56,7 @@ class Line(NamedTuple):
     """None where the line gives none."""
     url: str
     body: dict[str, Any]
-    wrong: LineError | None = None
+    wrong: RequestError | None = None
     """Why it is no request."""
 
     @property
@@ -96,7 +87,7 @@ def read_lines(path: Path, shard: Shard) -> Iterator[Line]:
                 if line.custom_id is not None:
                     seen.add(line.custom_id)
                 if again and line.wrong is None:
-                    wrong = LineError(
+                    wrong = RequestError(
                         f"custom_id {line.custom_id!r} stands in a line before. Give each its own.",
                         parameter="custom_id",
                     )
@@ -111,14 +102,12 @@ def read_lines(path: Path, shard: Shard) -> Iterator[Line]:
 
 def _parse(number: int, data: bytes) -> Line:
     try:
-        given = json.loads(data.decode("utf-8-sig"))
-        # Escapes may stand for halves of letters, which no tokenizer takes, nor any file.
-        json.dumps(given, ensure_ascii=False).encode()
+        given = parse_json(data)
     except (ValueError, RecursionError) as error:
-        wrong = LineError(f"line {number} is no JSON ({error}). Write one object on each line.")
+        wrong = RequestError(f"line {number} is no JSON ({error}). Write one object on each line.")
         return Line(number, None, "", {}, wrong)
     if not isinstance(given, dict):
-        wrong = LineError(f"line {number} is no JSON object. Write one on each line.")
+        wrong = RequestError(f"line {number} is no JSON object. Write one on each line.")
         return Line(number, None, "", {}, wrong)
     name, url, body = given.get("custom_id"), given.get("url"), given.get("body")
     custom_id = name if isinstance(name, str) and name else None
@@ -131,22 +120,24 @@ def _parse(number: int, data: bytes) -> Line:
     )
 
 
-def _fault(given: dict[str, Any], custom_id: str | None) -> LineError | None:
+def _fault(given: dict[str, Any], custom_id: str | None) -> RequestError | None:
     """What is wrong with a line, its body apart."""
     if custom_id is None:
-        return LineError(
+        return RequestError(
             "custom_id is to be a text. Give each line its own.", parameter="custom_id"
         )
     if given.get("method") != "POST":
         message = f'method is {given.get("method")!r}. Write "POST".'
-        return LineError(message, parameter="method")
+        return RequestError(message, parameter="method")
     if given.get("url") not in URLS:
         message = f"url is {given.get('url')!r}. What is served: {', '.join(URLS)}."
-        return LineError(message, parameter="url")
+        return RequestError(message, parameter="url")
     if not isinstance(given.get("body"), dict):
-        return LineError("body is to be an object: what is asked.", parameter="body")
+        return RequestError("body is to be an object: what is asked.", parameter="body")
     if unknown := sorted(given.keys() - _LINE_KEYS):
-        return LineError(f"{unknown[0]!r} means nothing here. Leave it out.", parameter=unknown[0])
+        return RequestError(
+            f"{unknown[0]!r} means nothing here. Leave it out.", parameter=unknown[0]
+        )
     return None
 
 
@@ -229,15 +220,13 @@ class Results:
         """Append what came of a request."""
         self._append(line, 200, body)
 
-    def refuse(self, line: Line, error: LineError, status: int = 400) -> None:
+    def refuse(self, line: Line, error: RequestError) -> None:
         """Append why nothing came of it."""
-        told = {"code": error.code, "message": str(error)}
         if line.custom_id is None:
+            told = {"code": error.code, "message": str(error)}
             self._write({"id": line.id, "custom_id": None, "response": None, "error": told})
             return
-        kind = "invalid_request_error" if status < 500 else "server_error"
-        whole = told | {"type": kind, "param": error.parameter}
-        self._append(line, status, {"error": whole})
+        self._append(line, error.status, error.body())
 
     def _append(self, line: Line, status: int, body: dict[str, Any]) -> None:
         response = {"status_code": status, "request_id": f"req_{uuid.uuid4().hex}", "body": body}

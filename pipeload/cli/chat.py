@@ -14,15 +14,18 @@ import torch
 import pipeload
 from pipeload._sizes import counted
 from pipeload.budget.usage_trial import CACHES
-from pipeload.cli.answer import Answer, end_tokens
+from pipeload.checkpoint.fingerprint import fingerprint
+from pipeload.cli.answer import Answer
+from pipeload.cli.conversation_file import ConversationFile, Talk
 from pipeload.cli.load_model import check_model
 from pipeload.cli.log_lines import log, silence_libraries
 from pipeload.cli.progress_bar import first_pass
-from pipeload.cli.prompt import apply_template
 from pipeload.cli.run import generate_answer, load_asked, with_seed
 from pipeload.cli.run_report import describe_plan
 from pipeload.entry.texts import check_tokens, load_tokenizer
 from pipeload.errors import OptionError, PipeloadError
+from pipeload.serving.answer_text import end_tokens
+from pipeload.serving.encoding import apply_template
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -55,6 +58,7 @@ def chat(asked: Arguments, *, debug: bool) -> None:
     log.info("%s", describe_plan(pipeload.handle(model).plan))
     log.info("%s", _HELP)
     conversation = Conversation(model, tokenizer, asked)
+    conversation.go_on()
     while (line := _read_line()) is not None:
         with _told(debug=debug):
             _take(line.strip(), conversation)
@@ -75,6 +79,7 @@ def _take(line: str, conversation: Conversation) -> None:
     command, _, rest = line.partition(" ")
     if command == "/reset":
         conversation.reset()
+        conversation.write()
         log.info("the conversation begins anew")
     elif command == "/save":
         conversation.save(rest.strip())
@@ -108,6 +113,10 @@ class Conversation:
 
     def __init__(self, model: Any, tokenizer: Any, asked: Arguments) -> None:
         self._model, self._tokenizer, self._asked = model, tokenizer, asked
+        self._file: ConversationFile | None = None
+        if asked.session is not None:
+            whose = fingerprint(pipeload.handle(model).session.files)
+            self._file = ConversationFile(asked.session, f"{whose} {model.dtype}")
         self.reset()
 
     def reset(self) -> None:
@@ -123,6 +132,36 @@ class Conversation:
         self._text = ""
         """What `_ids` are the tokens of."""
         self._ids = torch.empty((1, 0), dtype=torch.long)
+
+    def go_on(self) -> None:
+        """Take up the conversation that the file holds, if there is one.
+
+        Raises:
+            PipeloadError: it is not this model's, damaged, or begins with another system message.
+        """
+        talk = None
+        if self._file is not None:
+            talk = self._file.load(self._model.device, most_tokens=self._asked.tokens or 0)
+        if talk is None:
+            return
+        begun = talk.messages[: len(self.messages)]
+        if self.messages and begun != self.messages:
+            raise OptionError(
+                f"the conversation in {str(self._asked.session)!r} begins with another system "
+                "message. Leave --system out, or name another file."
+            )
+        self.messages, self._cache = talk.messages, talk.cache
+        self._text, self._ids = talk.text, talk.ids
+        log.info("%s in the conversation", counted(self._ids.shape[1], "token"))
+
+    def write(self) -> None:
+        """Have the file hold it, if there is one.
+
+        Raises:
+            OptionError: it cannot.
+        """
+        if self._file is not None:
+            self._file.save(Talk(self.messages, self._text, self._ids, self._cache))
 
     def ask(self, line: str) -> None:
         """Answer a line on stdout; Ctrl-C ends the answer, and what came of it stays.
@@ -152,6 +191,7 @@ class Conversation:
                 self._keep(text, answer.text, output)
         self.messages += [said, {"role": "assistant", "content": answer.text}]
         log.info("%s in the conversation", counted(max(self._ids.shape[1], ids.shape[1]), "token"))
+        self.write()
 
     def save(self, file: str) -> None:
         """Write the messages as JSON.

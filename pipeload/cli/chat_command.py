@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -12,6 +13,15 @@ from pipeload.cli.exit_status import load, reported
 ChatTokens = Annotated[
     int,
     typer.Option(min=2, help="The longest conversation to keep memory free for, in tokens."),
+]
+
+Session = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        dir_okay=False,
+        help="Keep the conversation in this file, with keys and values; go on with what it has.",
+    ),
 ]
 
 
@@ -30,6 +40,7 @@ def chat(
     top_k: opt.TopK = None,
     repetition_penalty: opt.RepetitionPenalty = None,
     system: opt.System = None,
+    session: Session = None,
     io_mode: opt.IoModeOption = opt.IoMode.AUTO,
     exact_inputs: opt.ExactInputs = False,
     quiet: opt.Quiet = False,
@@ -58,6 +69,7 @@ def chat(
                 top_p=top_p,
                 top_k=top_k,
                 repetition_penalty=repetition_penalty,
+                session=session,
                 io_mode=io_mode.value,
                 exact_inputs=exact_inputs,
             ),

@@ -22,6 +22,8 @@ from pipeload.cli.evaluate_command import evaluate
 from pipeload.cli.exit_status import Commands, load, reported
 from pipeload.cli.log_lines import replace_unprintable
 from pipeload.cli.prompt import read_prompt
+from pipeload.cli.serve_command import serve
+from pipeload.cli.timeline_command import timeline
 
 DEMO_QUESTION = "What is the capital of France? Answer in one sentence."
 
@@ -69,6 +71,7 @@ def run(
     system: opt.System = None,
     no_chat_template: opt.NoChatTemplate = False,
     io_mode: opt.IoModeOption = opt.IoMode.AUTO,
+    trace: opt.TraceFile = None,
     exact_inputs: opt.ExactInputs = False,
     json: opt.Json = False,
     quiet: opt.Quiet = False,
@@ -103,6 +106,7 @@ def run(
                 stop=tuple(stop or ()),
                 draft=draft,
                 io_mode=io_mode.value,
+                trace=trace,
                 exact_inputs=exact_inputs,
                 chat_template=not no_chat_template,
                 json=json,
@@ -301,6 +305,8 @@ def convert(
 
 app.command()(batch)
 app.command()(chat)
+app.command()(serve)
+app.command()(timeline)
 
 
 def command_names() -> list[str]:

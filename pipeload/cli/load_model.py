@@ -79,6 +79,11 @@ def explained(model: str, action: str = "load") -> Iterator[None]:
         ) from error
 
 
+def traced(model: Any, file: Path | None) -> contextlib.AbstractContextManager[object]:
+    """Inside, a trace is written of it, if a file is given."""
+    return contextlib.nullcontext() if file is None else pipeload.handle(model).trace(file)
+
+
 def load_whole(model: str, **options: Any) -> Any:
     """A streamed model all of whose weights are in its checkpoint.
 

@@ -155,6 +155,10 @@ ExactInputs = Annotated[
         help="Of an int4 checkpoint by pipeload: round no inputs, as a faster kernel would.",
     ),
 ]
+TraceFile = Annotated[
+    Path | None,
+    typer.Option("--trace", metavar="FILE", help="Write down reads, waits and computing there."),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object; sizes in bytes.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print the text and errors only.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks and the libraries' notes.")]

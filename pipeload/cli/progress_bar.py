@@ -23,10 +23,13 @@ _SECONDS_BETWEEN_LINES = 5.0
 
 @contextlib.contextmanager
 def first_pass(model: Any) -> Iterator[FirstPass]:
-    """Show how many blocks of the first pass are done; ends with it, or at the first token."""
+    """Show how many blocks of the first pass are done, and how long the rest takes.
+
+    Ends with it, or at the first token.
+    """
     from pipeload.engine.first_pass_progress import FirstPass  # late: it loads torch
 
-    shown = FirstPass(model, ProgressBar("first pass", "layers"))
+    shown = FirstPass(model, ProgressBar("first pass", "layers", time_left=True))
     try:
         yield shown
     finally:

@@ -13,6 +13,7 @@ from typing import Any
 import typer
 
 from pipeload.errors import OptionError
+from pipeload.serving.encoding import encode_messages, encode_text
 
 _NO_TEXT = "the prompt is no text in UTF-8"
 
@@ -79,63 +80,13 @@ def encode(
         if system is not None:
             messages.insert(0, {"role": "system", "content": system})
         cure = "Leave --system out, or pass --no-chat-template."
-        return _checked(_apply_template(tokenizer, messages, cure))
+        return encode_messages(tokenizer, messages, cure=cure)
     if system is not None:
         raise OptionError(
             "--system was given, but the model's tokenizer has no chat template to put it in. "
             "Leave it out."
         )
     return encode_text(tokenizer, prompt)
-
-
-def encode_text(tokenizer: Any, text: str) -> dict[str, Any]:
-    """The model's inputs for a text that it is to go on with.
-
-    Raises:
-        OptionError: no token comes of it.
-    """
-    return _checked(tokenizer(text, return_tensors="pt"))
-
-
-def encode_messages(tokenizer: Any, messages: list[dict[str, str]]) -> dict[str, Any]:
-    """The model's inputs for a conversation, in its chat template.
-
-    Raises:
-        OptionError: there is no template, it fails, or no token comes of it.
-    """
-    if not tokenizer.chat_template:
-        raise OptionError(
-            "the model's tokenizer has no chat template to put messages in. Give a prompt instead."
-        )
-    return _checked(_apply_template(tokenizer, messages, "Give others."))
-
-
-def _checked(encoded: Any) -> dict[str, Any]:
-    if encoded["input_ids"].shape[1] == 0:
-        raise OptionError("the tokenizer makes no token of this prompt. Give another one.")
-    return {name: encoded[name] for name in ("input_ids", "attention_mask") if name in encoded}
-
-
-def _apply_template(tokenizer: Any, messages: list[dict[str, str]], cure: str) -> Any:
-    return apply_template(tokenizer, messages, cure, return_tensors="pt", return_dict=True)
-
-
-def apply_template(
-    tokenizer: Any, messages: list[dict[str, str]], cure: str, **options: Any
-) -> Any:
-    """A conversation in the model's chat template, up to where the answer begins.
-
-    Raises:
-        OptionError: the template fails; `cure` says what to do.
-    """
-    try:
-        return tokenizer.apply_chat_template(messages, add_generation_prompt=True, **options)
-    except Exception as error:  # a template is a program
-        from pipeload.entry.texts import first_line
-
-        raise OptionError(
-            f"the model's chat template does not take this ({first_line(error)}). {cure}"
-        ) from error
 
 
 def _refusal(message: str) -> typer.BadParameter:

@@ -8,18 +8,19 @@ import sys
 import time
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 import pipeload
 from pipeload._sizes import counted
-from pipeload.cli.answer import Answer, StopAt
+from pipeload.cli.answer import Answer
 from pipeload.cli.draft import LOOKUP, OFF, draft_settings
 from pipeload.cli.load_model import (
     DTYPES,
     check_model,
     load_whole,
+    traced,
 )
 from pipeload.cli.log_lines import log, silence_libraries
 from pipeload.cli.progress_bar import first_pass
@@ -27,6 +28,10 @@ from pipeload.cli.prompt import encode
 from pipeload.cli.run_report import count, describe_plan
 from pipeload.entry.texts import check_tokens, load_tokenizer
 from pipeload.errors import OptionError
+from pipeload.serving.answer_text import StopAt
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +55,10 @@ class Arguments:
     repetition_penalty: float | None = None
     stop: tuple[str, ...] = ()
     draft: str = OFF
+    session: Path | None = None
+    """The file that a chat is kept in."""
     io_mode: str = "auto"
+    trace: Path | None = None
     exact_inputs: bool = False
     chat_template: bool = True
     json: bool = False
@@ -86,7 +94,7 @@ def run(asked: Arguments, *, debug: bool) -> None:
     beyond = _warn_of_positions(model, prompt_tokens, asked.max_new_tokens)
     log.info("%s", describe_plan(pipeload.handle(model).plan))
     loaded = time.perf_counter()
-    with first_pass(model) as shown:
+    with traced(model, asked.trace), first_pass(model) as shown:
         answer = Answer(
             tokenizer,
             model,

@@ -76,6 +76,8 @@ class Rounds:
         except Exception as error:  # others will meet it in their turn
             waiting[0].error = error
             return
+        if admitted < len(waiting):
+            self._replan.governor.give_back_spare()  # there may be room in the next round
         for member in waiting[:admitted]:
             member.call = None
             self._units.begin(id(member.state))

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import weakref
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeload.engine.stats import Stats
+from pipeload.engine.trace import Trace
 from pipeload.errors import UnsupportedOperationError
 from pipeload.system.memory import PeakSince, peak_rss_bytes
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Callable
     from types import TracebackType
 
@@ -97,6 +100,16 @@ class Handle:
         fit the limit; 0 once the model is not streamed any more.
         """
         return 0 if self._session is None else self._session.governor.pass_bytes(args, kwargs)
+
+    def trace(self, file: str | os.PathLike[str]) -> Trace:
+        """Write down what happens inside `with`, for Perfetto or chrome://tracing.
+
+        Reads, waits, computing and what goes, of every block and range of rows.
+
+        Raises:
+            UnsupportedOperationError: the model is not streamed any more.
+        """
+        return Trace(self.session, Path(file))
 
     def stats(self) -> Stats:
         """A frozen snapshot of the work so far."""

@@ -188,6 +188,45 @@ class Requests:
         self._running[member] = request
 
 
+class SharedCall:
+    """One call of `generate` that shares readings with whatever else runs, and can be cancelled."""
+
+    def __init__(self, model: Any, arguments: Mapping[str, Any], *, seed: int, name: str) -> None:
+        """`seed` is that of its random numbers, `name` that of its thread."""
+        self._model, self._arguments, self._seed, self._name = model, arguments, seed, name
+        self._party = Party()
+        self._ambient = _Ambient()
+
+    def result(self) -> Any:
+        """Have it run, and wait for its end; what it returned.
+
+        Raises:
+            GaveWayError: others went on with its memory; another call may do the same again.
+            CancelledError: it was cancelled.
+            Exception: whatever the call raised.
+        """
+        model, arguments, ambient = self._model, self._arguments, self._ambient
+
+        def work() -> Any:
+            with ambient.brought_along():
+                return model.generate(**arguments)
+
+        passes = handle(model).session.passes
+        convoy = passes.convoy
+        try:
+            convoy.start(self._party, passes, work, seed=self._seed, name=self._name)
+            _, outcome = convoy.outcome(self._party)
+        finally:
+            convoy.close(self._party)
+        if isinstance(outcome, BaseException):
+            raise outcome
+        return outcome
+
+    def cancel(self) -> None:
+        """Have it end at its next turn, or not begin. Returns at once, in any thread."""
+        self._party.closed = True
+
+
 class _Ambient:
     """What torch knows of the caller's thread, and results depend on."""
 

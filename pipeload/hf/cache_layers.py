@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+from transformers import DynamicCache
+
 from pipeload.budget.kv_cache import (
     DYNAMIC,
     NO_ROWS,
@@ -83,3 +86,41 @@ def room_of(layer: Any) -> tuple[int | None, bool | None]:
 private_parts.kind_of, private_parts.read, private_parts.room_of = kind_of, read_layer, room_of
 private_parts.attention_of, private_parts.settings_of = marks.attention_of, marks.settings_of
 private_parts.forget_hooks = marks.forget_hooks
+
+
+def cut_back(cache: Any, tokens: int) -> bool:
+    """Take the last `tokens` out of a cache; False where that would not leave it as it was before.
+
+    A window that has moved on, or a state that has seen a token, does not go back.
+    """
+    if not tokens:
+        return True
+    layers = getattr(cache, "layers", None)
+    if not layers or any(type(layer).__name__ != "DynamicLayer" for layer in layers):
+        return False
+    cache.crop(-tokens)
+    return True
+
+
+def cache_bytes(cache: Any) -> int:
+    """What the tensors of a cache hold, that were cut out of larger ones with all of these."""
+    tensors = (value for layer in cache.layers for value in vars(layer).values())
+    return sum(t.untyped_storage().nbytes() for t in tensors if isinstance(t, torch.Tensor))
+
+
+def keys_and_values(cache: Any) -> list[tuple[torch.Tensor, torch.Tensor]] | None:
+    """Those of each layer; None of a cache that is more than these, or has moved on from some."""
+    layers = getattr(cache, "layers", None)
+    if not layers or any(type(layer).__name__ != "DynamicLayer" for layer in layers):
+        return None
+    if not all(layer.is_initialized for layer in layers):
+        return None
+    return [(layer.keys, layer.values) for layer in layers]
+
+
+def made_cache(layers: list[tuple[torch.Tensor, torch.Tensor]]) -> Any:
+    """A cache with these keys and values, each `[1, heads, tokens, width]`."""
+    cache = DynamicCache()
+    for number, (keys, values) in enumerate(layers):
+        cache.update(keys, values, number)
+    return cache

@@ -129,7 +129,7 @@ class Dispatcher:
         if outcome.tag is READER_DIED:
             raise reader_died(outcome.error)
         load = outcome.tag
-        assert isinstance(load, Load)  # noqa: S101 - only `_start` submits
+        assert isinstance(load, Load)  # noqa: S101 - only `begin_load` submits
         self._reads.count(outcome)
         load.pending -= 1
         load.error = load.error or outcome.error
@@ -138,7 +138,7 @@ class Dispatcher:
         if load.error is None and not load.converting:
             self._after_reads(load)
         else:
-            self._end_load(load)
+            self.end_load(load)
 
     def _after_reads(self, load: Load) -> None:
         """Make weights of what a load has read, where the files do not hold them as they are."""
@@ -152,7 +152,7 @@ class Dispatcher:
                 job(None)
         except Exception as error:  # whoever waits for the unit is told
             load.error = forget_frames(error)  # they hold the load
-        self._end_load(load)
+        self.end_load(load)
 
     # -- decisions -------------------------------------------------------------------------------
 
@@ -171,7 +171,7 @@ class Dispatcher:
             slot = self._slots.free()
             if wanted is None or (slot is None and self.units[wanted].streams):
                 return
-            self._start(wanted, slot)
+            self.begin_load(wanted, slot)
 
     def _serve(self, index: int) -> None:
         """Start a unit that is waited for.
@@ -184,7 +184,7 @@ class Dispatcher:
         if unit.streams and slot is None:
             slot = self._slots.evictable()
         if slot is not None or not unit.streams:
-            self._start(index, slot)
+            self.begin_load(index, slot)
             return
         holders = [*self._slots.holders()]
         if all(holder.state is UnitState.IN_USE for holder in holders):
@@ -218,7 +218,12 @@ class Dispatcher:
                 unit.used = False
         return None
 
-    def _start(self, index: int, slot: int | None) -> None:
+    def occupant(self, slot: int) -> int | None:
+        """Whose unit is in that buffer, if any is."""
+        return self._slots.occupants[slot]
+
+    def begin_load(self, index: int, slot: int | None) -> None:
+        """Have a unit read, its streamed part into that buffer."""
         unit = self.units[index]
         unit.state, unit.ready, unit.used = UnitState.LOADING, False, False
         placements: list[Place] = [*unit.kept.unread]
@@ -234,7 +239,8 @@ class Dispatcher:
         else:
             self._after_reads(load)
 
-    def _end_load(self, load: Load) -> None:
+    def end_load(self, load: Load) -> None:
+        """All jobs of a load have ended: the unit is there, or failed."""
         unit = self.units[load.unit]
         self._loading -= 1
         ticket = self._tickets.pop(load.unit, None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import copy
+import math
 import os
 import threading
 import time
@@ -148,6 +149,11 @@ class Prefetcher:
             self._closer = weakref.finalize(self, _end, self._inbox, self._thread)
 
     @property
+    def dispatcher(self) -> Dispatcher:
+        """The one writer of the units' states."""
+        return self._dispatcher
+
+    @property
     def counters(self) -> Counters:
         """Running totals of what was read."""
         return self._dispatcher.counters
@@ -224,6 +230,16 @@ class Prefetcher:
     def _check_fault(self) -> None:
         if (fault := self._dispatcher.fault) is not None:
             raise copy.copy(fault)  # without the frames that the first one has seen
+
+    def check_reading(self) -> None:
+        """To be called by whoever wants to know whether reading works. In any thread.
+
+        Raises:
+            ReadError: a read hangs.
+            UnsupportedOperationError: a thread was ended by an error.
+        """
+        self._check_fault()
+        self._stalls.check(-math.inf)
 
     def close(self) -> None:
         """End all threads. May be called again, and `start` after it."""

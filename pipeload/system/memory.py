@@ -174,6 +174,17 @@ def share_one_heap() -> None:
             ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)
 
 
+def trim_heap() -> None:
+    """Give the system back what the heap has free, between what is in use as well (glibc only).
+
+    Caches that grew side by side leave such holes, and nobody else fills them: some tens of
+    megabytes after each dozen of requests, with a small model. Takes milliseconds.
+    """
+    if sys.platform.startswith("linux"):
+        with contextlib.suppress(AttributeError, OSError):  # as above
+            ctypes.CDLL(None).malloc_trim(0)
+
+
 def keep_few_kernels() -> None:
     """Have torch keep few of the kernels it compiles, unless the environment says how many.
 

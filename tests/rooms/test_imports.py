@@ -31,7 +31,7 @@ FLOORS = (
     {"devices"},
     {"entry"},
     {"__init__"},  # what users import
-    {"bench", "demo", "evaluate", "quantiser"},
+    {"bench", "demo", "evaluate", "quantiser", "serving"},
     {"cli"},
     {"__main__"},
 )
@@ -39,7 +39,7 @@ FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 ROOMS = {folder.name for folder in PRODUCT.iterdir() if (folder / "__init__.py").exists()}
 
 # Who else may be known where, for type checkers as well. In front stands what a user could write.
-FRONT = {"bench", "cli", "demo", "evaluate", "quantiser"}
+FRONT = {"bench", "cli", "demo", "evaluate", "quantiser", "serving"}
 KNOWN_IN = {
     "torch": FLOOR.keys() - {"errors", "_sizes", "_text_tables", "system", "checkpoint"},
     "transformers": {"formats", "hf", "entry", *FRONT},
@@ -48,6 +48,10 @@ KNOWN_IN = {
     "psutil": {"system"},
     "rich": {"_text_tables", "cli"},
     "typer": {"cli"},
+    "starlette": {"serving"},
+    "uvicorn": {"serving"},
+    "prometheus_client": {"serving"},
+    "matplotlib": {"cli"},
 }
 # Pure: sizes, byte ranges and records. They can be used, and tested, without torch.
 WITHOUT_TORCH = {

@@ -13,9 +13,7 @@ import pytest
 import torch
 
 import pipeload
-from pipeload.cli.batch_file import LineError, Results, Shard, read_lines
-from pipeload.cli.batch_request import Ends, Settings, parse
-from pipeload.cli.batch_request import answer as made_of
+from pipeload.cli.batch_file import Line, Results, Shard, read_lines
 from pipeload.entry.texts import load_tokenizer
 from pipeload.errors import (
     MemoryLimitError,
@@ -24,6 +22,11 @@ from pipeload.errors import (
     ReadError,
     UnsupportedOperationError,
 )
+from pipeload.serving.reply import Ends
+from pipeload.serving.reply import answer as made_of
+from pipeload.serving.request import Asked, Settings
+from pipeload.serving.request import parse as parse_body
+from pipeload.serving.request_error import RequestError
 from tests.rooms.cli.test_commands import talker as talker  # noqa: PLC0414 - a fixture
 from tests.support.commands import answer, invoke
 from tests.support.commands import loud_libraries as loud_libraries  # noqa: PLC0414 - a fixture
@@ -60,6 +63,13 @@ def results_of(file: Path) -> dict[str, dict[str, Any]]:
     by_id = {result["id"]: result for result in found}
     assert len(by_id) == len(found)
     return by_id
+
+
+def parse(line: Line, settings: Settings) -> Asked:
+    """What the line asks for, if it is a request."""
+    if line.wrong is not None:
+        raise line.wrong
+    return parse_body(line.url, line.body, settings)
 
 
 def batch(talker: Path, files: tuple[Path, Path], *options: object) -> Any:
@@ -189,7 +199,7 @@ def test_a_line_that_is_wrong(
     """It says which field it is, and what to do."""
     write(files[0], [line])
     (read,) = read_lines(files[0], ALL)
-    with pytest.raises(LineError) as error:
+    with pytest.raises(RequestError) as error:
         parse(read, settings)
     assert words in str(error.value)
     if read.custom_id is not None:
@@ -221,7 +231,7 @@ def test_a_model_that_takes_no_messages(
     tokenizer.chat_template = template
     write(files[0], [request(0, chat())])
     (line,) = read_lines(files[0], ALL)
-    with pytest.raises(LineError) as error:
+    with pytest.raises(RequestError) as error:
         parse(line, settings._replace(tokenizer=tokenizer))
     assert words in str(error.value)
 
@@ -403,8 +413,9 @@ def test_letters_before_the_first_line(settings: Any, files: tuple[Path, Path]) 
     text = json.dumps(request(0, chat())).encode()
     files[0].write_bytes(b"\xef\xbb\xbf" + text + b"\r\n" + text.replace(b"Hello", b"\xff"))
     first, second = read_lines(files[0], ALL)
-    assert parse(first, settings).line.custom_id == "r0"
-    with pytest.raises(LineError, match="line 2 is no JSON"):
+    assert parse(first, settings).url == CHAT
+    assert first.custom_id == "r0"
+    with pytest.raises(match="line 2 is no JSON"):
         parse(second, settings)
 
 

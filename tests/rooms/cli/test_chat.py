@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import shutil
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +15,7 @@ import transformers
 from pipeload.budget.usage_trial import CACHES
 from pipeload.cli.answer import Answer
 from pipeload.cli.chat import Conversation
+from pipeload.cli.conversation_file import ConversationFile, Talk
 from pipeload.cli.run import Arguments
 from pipeload.errors import OptionError, PipeloadError
 from tests.rooms.cli.test_commands import talker as talker  # noqa: PLC0414 - a fixture
@@ -221,3 +224,96 @@ def test_a_temperature_of_zero_draws_nothing(going_on: Path) -> None:
     )
     refused = typed(going_on, LINES[0], more=("--temperature", 0, "--seed", 1))
     assert_one_line(refused, 2, "--temperature 0 takes the likeliest token always")
+
+
+def test_a_conversation_that_is_kept(going_on: Path, tmp_path: Path) -> None:
+    """Goes on as if it had never been interrupted, and nothing of it is computed again."""
+    file = tmp_path / "kept" / "talk.safetensors"
+    file.parent.mkdir()
+    wanted = plain_talk(going_on, LINES)
+    first = typed(going_on, *LINES[:2], more=("--session", file))
+    assert first.exit_code == 0, first.output
+    assert (file.stat().st_mode & 0o777) == 0o600
+    then = typed(going_on, LINES[2], more=("--session", file))
+    assert then.exit_code == 0, then.output
+    assert first.stdout + then.stdout == "".join(f"{answer}\n" for answer in wanted)
+    assert [path.name for path in file.parent.iterdir()] == [file.name]
+    tokens = re.findall(r"(\d+) tokens in the conversation", first.stderr + then.stderr)
+    assert tokens[1] == tokens[2]
+    anew = typed(going_on, "/reset", LINES[0], more=("--session", file))
+    assert anew.stdout == f"{wanted[0]}\n"
+
+
+def kept(folder: Path, file: Path, *more: object) -> Any:
+    """A turn whose conversation is kept."""
+    return typed(folder, "Hi.", more=("--session", file, *more))
+
+
+def test_a_conversation_that_is_not_this_models(talker: Path, tmp_path: Path) -> None:
+    """Or is too long, damaged, or none at all: is refused, and stays as it is."""
+    file, other = tmp_path / "talk.safetensors", tmp_path / "other"
+    assert kept(talker, file, "--system", "Be kind.").exit_code == 0
+    before = file.read_bytes()
+    shutil.copytree(talker, other)
+    weights = other / "model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[len(data) // 2 : len(data) // 2 + 9000] = bytes(9000)
+    weights.write_bytes(data)
+    assert_one_line(kept(other, file, "-q"), 1, "is another model's, or its files have changed")
+    dtype = kept(talker, file, "-q", "--dtype", "fp32")
+    assert_one_line(dtype, 1, "have changed since, or its dtype")
+    system = kept(talker, file, "-q", "--system", "Be rude.")
+    assert_one_line(system, 1, "begins with another system message")
+    assert_one_line(kept(talker, file, "-q", "--tokens", 20), 1, "memory is kept free for 20")
+    assert file.read_bytes() == before
+    for damaged, words in (
+        (before[:-10], "cannot be used"),
+        (
+            before.replace(b'\\\\"model\\\\"', b'\\\\"medal\\\\"').replace(b'"model"', b'"medal"'),
+            "is damaged",
+        ),
+        (before.replace(b'"prompt"', b'"pramet"'), "is damaged"),
+        (before.replace(b'"0.keys"', b'"9.keys"'), "is damaged"),
+        (before.replace(b"<user>Hi.", b"<user>Ho."), "is damaged"),
+    ):
+        file.write_bytes(damaged)
+        assert damaged != before
+        assert_one_line(kept(talker, file, "-q"), 1, words)
+    weights.rename(file)
+    assert_one_line(kept(talker, file, "-q"), 1, "is no conversation that was kept")
+
+
+def test_a_conversation_that_cannot_be_kept(talker: Path, tmp_path: Path, tiny: Any) -> None:
+    """Is told, and the answer stands; nothing half written is left."""
+    nowhere = kept(talker, tmp_path / "no" / "talk")
+    assert nowhere.exit_code == 0
+    assert nowhere.stdout.strip()
+    assert "cannot write the conversation" in nowhere.stderr
+    assert list(tmp_path.iterdir()) == []
+    file = ConversationFile(tmp_path / "talk", "x")
+    window: Any = load_plain(tiny("mistral"))
+    output = window.generate(
+        torch.ones(1, 20, dtype=torch.long), max_new_tokens=2, return_dict_in_generate=True
+    )
+    cache = next(output[name] for name in CACHES if name in output)
+    with pytest.raises(OptionError, match="keeps more of a conversation than keys and values"):
+        file.save(Talk([], "", torch.empty(1, 0, dtype=torch.long), cache))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_kill_while_it_is_written(talker: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    """Leaves the one before."""
+    file = ConversationFile(tmp_path / "talk", "x")
+    ids = torch.tensor([[1, 2]])
+    file.save(Talk([], "a", ids, None))
+
+    def struck(_descriptor: int) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "fsync", struck)
+    with pytest.raises(KeyboardInterrupt):
+        file.save(Talk([], "b", ids, None))
+    found = file.load(torch.device("cpu"), most_tokens=9)
+    assert found is not None
+    assert (found.text, found.cache) == ("a", None)
+    assert [path.name for path in tmp_path.iterdir()] == ["talk"]

@@ -13,9 +13,13 @@ import pytest
 
 from pipeload.cli import progress_bar
 from pipeload.cli.progress_bar import BytesBar, ProgressBar, _duration
+from tests.support.models import load_plain
+from tests.support.streaming import logits
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from tests.conftest import TinyCheckpoint
 
 
 class Terminal(io.StringIO):
@@ -41,6 +45,18 @@ def test_lines_now_and_then(caplog: pytest.LogCaptureFixture) -> None:
     bar.close()
     bar.close()
     assert caplog.messages == ["first pass: 2 of 6 layers", "first pass: 4 of 6 layers"]
+
+
+def test_a_first_pass(caplog: pytest.LogCaptureFixture, tiny: TinyCheckpoint) -> None:
+    """Says how many blocks are done, and how long the rest takes."""
+    model = load_plain(tiny("llama"))
+    with progress_bar.first_pass(model):
+        logits(model)
+    assert caplog.messages == [
+        "first pass: 2 of 6 layers, about 4 s left",
+        "first pass: 4 of 6 layers, about 2 s left",
+        "first pass: 6 of 6 layers, about 0 s left",
+    ]
 
 
 def test_how_long_the_rest_takes(caplog: pytest.LogCaptureFixture) -> None:

@@ -21,9 +21,10 @@ from hypothesis import strategies as st
 from pipeload.bench import measure
 from pipeload.bench.report import legend
 from pipeload.checkpoint.file_reads import FileSet
-from pipeload.cli.answer import Answer, Cut, StopAt
+from pipeload.cli.answer import Answer
 from pipeload.engine.stats import work_rows
 from pipeload.errors import ReadError
+from pipeload.serving.answer_text import Cut, StopAt
 from tests.promises.ways_in.test_notebook import STATS
 from tests.rooms.cli.test_commands import PROMPT, plain_answer
 from tests.rooms.cli.test_commands import talker as talker  # noqa: PLC0414 - a fixture
@@ -401,3 +402,17 @@ def test_the_shell_completes_commands_and_options(typed: str, found: str) -> Non
         cwd=ROOT,
     )
     assert found in done.stdout.split()
+
+
+def test_a_trace(talker: Path, tmp_path: Path) -> None:
+    """Of a run, and of a batch."""
+    file, requests = tmp_path / "trace.json", tmp_path / "requests.jsonl"
+    assert answer(talker, "x", "--max-new-tokens", 2, "--trace", file)["text"] is not None
+    first = json.loads(file.read_text())
+    body = {"prompt": "x", "max_tokens": 2}
+    line = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": body}
+    requests.write_text(json.dumps(line))
+    done = invoke("batch", talker, requests, tmp_path / "results", "--trace", file)
+    assert done.exit_code == 0, done.output
+    for events in (first, json.loads(file.read_text())):
+        assert events[0]["name"] == "thread_name"

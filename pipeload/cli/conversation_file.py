@@ -1,0 +1,184 @@
+"""A conversation on disk: what was said, and the keys and values of it, as a safetensors file.
+
+[Note: whose keys and values] They mean something to the model alone that made them, and for the
+tokens alone that stand beside them. So the file says whose they are and of what, and is refused
+where either is another. It is written beside its name and put there once it is whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from pipeload.checkpoint.file_reads import FileSet
+from pipeload.checkpoint.headers import read_header
+from pipeload.checkpoint.writer import Tensor, make_header
+from pipeload.errors import CheckpointError, OptionError
+from pipeload.hf.cache_layers import keys_and_values, made_cache
+from pipeload.weights.arena import DTYPES
+from pipeload.weights.read_tensor import read_whole
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from pipeload.checkpoint.headers import TensorEntry
+
+_TALK = "conversation"
+_CODES = {dtype: code for code, dtype in DTYPES.items()}
+
+
+class Talk(NamedTuple):
+    """Where a conversation stands."""
+
+    messages: list[dict[str, str]]
+    text: str
+    """What `ids` are the tokens of."""
+    ids: torch.Tensor
+    """int64, `[1, tokens]`."""
+    cache: Any
+    """Of these tokens, but for the last ones; None: it is to be computed anew."""
+
+
+class ConversationFile:
+    """Keeps one conversation. Its tensors: that of the words, as JSON, and two for each layer."""
+
+    def __init__(self, path: Path, model: str) -> None:
+        """`model`: the fingerprint of its checkpoint, and its dtype."""
+        self._path, self._model = path, model
+
+    def load(self, device: torch.device, *, most_tokens: int) -> Talk | None:
+        """What is there, for a model on `device`; None where there is no file.
+
+        Raises:
+            OptionError: it is no conversation, of another model, or longer than `most_tokens`.
+            CheckpointError: it is damaged.
+            ReadError: the disk failed.
+        """
+        if not self._path.exists():
+            return None
+        entries = read_header(self._path)
+        if _TALK not in entries:
+            raise OptionError(
+                f"{str(self._path)!r} is no conversation that was kept. Name another file."
+            )
+        with contextlib.closing(FileSet([self._path], "buffered")) as files:
+            told = self._told(bytes(read_whole(entries[_TALK], files).tolist()))
+            ids = torch.tensor([told["ids"]], dtype=torch.long)
+            if ids.shape[1] >= most_tokens:
+                raise OptionError(
+                    f"the conversation in {str(self._path)!r} has {ids.shape[1]} tokens, and "
+                    f"memory is kept free for {most_tokens}. Raise --tokens, or name another file."
+                )
+            cache = self._cache(entries, files, device)
+            return Talk(told["messages"], told["text"], ids, cache)
+
+    def _told(self, data: bytes) -> dict[str, Any]:
+        try:
+            told: dict[str, Any] = json.loads(data)
+            whole = told["prompt"] == _digest(told["text"], told["ids"])
+            theirs = told["model"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise self._damaged() from error
+        if not whole:
+            raise self._damaged()
+        if theirs != self._model:
+            raise OptionError(
+                f"the conversation in {str(self._path)!r} is another model's, or its files have "
+                "changed since, or its dtype: keys and values would mean nothing to it. Name "
+                "another file."
+            )
+        return told
+
+    def _damaged(self) -> CheckpointError:
+        return CheckpointError(
+            f"the conversation in {str(self._path)!r} is damaged: its words are not those of its "
+            "keys and values. Delete the file, or restore it."
+        )
+
+    def _cache(self, entries: dict[str, TensorEntry], files: FileSet, device: torch.device) -> Any:
+        layers = (len(entries) - 1) // 2
+        if not layers:
+            return None
+
+        def read(layer: int, what: str) -> torch.Tensor:
+            return read_whole(entries[f"{layer}.{what}"], files).to(device)
+
+        try:
+            return made_cache([(read(n, "keys"), read(n, "values")) for n in range(layers)])
+        except KeyError as error:
+            raise self._damaged() from error
+
+    def save(self, talk: Talk) -> None:
+        """Have the file hold this, or what it held before.
+
+        Raises:
+            OptionError: it cannot be written, or the model keeps more than keys and values.
+        """
+        pairs: list[tuple[torch.Tensor, torch.Tensor]] | None = []
+        if talk.cache is not None:
+            pairs = keys_and_values(talk.cache)
+        if pairs is None:
+            raise OptionError(
+                "this model keeps more of a conversation than keys and values of each token, which "
+                "--session does not know how to write. Leave it out; /save keeps the words."
+            )
+        ids = talk.ids[0].tolist()
+        told = {
+            "model": self._model,
+            "prompt": _digest(talk.text, ids),
+            "messages": talk.messages,
+            "text": talk.text,
+            "ids": ids,
+        }
+        words = torch.frombuffer(bytearray(json.dumps(told).encode()), dtype=torch.uint8)
+        tensors = {
+            f"{layer}.{what}": tensor
+            for layer, pair in enumerate(pairs)
+            for what, tensor in zip(("keys", "values"), pair, strict=True)
+        }
+        try:
+            self._write(tensors | {_TALK: words})
+        except OSError as error:
+            raise OptionError(
+                f"cannot write the conversation to {str(self._path)!r}: {error.strerror}. Name "
+                "another file."
+            ) from error
+
+    def _write(self, tensors: dict[str, torch.Tensor]) -> None:
+        header = make_header(
+            Tensor(name, _CODES[t.dtype], tuple(t.shape), t.numel() * t.element_size())
+            for name, t in tensors.items()
+        )
+        with _replacing(self._path) as part, os.fdopen(part, "wb", closefd=False) as file:
+            file.write(header)
+            for tensor in tensors.values():  # one after the other: a copy of each is made here
+                data = tensor.detach().to("cpu").contiguous().view(-1).view(torch.uint8)
+                file.write(data.numpy().tobytes())
+
+
+def _digest(text: str, ids: list[int]) -> str:
+    return hashlib.sha256(json.dumps([text, ids]).encode()).hexdigest()
+
+
+@contextlib.contextmanager
+def _replacing(path: Path) -> Iterator[int]:
+    """A file of its own, for this user alone, that takes the place of `path` once it is whole."""
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        try:
+            yield descriptor
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        part.replace(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            part.unlink()
+        raise

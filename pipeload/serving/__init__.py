@@ -1,0 +1,1 @@
+"""Requests in OpenAI's form: what they ask for, answers, and the server that gives them."""

@@ -1,0 +1,63 @@
+"""A request and its model: what is fitted to the model before, and who is to blame after."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pipeload.entry.texts import check_tokens, first_line
+from pipeload.errors import CheckpointError, MemoryLimitError, PipeloadError
+from pipeload.hf.response_parsing import response_template
+from pipeload.serving.request import Settings
+from pipeload.serving.request_error import RequestError
+
+if TYPE_CHECKING:
+    from pipeload.serving.request import Asked
+
+TOO_LARGE, FAILED = 413, 500  # HTTP's
+
+
+def settings_of(
+    model: Any, tokenizer: Any, typed: str, *, max_new_tokens: int, streams: bool = False
+) -> Settings:
+    """What holds for all requests to a `model` that was `typed` as such on the command line.
+
+    `streams`: to a server, whose clients see no warning of what goes beyond the model's positions.
+    """
+    name = Path(typed).name
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return Settings(
+        tokenizer,
+        name,
+        frozenset({typed, name}),
+        max_new_tokens,
+        response_template(tokenizer, model.config.model_type),
+        streams,
+        positions if streams and isinstance(positions, int) and positions > 0 else None,
+    )
+
+
+def fitted(asked: Asked, model: Any, typed: str) -> Asked:
+    """A request with its tokens where the model is.
+
+    Raises:
+        RequestError: there is one that the model does not know.
+    """
+    try:
+        check_tokens(typed, model, int(asked.inputs["input_ids"].max()))
+    except CheckpointError as error:
+        raise RequestError(str(error)) from error
+    inputs = {name: values.to(model.device) for name, values in asked.inputs.items()}
+    return asked._replace(inputs=inputs)
+
+
+def blamed(outcome: BaseException) -> RequestError | None:
+    """What came of a request if it was its own fault; None where the next would fare no better.
+
+    That is of the disk, the files, or readers that ended.
+    """
+    if isinstance(outcome, MemoryLimitError):
+        return RequestError(str(outcome), code="memory_limit", status=TOO_LARGE)
+    if isinstance(outcome, PipeloadError) or not isinstance(outcome, Exception):
+        return None
+    return RequestError(first_line(outcome), code=type(outcome).__name__, status=FAILED)
