@@ -9,6 +9,7 @@ from pipeload.entry import everywhere
 from pipeload.errors import (
     CheckpointChangedError,
     CheckpointError,
+    GroupError,
     MemoryLimitError,
     OptionError,
     PipeloadError,
@@ -33,6 +34,7 @@ __version__ = "0.1.0"
 __all__ = [
     "CheckpointChangedError",
     "CheckpointError",
+    "GroupError",
     "Handle",
     "MemoryLimitError",
     "OptionError",

@@ -4,6 +4,7 @@ PipeloadError
 ├── CheckpointError (also ValueError)          the files are not what they claim
 │   └── CheckpointChangedError                 a file changed under the running model
 ├── ReadError (also OSError)                   the disk failed or a read came back short
+├── GroupError (also ConnectionError)          a rank of several machines is lost, or another one
 ├── MemoryLimitError (also MemoryError)        the limit is too small; `smallest_limit` works;
 │                                              of a pass, also a torch.OutOfMemoryError
 ├── OptionError (also ValueError)              an argument has no meaning here
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 __all__ = [
     "CheckpointChangedError",
     "CheckpointError",
+    "GroupError",
     "MemoryLimitError",
     "OptionError",
     "PipeloadError",
@@ -59,6 +61,21 @@ class CheckpointChangedError(CheckpointError):
 
 class ReadError(PipeloadError, OSError):
     """The disk failed, or gave fewer bytes than the file's header promises."""
+
+
+class GroupError(PipeloadError, ConnectionError):
+    """A rank of a group of machines is lost, runs something else, or could not do its part."""
+
+    def __init__(self, message: str, *, rank: int | None = None, host: str = "") -> None:
+        super().__init__(message)
+        self.rank = rank
+        """Whose fault it is; None where nobody can tell."""
+        self.host = host
+        """The name of its machine, or what it was to be reached by."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        known: dict[str, Any] = vars(self)
+        return functools.partial(type(self), **known), self.args
 
 
 class MemoryLimitError(PipeloadError, MemoryError):

@@ -23,6 +23,8 @@ from pipeload_hooks._binding import (
 )
 from pipeload_hooks._blocks import Block, find_blocks
 from pipeload_hooks._callers import Caller, Callers, Mark, arguments_of
+from pipeload_hooks._crossing import Crossing, find_crossing
+from pipeload_hooks._elsewhere import answer
 from pipeload_hooks._evicted import BESIDE, OnUse, note_changes, plain_kind
 from pipeload_hooks._experts import (
     ExpertSource,
@@ -63,6 +65,7 @@ __all__ = [
     "Caller",
     "Callers",
     "Companion",
+    "Crossing",
     "EvictedWeightWatch",
     "ExpertSource",
     "Mark",
@@ -79,6 +82,7 @@ __all__ = [
     "UnknownValueError",
     "Usage",
     "WeightSource",
+    "answer",
     "arguments_of",
     "attach",
     "attach_experts",
@@ -92,6 +96,7 @@ __all__ = [
     "empty_grouped",
     "experts_in_order",
     "find_blocks",
+    "find_crossing",
     "inside_compiled_call",
     "is_placeholder",
     "kernels_stay",

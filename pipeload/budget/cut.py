@@ -15,6 +15,7 @@ from torch import nn
 
 from pipeload.budget.grouped_products import products_are_grouped
 from pipeload.budget.model_parts import Bank, Parts, Site, Table
+from pipeload.budget.output_head import output_head
 from pipeload.budget.residency import UnitSpec, is_tiny
 from pipeload.errors import UnsupportedModelError
 from pipeload.weights.arena import DTYPES
@@ -24,15 +25,13 @@ from pipeload.weights.whole_shape import KERNEL_ALIGN
 from pipeload_hooks import can_split, find_blocks, takes_ids
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
     from pipeload.budget.model_parts import ExpertsModule
     from pipeload.weights.layout import Weight
 
 _TABLE_BYTES = 1 << 20
 _BANK_BYTES = 1 << 20
-ADAPTED = ("base_layer", "original_module")
-"""What an adapter that takes a module's place calls that module."""
 CHUNKS = (64 << 20, 32 << 20, 16 << 20, 8 << 20)
 """Sizes of row ranges worth trying, in bytes."""
 
@@ -75,12 +74,13 @@ class Divider:
         experts: Iterable[ExpertsModule] = (),
         blocks_alone: bool = False,
         beside_bytes: int = 0,
+        away: Collection[str] = (),
     ) -> None:
         """`tied` maps names of parameters that share another one's memory to that one's.
 
         With `blocks_alone` neither a head nor tables are streamed, nor `experts` one by one, which
         are modules of which that is known to do. `beside_bytes` are always there, and in no
-        parameter.
+        parameter. `away` are modules that another rank runs, whose weights are not read here.
 
         Raises:
             NothingToStreamError: the model has no repeated blocks with weights to stream.
@@ -90,11 +90,15 @@ class Divider:
         self._tied_to = tied
         self._beside_bytes = beside_bytes
         self._tied = frozenset(tied) | frozenset(tied.values())
-        self._head = _output_head(model)
-        self._banks = () if blocks_alone else self._whole_banks(self._find_banks(experts))
+        self._head = head if (head := output_head(model)) and head[0] not in away else None
+        here = (found for found in experts if not _is_inside(found.name, away))
+        self._banks = () if blocks_alone else self._whole_banks(self._find_banks(here))
+        self._away = {n: w for n, w in weights.items() if _is_inside(n, away)}
         banked = {weight.name for bank in self._banks for weight in bank.weights}
         self._blocks = []
         for block in find_blocks(model):
+            if block.name in away:
+                continue
             names = [f"{block.name}.{name}" for name, _ in block.module.named_parameters()]
             found = (weights.get(name) for name in names if name not in banked)
             streamed = [weight for weight in found if weight and self._streamable(weight)]
@@ -146,7 +150,12 @@ class Divider:
             cutter.rows(*head, weight)
         sites, specs = cutter.sites, cutter.specs
         parts = Parts(sites, specs, tables, [], 0)
-        chosen = {*parts.streamed, *(table.weight.name for table in tables)}
+        away = [w for w in self._away.values() if w.name not in self._tied | touched.past_block]
+        away = _whole_groups(away, self._weights)
+        chosen = {
+            *parts.streamed,
+            *(weight.name for weight in (*away, *(t.weight for t in tables))),
+        }
         chosen.update(weight.name for bank in self._banks for weight in bank.weights)
         pinned = [w for name, w in self._weights.items() if name not in chosen and w.group is None]
         taken = chosen | {weight.name for weight in pinned}
@@ -157,7 +166,7 @@ class Divider:
             if name not in taken and name not in self._tied
         )
         uncut = frozenset(cutter.uncut)
-        return Parts(sites, specs, tables, pinned, others, uncut, self._banks)
+        return Parts(sites, specs, tables, pinned, others, uncut, self._banks, tuple(away))
 
     def unknown(self) -> Touched:
         """What to take for touched where nothing could be tried: tables but those of token ids."""
@@ -231,18 +240,6 @@ class Divider:
         if weight is None or weight.group is not None or weight.name in inside:
             return None
         return weight if _is_large_float(weight) else None
-
-
-def _output_head(model: nn.Module) -> tuple[str, nn.Linear] | None:
-    """The name and module of a head that can be computed by ranges of rows."""
-    get = getattr(model, "get_output_embeddings", None)
-    head = get() if get is not None else None
-    while isinstance(head, nn.Module) and not isinstance(head, nn.Linear):
-        # An adapter in its place; it holds the head by one of these names.
-        head = next((m for name, m in head.named_children() if name in ADAPTED), None)
-    if not isinstance(head, nn.Linear) or not can_split(head):
-        return None
-    return next(((name, head) for name, module in model.named_modules() if module is head), None)
 
 
 def _input_embeddings(model: nn.Module) -> Iterator[object]:
@@ -328,6 +325,11 @@ def _separable(path: str, weights: Iterable[Weight]) -> bool:
 def _rows_in(weight: Weight, nbytes: int) -> int:
     rows = nbytes // (weight.nbytes // weight.shape[0])
     return max(2 * ROW_STEP, rows - rows % ROW_STEP)
+
+
+def _is_inside(name: str, paths: Iterable[str]) -> bool:
+    """Whether a module or weight is, or lies in, one of these modules."""
+    return any(f"{name}.".startswith(f"{path}.") for path in paths)
 
 
 def _is_one_product(weight: Weight) -> bool:

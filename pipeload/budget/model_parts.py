@@ -103,6 +103,8 @@ class Parts:
     """Weights that are whole because ranges of their rows would not give the same bits."""
     banks: tuple[Bank, ...] = ()
     """Experts that are read as they are routed to, in the order of the model."""
+    away: tuple[Weight, ...] = ()
+    """Those of modules that another rank runs: never read here."""
 
     @property
     def experts_bytes(self) -> int:
@@ -152,7 +154,7 @@ class Parts:
         """All that are not left to the library, each once."""
         tables = (table.weight for table in self.tables)
         experts = (weight for bank in self.banks for weight in bank.weights)
-        every = [*self.pinned, *tables, *self.streamed.values(), *experts]
+        every = [*self.pinned, *tables, *self.streamed.values(), *experts, *self.away]
         return list({weight.name: weight for weight in every}.values())
 
 

@@ -16,7 +16,7 @@ from pipeload.budget.kv_cache import private_parts
 from pipeload.budget.kv_cache_sizes import heads_of, key_heads_of, layer_sizes, size_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Iterator, Mapping
 
     from pipeload.budget.kv_cache import LayerSize
 
@@ -102,6 +102,16 @@ def read_widths(model: nn.Module, config: Any) -> Widths:
         layers=layers,
     )
     return settings_of(text, found_once)
+
+
+def layers_here(widths: Widths, away: Collection[int]) -> Iterator[LayerSize]:
+    """What each layer caches where another rank has the cache of those that are `away`.
+
+    One number stands there for the keys and the values of a position, and for no state any.
+    """
+    for index, size in enumerate(widths.layers):
+        one = widths.item if size.key else 0
+        yield size._replace(key=one, value=one, state=0) if index in away else size
 
 
 def settings_of(decoder: Any, widths: Widths) -> Widths:

@@ -17,13 +17,20 @@ from pipeload.budget.kv_cache import (
     CacheReader,
     self_and_cross,
 )
-from pipeload.budget.model_sizes import decoder_and_whole, read_widths, settings_of
+from pipeload.budget.model_sizes import (
+    decoder_and_whole,
+    layers_here,
+    read_widths,
+    settings_of,
+)
 from pipeload.budget.pass_shape import (
+    MOST,
     Extras,
     PassShape,
     cache_of,
     encoder_positions,
     encodes_sound,
+    largest,
     read_extras,
     read_shape,
     reads_text_alone,
@@ -31,7 +38,7 @@ from pipeload.budget.pass_shape import (
 from pipeload.budget.pass_trial import PassTrace, Trial, trace_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from torch import nn
 
@@ -57,7 +64,6 @@ _MOST_KERNELS = 32
 # the most of long sequences, and what is in a layer beside them of short ones.
 _SAMPLES = (PassShape(24, 32), PassShape(384, 2))
 _LEAST_SHARE, _MOST_SHARE = 0.97, 1.12
-_MOST = 1 << 40  # no prompt and no batch is larger
 
 
 class PassNeeds:
@@ -70,10 +76,12 @@ class PassNeeds:
         *,
         products: Callable[[int], int] | None = None,
         fused: bool = True,
+        away: Collection[int] = (),
     ) -> None:
         """`products(rows)`: bytes that a product of a quantised weight takes beside its tensors.
 
-        `fused`: whether there is a kernel for attention in the model's dtype.
+        `fused`: whether there is a kernel for attention in the model's dtype. `away`: layers whose
+        cache another rank has.
         """
         self._widths = read_widths(model, config)
         self._fused = fused and self._widths.same_heads
@@ -90,6 +98,8 @@ class PassNeeds:
         alone = not self._widths.encoder_decoder and reads_text_alone(config)
         if self._trace is not None and self._generates and alone:
             self._compare(self._trace)
+        if away:
+            self._reader = CacheReader(tuple(layers_here(self._widths, away)), self._widths.item)
 
     def _compare(self, trace: PassTrace) -> None:
         """Have no more trials where what is known of all decoders describes this one well."""
@@ -140,7 +150,7 @@ class PassNeeds:
     def between_turns(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
         """What of it is there while others compute whose passes take turns with this one."""
         if self._trace is not None:
-            return _MOST  # all of it, as far as anybody knows
+            return MOST  # all of it, as far as anybody knows
         shape = self.shape(args, kwargs)
         layers = self._cached(args, kwargs, shape)
         extras, w = read_extras(kwargs, shape, self._widths, self._configs), self._widths
@@ -188,14 +198,14 @@ class PassNeeds:
         A picture counts as one token.
         """
         pictures = self._trace is not None and "pixel" in main_input(self._trace.model)
-        return _largest(
+        return largest(
             lambda tokens: self.for_shape(PassShape(tokens, batch)) <= room_bytes,
-            most=1 if pictures else _MOST,
+            most=1 if pictures else MOST,
         )
 
     def largest_batch(self, room_bytes: int, tokens: int) -> int:
         """How many prompts of `tokens` fit at once in `room_bytes`; 0 if not one does."""
-        return _largest(lambda batch: self.for_shape(PassShape(tokens, batch)) <= room_bytes)
+        return largest(lambda batch: self.for_shape(PassShape(tokens, batch)) <= room_bytes)
 
     def prefill_chunk(self, room_bytes: int, shape: PassShape) -> int | None:
         """The largest `prefill_chunk_size` of `generate` with which a prompt of `shape` fits.
@@ -207,7 +217,7 @@ class PassNeeds:
         if self._chunked(shape, shape.tokens) <= room_bytes:
             return shape.tokens
         # From here on every chunk but the first has a mask: more tokens need more memory.
-        chunk = _largest(
+        chunk = largest(
             lambda chunk: self._chunked(shape, chunk) <= room_bytes, most=shape.tokens - 1
         )
         return chunk or None
@@ -333,17 +343,3 @@ def _with_margin(growth: int, transient: int) -> int:
     grown = max(0, growth)
     holes = min(grown // 2, _HOLES_BYTES)
     return int((grown + transient) * _MARGIN) + holes + _MARGIN_BYTES
-
-
-def _largest(fits: Callable[[int], bool], *, most: int = _MOST) -> int:
-    """The largest whole number up to `most` that fits, if all smaller ones do; 0 if none does."""
-    if not fits(1):
-        return 0
-    low, high = 1, 2
-    while high <= most and fits(high):
-        low, high = high, 2 * high
-    high = min(high, most + 1)
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low

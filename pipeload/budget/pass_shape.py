@@ -10,9 +10,12 @@ from torch import Tensor
 from pipeload.budget.kv_cache import is_cache, seen_positions
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from pipeload.budget.model_sizes import Widths
+
+MOST = 1 << 40
+"""No prompt and no batch is larger."""
 
 _INPUTS = ("decoder_input_ids", "decoder_inputs_embeds", "inputs_embeds", "input_ids")
 
@@ -178,3 +181,17 @@ def encoder_positions(kwargs: Mapping[str, Any], most: int) -> int:
 def _all_ones(mask: Tensor) -> bool:
     """Whether a mask hides nothing; one that is not of two dimensions was written out already."""
     return mask.dim() == 2 and bool(mask.all())
+
+
+def largest(fits: Callable[[int], bool], *, most: int = MOST) -> int:
+    """The largest whole number up to `most` that fits, if all smaller ones do; 0 if none does."""
+    if not fits(1):
+        return 0
+    low, high = 1, 2
+    while high <= most and fits(high):
+        low, high = high, 2 * high
+    high = min(high, most + 1)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low

@@ -6,7 +6,7 @@ import itertools
 import logging
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
@@ -15,7 +15,9 @@ from pipeload.budget.twin_blocks import TwinList, short_copy, twin_lists, widen_
 from pipeload_hooks import Usage, observe_usage
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
+
+_Told = TypeVar("_Told")
 
 _TOKENS = 2
 CACHES = ("cache", "past_key_values", "cache_params")
@@ -47,16 +49,27 @@ def probe_usage(model: nn.Module) -> Usage | None:
     Two forwards: one of a prompt, whose modules are listed, and one that continues it. A copy runs,
     so nothing about `model` changes; it has few blocks, which stand for all that are like them
     (every operation costs time, even where there is no data), or all if it cannot run with few.
+    None when it cannot run without values.
+    """
+    lists = like_lists(model)
+    return try_without_values(model, _observe, (lists, []) if lists else ([],))
+
+
+def try_without_values(
+    model: nn.Module,
+    observe: Callable[[Any, Mapping[str, torch.Tensor], Sequence[TwinList]], _Told],
+    shorter: Sequence[Sequence[TwinList]] = ([],),
+) -> _Told | None:
+    """What `observe` tells of a copy of `model`, given inputs for it and the lists that are short.
+
     None when it cannot run without values: where it looks at them, where an operation knows no
-    meta device, or where the library has no inputs.
+    meta device, where the library has no inputs, or where parameters are not on the meta device.
     """
     inputs = meta_inputs(model)
     if not inputs or any(not parameter.is_meta for parameter in model.parameters()):
         return None
     # Some operations (fused experts) know the meta device in bf16 alone; use is the same in any.
     dtypes = (None, torch.bfloat16)
-    lists = like_lists(model)
-    shorter = (lists, []) if lists else ([],)
     for padded, shortened, dtype in itertools.product((False, True), shorter, dtypes):
         try:
             # Buffers are real where the library has made them so; one device is needed.
@@ -65,8 +78,7 @@ def probe_usage(model: nn.Module) -> Usage | None:
             with torch.no_grad():
                 # Some need the number of the token, which most only warn of.
                 ready = probed if padded else _without_padding(probed)
-                usage = _observe(ready, inputs, shortened)
-            return widen_usage(usage, shortened)
+                return observe(ready, inputs, shortened)
         # Whatever a model that was never meant to run like this may raise.
         except Exception as error:  # noqa: PERF203
             short = "A short " if shortened else ""
@@ -87,23 +99,18 @@ def like_lists(model: nn.Module) -> list[TwinList]:
 def _observe(
     model: Any, inputs: Mapping[str, torch.Tensor], shortened: Sequence[TwinList]
 ) -> Usage:
+    return widen_usage(_observe_copy(model, inputs, shortened), shortened)
+
+
+def _observe_copy(
+    model: Any, inputs: Mapping[str, torch.Tensor], shortened: Sequence[TwinList]
+) -> Usage:
     caches: dict[str, object] = {}
-
-    def read_prompt() -> None:
-        output = model(**inputs)
-        # Only the first: an output knows its cache by the old name, too.
-        found = next((name for name in CACHES if name in output), None)
-        if found is not None:
-            caches[found] = output[found]
-
-    def continue_it() -> None:
-        model(**{name: value[:, -1:] for name, value in inputs.items()}, **caches)
-
-    first = observe_usage(model, read_prompt)
+    first = observe_usage(model, lambda: caches.update(read_prompt(model, inputs)))
     for cache in caches.values():
         _shorten(cache, {len(twins.groups): twins.kept for twins in shortened})
     try:
-        then = observe_usage(model, continue_it)
+        then = observe_usage(model, lambda: continue_it(model, inputs, caches))
     except Exception:
         if caches:
             raise
@@ -113,6 +120,21 @@ def _observe(
         touched_outside=first.touched_outside | then.touched_outside,
         touched_past_block=first.touched_past_block | then.touched_past_block,
     )
+
+
+def read_prompt(model: Any, inputs: Mapping[str, torch.Tensor]) -> dict[str, object]:
+    """The cache that a forward of a prompt gives, by the name that the model has for it."""
+    output = model(**inputs)
+    # Only the first: an output knows its cache by the old name, too.
+    found = next((name for name in CACHES if name in output), None)
+    return {} if found is None else {found: output[found]}
+
+
+def continue_it(
+    model: Any, inputs: Mapping[str, torch.Tensor], caches: Mapping[str, object]
+) -> None:
+    """A forward of one token more."""
+    model(**{name: value[:, -1:] for name, value in inputs.items()}, **caches)
 
 
 def _shorten(cache: object, kept: Mapping[int, int]) -> None:

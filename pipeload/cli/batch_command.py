@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from pipeload.cli import choices
 from pipeload.cli import options as opt
 from pipeload.cli.batch_file import Shard
 from pipeload.cli.exit_status import load, reported
@@ -61,8 +62,8 @@ def batch(
     max_new_tokens: opt.NewTokens = 128,
     at_once: AtOnce = "auto",
     shard: ShardOption = "1/1",
-    dtype: opt.DtypeOption = opt.Dtype.AUTO,
-    io_mode: opt.IoModeOption = opt.IoMode.AUTO,
+    dtype: opt.DtypeOption = choices.Dtype.AUTO,
+    io_mode: opt.IoModeOption = choices.IoMode.AUTO,
     trace: opt.TraceFile = None,
     json: opt.Json = False,
     quiet: opt.Quiet = False,

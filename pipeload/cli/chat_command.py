@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from pipeload.cli import choices
 from pipeload.cli import options as opt
 from pipeload.cli.exit_status import load, reported
 
@@ -33,7 +34,7 @@ def chat(
     host_memory_limit: opt.HostMemoryLimit = None,
     max_new_tokens: opt.NewTokens = 512,
     tokens: ChatTokens = 2048,
-    dtype: opt.DtypeOption = opt.Dtype.AUTO,
+    dtype: opt.DtypeOption = choices.Dtype.AUTO,
     seed: opt.Seed = None,
     temperature: opt.Temperature = None,
     top_p: opt.TopP = None,
@@ -41,7 +42,7 @@ def chat(
     repetition_penalty: opt.RepetitionPenalty = None,
     system: opt.System = None,
     session: Session = None,
-    io_mode: opt.IoModeOption = opt.IoMode.AUTO,
+    io_mode: opt.IoModeOption = choices.IoMode.AUTO,
     exact_inputs: opt.ExactInputs = False,
     quiet: opt.Quiet = False,
     debug: opt.Debug = False,

@@ -15,6 +15,7 @@ import typer
 
 from pipeload import __version__
 from pipeload._sizes import parse_size
+from pipeload.cli import choices
 from pipeload.cli import options as opt
 from pipeload.cli.batch_command import batch
 from pipeload.cli.chat_command import chat
@@ -60,7 +61,7 @@ def run(
     host_memory_limit: opt.HostMemoryLimit = None,
     max_new_tokens: opt.NewTokens = 128,
     tokens: opt.RunTokens = None,
-    dtype: opt.DtypeOption = opt.Dtype.AUTO,
+    dtype: opt.DtypeOption = choices.Dtype.AUTO,
     seed: opt.Seed = None,
     temperature: opt.Temperature = None,
     top_p: opt.TopP = None,
@@ -70,9 +71,10 @@ def run(
     draft: opt.Draft = "off",
     system: opt.System = None,
     no_chat_template: opt.NoChatTemplate = False,
-    io_mode: opt.IoModeOption = opt.IoMode.AUTO,
+    io_mode: opt.IoModeOption = choices.IoMode.AUTO,
     trace: opt.TraceFile = None,
     exact_inputs: opt.ExactInputs = False,
+    ranks: opt.Ranks = None,
     json: opt.Json = False,
     quiet: opt.Quiet = False,
     debug: opt.Debug = False,
@@ -108,6 +110,7 @@ def run(
                 io_mode=io_mode.value,
                 trace=trace,
                 exact_inputs=exact_inputs,
+                ranks=int(ranks) if ranks and ranks.isdecimal() else ranks,
                 chat_template=not no_chat_template,
                 json=json,
             ),
@@ -124,10 +127,11 @@ def plan(
     host_memory_limit: opt.HostMemoryLimit = None,
     tokens: opt.Tokens = 256,
     batch: opt.Batch = 1,
-    dtype: opt.DtypeOption = opt.Dtype.AUTO,
-    io_mode: opt.IoModeOption = opt.IoMode.AUTO,
+    dtype: opt.DtypeOption = choices.Dtype.AUTO,
+    io_mode: opt.IoModeOption = choices.IoMode.AUTO,
     exact_inputs: opt.ExactInputs = False,
     disk_rate: opt.DiskRate = None,
+    machine: opt.Machines = None,
     json: opt.Json = False,
     debug: opt.Debug = False,
 ) -> None:
@@ -136,6 +140,13 @@ def plan(
         load("from_pretrained")
         from pipeload.cli import plan as cli_plan
 
+        if machine:
+            from pipeload.cli import machines
+
+            machines.show(
+                model, machine, tokens=tokens, batch=batch, dtype=dtype.value, as_json=json
+            )
+            return
         cli_plan.show(
             cli_plan.Arguments(
                 model=model,
@@ -238,11 +249,11 @@ def quantize(
     source: opt.Source,
     target: opt.Target,
     *,
-    method: opt.MethodOption = opt.Method.INT8,
+    method: opt.MethodOption = choices.Method.INT8,
     group_size: opt.GroupSize = None,
     zero_points: opt.ZeroPointsOption = None,
     double_quant: opt.DoubleQuant = False,
-    head: opt.HeadOption = opt.Head.FLOAT,
+    head: opt.HeadOption = choices.Head.FLOAT,
     calibrate: opt.Calibrate = "off",
     calibration_tokens: opt.CalibrationTokens = None,
     memory_limit: opt.MemoryLimit = "auto",
@@ -278,8 +289,8 @@ def convert(
     source: opt.CodedSource,
     target: opt.Target,
     *,
-    dtype: opt.ConvertedDtype = opt.Dtype.BF16,
-    head: opt.HeadOption = opt.Head.FLOAT,
+    dtype: opt.ConvertedDtype = choices.Dtype.BF16,
+    head: opt.HeadOption = choices.Head.FLOAT,
     memory_limit: opt.MemoryLimit = "auto",
     max_shard_size: opt.ShardSize = "2GB",
     json: opt.Json = False,

@@ -23,10 +23,11 @@ from pipeload.cli.load_model import (
 from pipeload.cli.log_lines import log, silence_libraries
 from pipeload.cli.progress_bar import ProgressBar
 from pipeload.cli.run_report import describe_limits
-from pipeload.entry.loading import check_source, needs_of, refuse_quantised
+from pipeload.entry.device_refusals import refuse_quantised
+from pipeload.entry.loading import needs_of
 from pipeload.entry.options import GivenOptions
 from pipeload.entry.request import make_request
-from pipeload.entry.sources import source_of
+from pipeload.entry.sources import check_source, source_of
 from pipeload.entry.texts import check_tokens, load_tokenizer, read_text
 from pipeload.errors import CheckpointError, MemoryLimitError, OptionError
 from pipeload.evaluate import report

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from pipeload.cli import choices
 from pipeload.cli import options as opt
 from pipeload.cli.exit_status import load, reported
 
@@ -45,7 +46,7 @@ def evaluate(
     stride: Stride = None,
     batch: opt.WindowsPerPass = None,
     max_tokens: MaxTokens = None,
-    dtype: opt.DtypeOption = opt.Dtype.AUTO,
+    dtype: opt.DtypeOption = choices.Dtype.AUTO,
     compare: Compare = False,
     json: opt.Json = False,
     quiet: opt.Quiet = False,

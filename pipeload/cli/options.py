@@ -5,7 +5,6 @@ What several commands take has one name here and means the same in all of them.
 
 from __future__ import annotations
 
-import enum
 import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -13,52 +12,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pipeload._sizes import parse_share, parse_size
+from pipeload.cli.choices import Dtype, Head, IoMode, Method, ZeroPoints
 from pipeload.errors import OptionError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-
-class IoMode(str, enum.Enum):
-    """How the checkpoint is read."""
-
-    AUTO = "auto"
-    DIRECT = "direct"
-    BUFFERED = "buffered"
-    UNCACHED = "uncached"
-
-
-class Dtype(str, enum.Enum):
-    """The dtype that weights have in memory."""
-
-    AUTO = "auto"
-    BF16 = "bf16"
-    FP16 = "fp16"
-    FP32 = "fp32"
-
-
-class Method(str, enum.Enum):
-    """What weights become."""
-
-    INT8 = "int8"
-    INT4 = "int4"
-    NF4 = "nf4"
-    FP4 = "fp4"
-
-
-class Head(str, enum.Enum):
-    """What the output head becomes."""
-
-    FLOAT = "float"
-    INT8 = "int8"
-
-
-class ZeroPoints(str, enum.Enum):
-    """How scales and zeros of int4 groups are found."""
-
-    SEARCH = "search"
-    RTN = "rtn"
-    HQQ = "hqq"
 
 
 def _limit(text: str, name: str) -> str:
@@ -84,6 +42,22 @@ def _limits(texts: list[str] | None) -> list[str] | None:
     for text in texts or ():
         _process_limit(text)
     return texts
+
+
+def _machines(texts: list[str] | None) -> list[str] | None:
+    for text in texts or ():
+        limit, at, rate = text.partition("@")
+        if not at:
+            raise typer.BadParameter(f"{text!r} is no LIMIT@RATE; give 8GB@500MB, for example.")
+        _checked(limit, "--machine", parse_size)
+        _checked(rate, "--machine", parse_size)
+    return texts
+
+
+def _ranks(text: str | None) -> str | None:
+    if text is not None and text not in ("auto", "mixed") and not (text.isdecimal() and int(text)):
+        raise typer.BadParameter(f'{text!r} is neither "auto", "mixed" nor a number of ranks.')
+    return text
 
 
 def _finite(value: float | None) -> float | None:
@@ -238,6 +212,15 @@ def check_sampling(temperature: float | None, *others: float | None) -> None:
         )
 
 
+Ranks = Annotated[
+    str | None,
+    typer.Option(
+        callback=_ranks,
+        help='Share the model with other machines: "auto", their number, or "mixed" for other '
+        "processors; run the same command on each, by torchrun. Rank 0 prints.",
+    ),
+]
+
 # -- plan ----------------------------------------------------------------------------------------
 
 PlanLimits = Annotated[
@@ -245,6 +228,16 @@ PlanLimits = Annotated[
     typer.Option(
         callback=_limits,
         help='What the whole process may hold: "2GB", "50%" or "auto"; several make a table.',
+    ),
+]
+Machines = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--machine",
+        metavar="LIMIT@RATE",
+        callback=_machines,
+        help="Deal the model out to machines with such limits and bytes per second from disk; "
+        "once for each.",
     ),
 ]
 

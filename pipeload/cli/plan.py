@@ -11,14 +11,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 import pipeload
 from pipeload._sizes import format_size
-from pipeload.checkpoint.file_reads import FileSet
 from pipeload.checkpoint.gguf import open_gguf
 from pipeload.checkpoint.io_mode import resolve_io_mode
-from pipeload.checkpoint.reader_threads import run_jobs
 from pipeload.cli.load_model import DTYPES, check_model, explained
 from pipeload.cli.log_lines import log, silence_libraries
 from pipeload.cli.plan_text import shown
@@ -28,18 +24,13 @@ from pipeload.entry.sources import is_gguf, source_of
 from pipeload.entry.texts import load_tokenizer
 from pipeload.errors import CheckpointError, MemoryLimitError
 from pipeload.system.memory import peak_rss_bytes
-from pipeload.system.pages import PAGE
-from pipeload.weights.arena import Arena, Region, Work
+from pipeload.weights.disk_rate import probe
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from pipeload.budget.plan import Plan
 
-# A probe reads this many pieces of this size: enough for a rate, little enough to be quick.
-_PROBE_PIECES = 16
-_PROBE_PIECE_BYTES = 8 << 20
-_PROBE_READERS = 8
 # A limit that is chosen lies this far from the smallest one to the one with which all fits.
 _CHOSEN_SHARE = 1 / 3
 _ENDLESS = 1 << 50
@@ -110,31 +101,6 @@ def _at_rates(plan: Plan, disk_rate: float, device: str) -> Plan:
     if share is not None and (found := open_device(device)) is not None:
         share = replace(share, link_rate=found.link_rate(), compute_rate=found.compute_rate())
     return replace(plan, device_share=share)
-
-
-def probe(files: Sequence[Path]) -> float:
-    """Bytes per second past the page cache, from a few pieces spread over `files`.
-
-    Raises:
-        ReadError: the disk failed.
-    """
-    opened = FileSet(files, resolve_io_mode("auto", files, fits_cache=False))
-    arena = Arena(_PROBE_READERS * _PROBE_PIECE_BYTES, device=torch.device("cpu"), huge=True)
-    scratch = [arena.take(_PROBE_PIECE_BYTES) for _ in range(_PROBE_READERS)]
-    # Memory that was never written costs time at first touch, which is not the disk's.
-    arena.tensor(0, "U8", (arena.nbytes,), arena.nbytes).zero_()
-
-    def job(path: Path, first: int, stop: int) -> Work:
-        def read(region: Region | None) -> int:
-            assert region is not None  # noqa: S101 - every reader above has one
-            return opened.read_pages(path, first, stop, region.buffer(0, stop - first))
-
-        return read
-
-    try:
-        return run_jobs([job(*piece) for piece in _spread(files)], scratch, opened.stalls).rate
-    finally:
-        opened.close()
 
 
 def checkpoint_files(model: str) -> list[Path]:
@@ -227,14 +193,3 @@ def _plan(model: str, **options: Any) -> Plan:
     source, named = source_of(model)
     with explained(model):
         return pipeload.plan(source, trust_remote_code=False, **named, **options)
-
-
-def _spread(files: Sequence[Path]) -> list[tuple[Path, int, int]]:
-    """Pieces at even distances over all bytes of all files; each lies within one file."""
-    pieces = [
-        (path, first, min(first + _PROBE_PIECE_BYTES, -(-path.stat().st_size // PAGE) * PAGE))
-        for path in files
-        for first in range(0, path.stat().st_size, _PROBE_PIECE_BYTES)
-    ]
-    step = max(1.0, len(pieces) / _PROBE_PIECES)
-    return [pieces[int(index * step)] for index in range(min(len(pieces), _PROBE_PIECES))]

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import secrets
 import sys
 import time
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -29,9 +32,6 @@ from pipeload.cli.run_report import count, describe_plan
 from pipeload.entry.texts import check_tokens, load_tokenizer
 from pipeload.errors import OptionError
 from pipeload.serving.answer_text import StopAt
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +60,7 @@ class Arguments:
     io_mode: str = "auto"
     trace: Path | None = None
     exact_inputs: bool = False
+    ranks: int | str | None = None
     chat_template: bool = True
     json: bool = False
 
@@ -77,6 +78,14 @@ def run(asked: Arguments, *, debug: bool) -> None:
         PipeloadError: something is wrong with the model, the limit or an option.
     """
     silence_libraries(debug=debug)
+    with contextlib.ExitStack() as stack:
+        if asked.ranks is not None and os.environ.get("RANK", "0") != "0":
+            nowhere = stack.enter_context(Path(os.devnull).open("w", encoding="utf-8"))
+            stack.enter_context(contextlib.redirect_stdout(nowhere))
+        _run(asked)
+
+
+def _run(asked: Arguments) -> None:
     check_model(asked.model, files=True)
     if asked.draft not in {OFF, LOOKUP}:
         check_model(asked.draft, files=True)
@@ -140,6 +149,7 @@ def load_asked(asked: Arguments, model: str) -> Any:
         tokens=asked.tokens,
         io_mode=asked.io_mode,
         exact_inputs=asked.exact_inputs,
+        **({} if asked.ranks is None or model != asked.model else {"ranks": asked.ranks}),
         dtype=DTYPES[asked.dtype],
     )
 

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from pipeload._sizes import parse_size
-from pipeload.cli import batch_command
+from pipeload.cli import batch_command, choices
 from pipeload.cli import options as opt
 from pipeload.cli.exit_status import load, reported
 from pipeload.errors import OptionError
@@ -74,8 +74,8 @@ def serve(
     grace: Grace = 30.0,
     max_new_tokens: opt.NewTokens = 512,
     prefix_cache: PrefixCache = None,
-    dtype: opt.DtypeOption = opt.Dtype.AUTO,
-    io_mode: opt.IoModeOption = opt.IoMode.AUTO,
+    dtype: opt.DtypeOption = choices.Dtype.AUTO,
+    io_mode: opt.IoModeOption = choices.IoMode.AUTO,
     trace: opt.TraceFile = None,
     quiet: opt.Quiet = False,
     debug: opt.Debug = False,

@@ -12,9 +12,10 @@ from pipeload.devices.shared_device_limit import account_of
 from pipeload.engine.forks import give_back_inherited
 from pipeload.engine.handle import Handle
 from pipeload.entry.exact_inputs import keep_inputs_exact
-from pipeload.entry.loading import Loading, check_source, needs_of, plan_pending, touched_of
+from pipeload.entry.loading import Loading, needs_of, plan_pending, touched_of
 from pipeload.entry.options import GivenOptions
 from pipeload.entry.request import make_request
+from pipeload.entry.sources import check_source
 from pipeload.entry.wrap import wrap as wrap_model
 from pipeload.errors import MemoryLimitError, OptionError
 from pipeload.hf.takeover import (
@@ -50,6 +51,7 @@ def from_pretrained(
     device: str | torch.device | None = None,
     host_memory_limit: int | str | None = None,
     exact_inputs: bool = False,
+    ranks: int | str | None = None,
     auto_class: type[Any] | None = None,
     **kwargs: Any,
 ) -> Any:
@@ -85,6 +87,11 @@ def from_pretrained(
         exact_inputs: whether inputs of int4 weights that pipeload has made are multiplied as they
             are, by torch's kernel, also where a faster one of our own rounds those of a few rows to
             int16 (`handle.plan.kernel` says which it is).
+        ranks: with "auto" or their number, the blocks of the model are dealt out to the ranks that
+            the environment tells of, as `torchrun` sets it (RANK, WORLD_SIZE, MASTER_ADDR,
+            MASTER_PORT): all run the same script, each within its own limit and from its own disk.
+            "mixed" takes ranks with other processors, or another number of threads: results are
+            the same on all of them, but those of no single machine. None: by itself.
         auto_class: the class whose `from_pretrained` is called. AutoModelForCausalLM when None.
         **kwargs: passed on to the library's `from_pretrained`.
 
@@ -98,6 +105,7 @@ def from_pretrained(
         UnsupportedModelError: the model cannot be streamed exactly.
         OptionError: an option means nothing.
         ReadError: the disk failed, or does not answer.
+        GroupError: a rank does not come, is lost, or has another model.
     """
     request = make_request(GivenOptions.among(locals()), _enclosing())
     passed_on = check_source(pretrained, kwargs, request.options.device)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from pipeload.budget.cut import ADAPTED
+from pipeload.budget.output_head import ADAPTED
 from pipeload.checkpoint.file_reads import FileSet
 from pipeload.checkpoint.headers import stamps_of
 from pipeload.entry.spill import Spill

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import logging
-import os
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeload.budget import limit_errors
@@ -19,34 +17,37 @@ from pipeload.budget.pass_needs import PassNeeds
 from pipeload.budget.reserve import reserve_bytes
 from pipeload.budget.shared_limit import ACCOUNTANT
 from pipeload.budget.usage_trial import probe_usage
-from pipeload.checkpoint.headers import check_folder
 from pipeload.devices.device_backend import make_target
 from pipeload.devices.device_memory import DeviceMemory
 from pipeload.devices.measured_device import measure_device
 from pipeload.devices.shared_device_limit import account_of
 from pipeload.engine.assembly import Assembly
 from pipeload.engine.forks import give_back_inherited
+from pipeload.entry.device_refusals import refuse_dtypes, refuse_quantised
 from pipeload.entry.exact_inputs import keep_inputs_exact
 from pipeload.entry.notebook_bar import show_first_pass
 from pipeload.entry.prepare_process import prepare_process
-from pipeload.errors import MemoryLimitError, UnsupportedModelError
-from pipeload.hf import arguments, takeover
+from pipeload.entry.ranks import join, share
+from pipeload.entry.sources import check_source
+from pipeload.errors import MemoryLimitError
+from pipeload.hf import takeover
 from pipeload.hf.expert_modules import experts_apart
-from pipeload.hf.gguf import check_gguf
 from pipeload.system.library_pages import lower_floor
 from pipeload.system.memory import rss_bytes
 from pipeload.system.openmp_hint import advise_openmp
-from pipeload.weights.arena import DTYPE_CODES, DTYPES
 from pipeload.weights.device_interface import aligned
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    import os
+    from collections.abc import Callable, Collection, Mapping, Sequence
+    from pathlib import Path
 
     from torch import nn
 
     from pipeload.budget.make_plan import Build
     from pipeload.entry.request import Request
     from pipeload.hf.pending_load import PendingLoad
+    from pipeload.ring.joining import Membership
     from pipeload.weights.device_interface import Device
     from pipeload.weights.layout import Weight
 
@@ -123,35 +124,15 @@ def check_limits(request: Request) -> None:
         account_of(options.device).check_limit(options.device_limit)
 
 
-def check_source(
-    pretrained: str | os.PathLike[str] | None,
-    kwargs: Mapping[str, Any],
-    device: Device | None = None,
-) -> dict[str, Any]:
-    """What is handed to the library. Looks at a local folder; hub ids are the library's to resolve.
+def needs_of(pending: PendingLoad, device: Device | None, away: Collection[int] = ()) -> PassNeeds:
+    """What passes of a model that is about to be loaded take.
 
-    Raises:
-        CheckpointError: weights are missing, malformed or pickled.
-        OptionError: an argument means nothing here.
-        UnsupportedModelError: weights are to be quantised.
+    `away`: layers whose cache another rank has.
     """
-    if pretrained is None:
-        raise arguments.no_checkpoint()
-    passed_on = arguments.adapt(kwargs, None if device is None else device.where)
-    folder = Path(pretrained) / (kwargs.get("subfolder") or "")
-    if (gguf_file := kwargs.get("gguf_file")) is not None:
-        check_gguf(folder, gguf_file)
-        return passed_on
-    adapter = Path(pretrained) / ((kwargs.get("adapter_kwargs") or {}).get("subfolder") or "")
-    if folder.is_dir() or str(pretrained).endswith(("/", os.sep)):  # no hub id ends so
-        check_folder(folder, variant=kwargs.get("variant"), adapter=adapter)
-    return passed_on
-
-
-def needs_of(pending: PendingLoad, device: Device | None) -> PassNeeds:
-    """What passes of a model that is about to be loaded take."""
     model = pending.model
-    return PassNeeds(model, model.config, products=pending.products(), fused=fuses(device, model))
+    return PassNeeds(
+        model, model.config, products=pending.products(), fused=fuses(device, model), away=away
+    )
 
 
 def fuses(device: Device | None, model: Any) -> bool:
@@ -164,10 +145,42 @@ def assemble(pending: PendingLoad, request: Request) -> tuple[Assembly, Any]:
 
     Returns it, hooks to come, and the library's loading report.
     """
-    needs = needs_of(pending, request.options.device)
     touched = touched_of(pending.model, pending.model)
-    plan = partial(plan_pending, pending, needs, touched, request)
-    build = plan_to_load(plan, request.options.device)
+    if request.ranks is None:
+        return _assemble(pending, request, touched)
+    member = join(request.ranks, pending, touched, partial(_room, pending, request))
+    assembly: Assembly | None = None
+    try:
+        with member.together("it is loaded"):
+            assembly, report = _assemble(pending, request, touched, member)
+        share(member, assembly, pending.model)
+    except BaseException:
+        if assembly is not None:
+            assembly.give_up()
+        member.close()
+        raise
+    return assembly, report
+
+
+def _room(pending: PendingLoad, request: Request) -> int:
+    """Bytes of the limit that weights may have, about."""
+    options = request.options
+    reserve = reserve_bytes(needs_of(pending, None), request.hint, options.memory_limit)
+    return options.memory_limit - measure(pending.files, options.io_mode).floor_bytes - reserve
+
+
+def _assemble(
+    pending: PendingLoad,
+    request: Request,
+    touched: Touched | None,
+    member: Membership | None = None,
+) -> tuple[Assembly, Any]:
+    """`member`: this rank's share of the model, if others run the rest."""
+    device = request.options.device
+    needs = needs_of(pending, device, () if member is None else member.layers_away)
+    away = () if member is None else member.away
+    plan = partial(plan_pending, pending, needs, touched, request, away=away)
+    build = plan_to_load(plan, device)
     assembly = Assembly(
         pending, build, make_target(build), needs, request.hint, pressure=request.pressure
     )
@@ -227,9 +240,14 @@ def _plan_beside_others(make: Callable[[], Build], device: Device | None) -> Bui
 
 
 def plan_pending(
-    pending: PendingLoad, needs: PassNeeds, touched: Touched | None, request: Request
+    pending: PendingLoad,
+    needs: PassNeeds,
+    touched: Touched | None,
+    request: Request,
+    *,
+    away: Collection[str] = (),
 ) -> Build:
-    """Plan a model that is on the meta device."""
+    """Plan a model that is on the meta device; `away` are modules that another rank runs."""
     model = pending.model
     device = request.options.device
     if device is not None:
@@ -245,35 +263,9 @@ def plan_pending(
         needs=needs,
         request=request,
         statistics_bytes=pending.statistics_bytes(aligned if device is None else device.takes),
+        away=away,
     )
     return build._replace(plan=replace(build.plan, kernel=pending.kernel()))
-
-
-def refuse_quantised(pending: PendingLoad, device: Device) -> None:
-    """Refuse a checkpoint whose form is not streamed to devices.
-
-    Raises:
-        UnsupportedModelError: it is quantised in such a form.
-    """
-    if pending.format is not None and not pending.format.on_devices:
-        raise UnsupportedModelError(
-            f"this checkpoint is quantised by {pending.quantised_by!r}, which is streamed to the "
-            f"CPU alone so far, not to {device.where}. Leave device out, or stream the float "
-            "checkpoint."
-        )
-
-
-def _refuse_dtypes(model: nn.Module, weights: Mapping[str, Weight], device: Device) -> None:
-    codes = {name: weight.dtype for name, weight in weights.items()}
-    codes |= {name: DTYPE_CODES.get(b.dtype, "") for name, b in model.named_buffers()}
-    lacking = [name for name, code in codes.items() if code in device.lacks]
-    if lacking:
-        name = lacking[0]
-        raise UnsupportedModelError(
-            f"{len(lacking)} tensors of this model are of a dtype that {device.where} has none of "
-            f"({name!r} first: {DTYPES[codes[name]]}). Pass another one (dtype=torch.float32), or "
-            "leave device out to stream to the CPU."
-        )
 
 
 def plan_model(
@@ -287,6 +279,7 @@ def plan_model(
     request: Request,
     leaving: int = 0,
     statistics_bytes: int = 0,
+    away: Collection[str] = (),
 ) -> Build:
     """Plan how a model is streamed.
 
@@ -302,6 +295,7 @@ def plan_model(
         request: what the user asked for.
         leaving: bytes that this process holds and will not when the model is streamed.
         statistics_bytes: of quantised weights, always there.
+        away: modules that another rank runs.
 
     Raises:
         MemoryLimitError: the limit is too small; says the smallest that works.
@@ -311,7 +305,7 @@ def plan_model(
     options = request.options
     device = options.device
     if device is not None:
-        _refuse_dtypes(model, weights, device)
+        refuse_dtypes(model, weights, device)
     divider = Divider(
         model,
         weights,
@@ -319,6 +313,7 @@ def plan_model(
         experts=experts_apart(model, None if touched is None else touched.outside),
         blocks_alone=device is not None,
         beside_bytes=statistics_bytes,
+        away=away,
     )
     cuttings = Cuttings(divider, touched, finely=device is None)
     code_bytes = 0 if device is None else device.code_bytes

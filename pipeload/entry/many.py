@@ -16,6 +16,7 @@ from transformers import GenerationConfig
 from pipeload.engine.convoy_members import GaveWayError, Party
 from pipeload.entry.api import handle
 from pipeload.entry.convoy_size import ConvoySize
+from pipeload.entry.ranks import refuse_turns
 from pipeload.errors import OptionError
 
 if TYPE_CHECKING:
@@ -53,12 +54,14 @@ def generate_many(
 
     Raises:
         OptionError: nothing in `model` is streamed, or an option means nothing.
+        UnsupportedOperationError: several ranks run the model.
     """
     if at_once != "auto" and (not isinstance(at_once, int) or at_once < 1):
         raise OptionError(
             f'at_once={at_once!r} is no number of requests. Pass "auto", or a whole number from 1.'
         )
     session = handle(model).session
+    refuse_turns(model)
     return Requests(
         model, session, requests, at_once if isinstance(at_once, int) else None
     ).outcomes()

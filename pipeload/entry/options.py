@@ -29,6 +29,7 @@ class GivenOptions:
     device: str | torch.device | None = None
     host_memory_limit: int | str | None = None
     exact_inputs: bool = False
+    ranks: int | str | None = None
     disk_rate: float | None = None
     """Bytes per second to predict with; `pipeload.plan` alone takes it."""
 

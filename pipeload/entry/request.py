@@ -13,6 +13,7 @@ from pipeload.checkpoint.hung_reads import resolve_timeout
 from pipeload.checkpoint.io_mode import IO_MODES
 from pipeload.devices.open_device import open_device
 from pipeload.devices.shared_device_limit import account_of, device_limit
+from pipeload.entry.ranks import check_ranks
 from pipeload.errors import OptionError
 from pipeload.system.memory import parse_limit
 
@@ -34,6 +35,8 @@ class Request:
     hint: PassHint
     pressure: bool
     exact_inputs: bool
+    ranks: int | str | None = None
+    """Of several machines; None where this process has the model for itself."""
 
 
 def make_request(given: GivenOptions, enclosing: Request | None = None) -> Request:
@@ -76,7 +79,8 @@ def make_request(given: GivenOptions, enclosing: Request | None = None) -> Reque
         device_limit=device_bytes,
         found_out=found_out,
     )
-    return Request(options, hint, given.pressure == "auto", bool(given.exact_inputs))
+    ranks = check_ranks(given.ranks, device)
+    return Request(options, hint, given.pressure == "auto", bool(given.exact_inputs), ranks)
 
 
 def _check(given: GivenOptions) -> None:

@@ -22,13 +22,13 @@ from pipeload.entry.live_model import Live, check_values, match, refuse_missing,
 from pipeload.entry.loading import (
     assemble,
     check_limits,
-    check_source,
     finish,
     fuses,
     plan_model,
     plan_to_load,
     touched_of,
 )
+from pipeload.entry.sources import check_source
 from pipeload.errors import CheckpointError, OptionError, UnsupportedModelError
 from pipeload.hf import library, marks, takeover
 from pipeload.hf.gguf import gguf_file_of

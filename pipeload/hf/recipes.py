@@ -26,7 +26,7 @@ from transformers.core_model_loading import (
 )
 from transformers.quantizers.base import HfQuantizer
 
-from pipeload.budget.cut import ADAPTED
+from pipeload.budget.output_head import ADAPTED
 from pipeload.weights.arena import DTYPES
 from pipeload.weights.cast_rows import CastRows
 from pipeload.weights.layout import Slices

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import transformers
 
 from pipeload.checkpoint.headers import lacking
-from pipeload.entry.loading import check_source
+from pipeload.entry.sources import check_source
 from pipeload.errors import CheckpointError
 from pipeload.hf.coded_checkpoint import CodedCheckpoint, take_settings
 from pipeload.hf.takeover import peek

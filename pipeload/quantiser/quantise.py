@@ -14,7 +14,7 @@ from pipeload._sizes import parse_size
 from pipeload.checkpoint.file_reads import FileSet
 from pipeload.checkpoint.headers import lacking, stamps_of
 from pipeload.checkpoint.hung_reads import resolve_timeout
-from pipeload.entry.loading import check_source
+from pipeload.entry.sources import check_source
 from pipeload.errors import (
     CheckpointError,
     UnsupportedModelError,

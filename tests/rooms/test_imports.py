@@ -28,7 +28,7 @@ FLOORS = (
     {"budget", "formats"},
     {"prefetch", "hf"},
     {"engine"},
-    {"devices"},
+    {"devices", "ring"},
     {"entry"},
     {"__init__"},  # what users import
     {"bench", "demo", "evaluate", "quantiser", "serving"},
@@ -44,7 +44,7 @@ KNOWN_IN = {
     "torch": FLOOR.keys() - {"errors", "_sizes", "_text_tables", "system", "checkpoint"},
     "transformers": {"formats", "hf", "entry", *FRONT},
     "bitsandbytes": {"formats", "quantiser"},
-    "pipeload_hooks": {"formats", "budget", "hf", "engine", "devices", *FRONT},
+    "pipeload_hooks": {"formats", "budget", "hf", "engine", "devices", "ring", *FRONT},
     "psutil": {"system"},
     "rich": {"_text_tables", "cli"},
     "typer": {"cli"},
@@ -71,6 +71,7 @@ WITHOUT_TORCH = {
         "budget.shared_limit",
         "prefetch.buffers",
     ),
+    "ring.deal",
     *("engine.stats", "engine.own_weights", "entry.script", "evaluate.text_windows"),
     *("quantiser.resumable_shards", "quantiser.model_card"),
 }

@@ -1,8 +1,8 @@
 """Which places that make an error were reached by the tests: `pytest --every-error`.
 
-Errors are noted as they are made, in this process and in those that pytest-xdist distributes tests
-to; not in children that tests start. With the option, and the whole suite, the run fails if a place
-was not reached.
+Errors are noted as they are made, in this process, in those that pytest-xdist distributes tests to,
+and in forked ranks; not in other children that tests start. With the option, and the whole suite,
+the run fails if a place was not reached.
 """
 
 from __future__ import annotations
@@ -36,11 +36,15 @@ Place = tuple[str, int]
 """A file, relative to the repository, and a line."""
 
 
+NOTED: set[Place] = set()
+"""By the plugin; whoever forks adds what was noted there."""
+
+
 class Raised:
     """A pytest plugin."""
 
     def __init__(self) -> None:
-        self.places: set[Place] = set()
+        self.places = NOTED
 
     def pytest_configure(self) -> None:
         """Have every error note where it is made."""

@@ -334,18 +334,24 @@ def test_plan_measures_the_disk(talker: Path) -> None:
     assert figures["disk_bytes_per_second"] > 0
 
 
-def test_probe_pieces_are_spread_and_bounded(tmp_path: Path) -> None:
-    """However large the files, the probe reads 128 MB at most, from all over them."""
-    files = []
-    for name in ("a", "b"):
-        files.append(tmp_path / name)
-        with files[-1].open("wb") as file:
-            file.truncate(10**9 + 5)
-    pieces = cli_plan._spread(files)
-    assert sum(stop - first for _, first, stop in pieces) <= 128 << 20
-    assert {path for path, _, _ in pieces} == set(files)
-    assert len(set(pieces)) == len(pieces)
-    assert all(first % 4096 == 0 == stop % 4096 for _, first, stop in pieces)
+def test_plan_for_several_machines(talker: Path) -> None:
+    """What each gets and what it brings, for people and for programs."""
+    options = ["plan", talker, "--machine", "4GB@1GB", "--machine", "4GB@1kB"]
+    table = invoke(*options).stdout
+    assert "no faster with this one" in table
+    assert "computing takes longest" in table
+    figures = json.loads(invoke(*options, "--json").stdout)
+    assert len(figures["machines"]) == len(figures["seconds_per_token"]) == 2
+    assert {*figures["owners"]} == {0, 1}
+
+
+def test_run_with_ranks_where_there_are_none(talker: Path) -> None:
+    """By itself it answers as ever; a number that is not there is refused."""
+    words = ["run", talker, "w3 w4", "--max-new-tokens", 2, "-q"]
+    plain = invoke(*words).stdout
+    assert invoke(*words, "--ranks", "auto").stdout == plain
+    refused = invoke(*words, "--ranks", "3")
+    assert "ranks=3, and the environment says WORLD_SIZE=1" in refused.stderr
 
 
 @pytest.mark.slow

@@ -1,0 +1,328 @@
+"""Has every rank know what each block gave: an own one is computed and sent, another's received.
+
+[Note: in step] Outside of blocks all ranks compute the same, from the same numbers, so they come to
+the same transfers in the same order, and nothing says which one comes next. Each call of the model
+meets all others once, before its first block: with its number, and a checksum of what goes into the
+block. A rank that cannot begin comes there, too, and says why; one whose block fails sends that in
+its output's place. So the others raise, and all are in step again.
+
+[Note: one transfer a block] What a block gives has the same form in each pass, but for its sizes,
+which follow those of its input. So it is described once for each size of input; from then on the
+bytes alone are sent, and one more: whether they are that.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+import sys
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from pipeload.budget.kv_cache import seen_positions, self_and_cross
+from pipeload.budget.pass_shape import cache_of
+from pipeload.errors import GroupError
+from pipeload.ring.block_inputs import checksum, first_tensor, pass_through
+from pipeload.ring.trees import (
+    TensorSize,
+    by_name,
+    put_together,
+    read_bytes,
+    sizes_in,
+    take_apart,
+    write_bytes,
+)
+from pipeload_hooks import answer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+
+    from torch import nn
+
+    from pipeload.ring.group import Group
+
+_log = logging.getLogger("pipeload")
+
+_TEXT_CHARACTERS = 600
+"""The most that is said of a failure."""
+
+
+class _Sent(enum.IntEnum):
+    """The byte behind what a block gave."""
+
+    AS_KNOWN = 0
+    DESCRIBED = 1
+    """What came is void: its description follows, then what it describes."""
+    FAILED = 2
+    """What came is void: why follows."""
+
+
+class Part(NamedTuple):
+    """A module that one rank computes: a block, or the head."""
+
+    name: str
+    owner: int
+    layers: tuple[int, ...] = ()
+    """The layers of a cache that it writes to."""
+
+
+class _Known(NamedTuple):
+    """How an output is put together, where that is known."""
+
+    text: str = ""
+    sizes: Sequence[TensorSize] = ()
+
+    @property
+    def nbytes(self) -> int:
+        return sum(size.nbytes for size in self.sizes)
+
+
+_UNKNOWN = _Known()
+
+
+class Relay:
+    """Sends and receives what the parts of one model give. It holds no module."""
+
+    def __init__(self, group: Group, *, compare: bool) -> None:
+        """`compare`: whether what goes into the first block is the same on all ranks, to a bit."""
+        self._group, self._compare = group, compare
+        self._number = 0
+        """Of the pass."""
+        self._inside = False
+        """Whether a call of the model runs, or was left by an interrupt."""
+        self._met = False
+        """Whether it has met those of the other ranks."""
+        self._told = False
+        """Whether all ranks know of its failure, so that they are in step again."""
+        self._computing = ""
+        """The part that this rank computes now."""
+        self._known: dict[Hashable, _Known] = {}
+
+    def attach(self, model: nn.Module, parts: Sequence[Part]) -> Iterator[Callable[[], object]]:
+        """Put hooks and answers on; the first part is where a pass begins.
+
+        Gives what takes each off again, as soon as it is on.
+        """
+        yield model.register_forward_pre_hook(self._begun).remove
+        yield model.register_forward_hook(self._ended, always_call=True).remove
+        for place, part in enumerate(parts):
+            module = model.get_submodule(part.name)
+            if part.owner == self._group.rank:
+                yield from self._compute(module, part, first=place == 0)
+            else:
+                yield answer(module, self._receiver(part, first=place == 0))
+
+    # -- own parts -------------------------------------------------------------------------------
+
+    def _compute(
+        self, module: nn.Module, part: Part, *, first: bool
+    ) -> Iterator[Callable[[], object]]:
+        def enter(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if first:
+                self._meet(args, kwargs)
+            self._group.check()
+            self._computing = part.name
+
+        def leave(
+            _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+        ) -> None:
+            begun, self._computing = bool(self._computing), ""
+            if output is not None:
+                self._send(part, args, kwargs, output)
+            elif begun or not first:  # else no rank has begun
+                self._send_failure(part, args, kwargs)
+
+        yield module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True).remove
+        # Before others of the module, which run on all ranks.
+        yield module.register_forward_hook(
+            leave, prepend=True, with_kwargs=True, always_call=True
+        ).remove
+
+    def _send(
+        self, part: Part, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any
+    ) -> None:
+        given = by_name(args, kwargs)
+        key, doing = _key(part, given), f"block {part.name!r} is sent"
+        known = self._known.get(key, _UNKNOWN)
+        try:
+            text, tensors = take_apart(output, given)
+        except Exception:
+            self._send_failure(part, args, kwargs)
+            raise
+        if text != known.text:
+            self._broadcast(part, known.nbytes, _Sent.DESCRIBED, doing)
+            self._send_text(part, text, doing)
+            known = self._known[key] = _Known(text, sizes_in(text))
+        room = _room(known.nbytes)
+        write_bytes(tensors, room)
+        room[-1] = _Sent.AS_KNOWN
+        self._group.broadcast(room, part.owner, doing)
+
+    def _send_failure(self, part: Part, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Say what ended the block. It goes on its way: nothing else is raised."""
+        doing = f"the failure of block {part.name!r} is told"
+        try:
+            known = self._known.get(_key(part, by_name(args, kwargs)), _UNKNOWN)
+            self._broadcast(part, known.nbytes, _Sent.FAILED, doing)
+            self._send_text(part, told(sys.exc_info()[1]), doing)
+            self._told = True
+        except GroupError as error:
+            _log.debug("%s", error)
+
+    def _broadcast(self, part: Part, nbytes: int, what: _Sent, doing: str) -> None:
+        room = _room(nbytes)
+        room.zero_()
+        room[-1] = what
+        self._group.broadcast(room, part.owner, doing)
+
+    def _send_text(self, part: Part, text: str, doing: str) -> None:
+        data = text.encode()
+        self._group.broadcast(torch.tensor([len(data)]), part.owner, doing)
+        tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        self._group.broadcast(tensor, part.owner, doing)
+
+    # -- parts of others -------------------------------------------------------------------------
+
+    def _receiver(
+        self, part: Part, *, first: bool
+    ) -> Callable[[tuple[Any, ...], dict[str, Any]], Any]:
+        def receive(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if first:
+                self._meet(args, kwargs)
+            given = by_name(args, kwargs)
+            pass_through(cache_of(args, kwargs), given, part.layers)
+            return self._receive(part, given)
+
+        return receive
+
+    def _receive(self, part: Part, given: Mapping[str, Any]) -> Any:
+        group, doing = self._group, f"block {part.name!r} of rank {part.owner} is waited for"
+        key = _key(part, given)
+        known = self._known.get(key, _UNKNOWN)
+        room = _room(known.nbytes)
+        group.broadcast(room, part.owner, doing)
+        sent = _Sent(int(room[-1]))
+        if sent is not _Sent.AS_KNOWN:
+            text = self._receive_text(part, doing)
+            if sent is _Sent.FAILED:
+                self._told = True
+                raise GroupError(
+                    f"{group.name(part.owner)} failed in {part.name!r}: {text} Check that rank, "
+                    "then do the same again: the group goes on.",
+                    rank=part.owner,
+                    host=group.hosts[part.owner],
+                )
+            known = self._known[key] = _Known(text, sizes_in(text))
+            room = _room(known.nbytes)
+            group.broadcast(room, part.owner, doing)
+        return put_together(known.text, given, read_bytes(known.sizes, room))
+
+    def _receive_text(self, part: Part, doing: str) -> str:
+        size = torch.zeros(1, dtype=torch.int64)
+        self._group.broadcast(size, part.owner, doing)
+        data = torch.empty(int(size), dtype=torch.uint8)
+        self._group.broadcast(data, part.owner, doing)
+        return data.numpy().tobytes().decode()
+
+    # -- passes ----------------------------------------------------------------------------------
+
+    def _meet(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Meet the same call of all other ranks: see [Note: in step].
+
+        Raises:
+            GroupError: one does something else, or cannot begin.
+        """
+        group = self._group
+        if self._computing:  # nobody has said how that ended: an interrupt struck within
+            group.break_off(f"it was interrupted in {self._computing!r}")
+        self._met = self._told = True  # what is raised here, is raised on all ranks
+        cache = cache_of(args, kwargs)
+        given = first_tensor(by_name(args, kwargs))
+        fresh = cache is None or not seen_positions(self_and_cross(cache)[0])
+        found = self._exchange([checksum(given, whole=self._compare), int(fresh), 0])
+        if refused := [rank for rank, (_, _, no) in enumerate(found) if no]:
+            texts = group.gather_json("", "a refusal is told")
+            raise _could_not_begin(group, refused[0], texts[refused[0]])
+        others = [rank for rank, what in enumerate(found) if what != found[0]]
+        if others:
+            rank = others[0]
+            raise GroupError(
+                f"{group.name(rank)} computes other tokens than {group.name(0)}, from pass "
+                f"{self._number} on. Have all ranks run the same script on the same inputs, "
+                "without limits of time; with seeds where they draw numbers of their own.",
+                rank=rank,
+                host=group.hosts[rank],
+            )
+        if fresh:
+            self.share_random_state()
+        self._told = False
+
+    def _exchange(self, mine: list[int]) -> list[list[int]]:
+        self._number += 1
+        doing = f"pass {self._number} begins"
+        found = [t.tolist() for t in self._group.gather(torch.tensor([self._number, *mine]), doing)]
+        numbers = [number for number, *_ in found]
+        if len(set(numbers)) > 1:
+            rank = next(r for r, number in enumerate(numbers) if number != numbers[0])
+            raise GroupError(
+                f"{self._group.name(rank)} is at pass {numbers[rank]}, and rank 0 at "
+                f"{numbers[0]}. Have all ranks run the same script.",
+                rank=rank,
+                host=self._group.hosts[rank],
+            )
+        return [what for _, *what in found]
+
+    def share_random_state(self) -> None:
+        """Have all ranks draw the numbers that rank 0 would: they choose tokens by them."""
+        state = torch.get_rng_state()
+        self._group.broadcast(state, 0, "random numbers are shared")
+        torch.set_rng_state(state)
+
+    def _begun(self, _model: nn.Module, _args: tuple[Any, ...]) -> None:
+        if self._inside:
+            self._group.break_off("it was interrupted in a pass")
+        self._group.check()
+        self._inside, self._met, self._told = True, False, False
+
+    def _ended(self, _model: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
+        """A call of the model is over; it failed where there is no output."""
+        met, known = self._met, self._told
+        self._inside = self._met = self._told = False
+        if output is not None or known or self._group.broken is not None:
+            return
+        error = sys.exc_info()[1]
+        if met:  # somewhere between blocks, perhaps on this rank alone
+            self._group.break_off(f"a pass ended by {told(error)}")
+            return
+        try:
+            if any(no for _, _, no in self._exchange([0, 0, 1])):
+                self._group.gather_json(told(error), "a refusal is told")
+        except GroupError as lost:  # the model's own error is on its way
+            _log.debug("%s", lost)
+
+
+def _could_not_begin(group: Group, rank: int, text: str) -> GroupError:
+    return GroupError(
+        f"{group.name(rank)} could not begin the pass: {text} Check that rank, then do the same "
+        "again: the group goes on.",
+        rank=rank,
+        host=group.hosts[rank],
+    )
+
+
+def told(error: BaseException | None) -> str:
+    """An error in a line, for another rank."""
+    text = "it raised nothing" if error is None else f"{type(error).__name__}: {error}"
+    text = " ".join(text.split())[:_TEXT_CHARACTERS]
+    return text if text.endswith(".") else f"{text}."
+
+
+def _room(nbytes: int) -> torch.Tensor:
+    """Memory for an output, and for the byte behind it."""
+    return torch.empty(nbytes + 1, dtype=torch.uint8)
+
+
+def _key(part: Part, given: Mapping[str, Any]) -> Hashable:
+    first = first_tensor(given)
+    return part.name, None if first is None else (first.shape, first.dtype)

@@ -1,0 +1,119 @@
+"""Several ranks give what one plain model gives, bit for bit, on each of them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from pipeload.errors import MemoryLimitError
+from pipeload.ring import joining
+from tests.promises.exact.test_generation import GREEDY, MODES, generate
+from tests.support.exact import (
+    assert_same,
+    load,
+    prompt,
+    steady_floor,
+    step_logits,
+)
+from tests.support.models import load_plain, random_model, save_random, tiny_config
+from tests.support.ranks import on_ranks
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    Use = Callable[[Any], Any]
+    Plain = tuple[dict[str, Use], dict[str, Any]]
+
+__all__ = ["steady_floor"]  # a fixture: every test here runs with it
+
+FAMILIES = {"llama": "fp32", "qwen3": "bf16", "gemma3": "bf16"}
+
+
+def _uses(family: str) -> Iterator[tuple[str, Use]]:
+    """What people do with a model: its name, and what to compare."""
+    for name, (rows, options) in MODES.items():
+        yield name, _generating(prompt(rows), **options)
+    ids, mask = prompt(3, 12), torch.ones(3, 12, dtype=torch.long)
+    for row, padding in enumerate((0, 5, 9)):
+        ids[row, :padding], mask[row, :padding] = 0, 0
+    yield "padded", _generating(ids, attention_mask=mask, **GREEDY)
+    yield "padded beams", _generating(ids, attention_mask=mask, **GREEDY, num_beams=2)
+    yield "logits", lambda model: step_logits(model, prompt(2), 3)
+    yield "past the window", _generating(prompt(1), **GREEDY | {"max_new_tokens": 40})
+    draft = random_model(tiny_config(family, num_hidden_layers=2), torch.float32, seed=5)
+    yield "assistant", _generating(prompt(1), assistant_model=draft, **GREEDY)
+    yield "continued", _continued
+
+
+def _generating(ids: torch.Tensor, **options: Any) -> Use:
+    return lambda model: generate(model, ids, **options)
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request: pytest.FixtureRequest) -> str:
+    """One after the other, so that its checkpoint is made once."""
+    name: str = request.param
+    return name
+
+
+@pytest.fixture(scope="module")
+def folder(family: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of so many blocks that three of them stream on each of three ranks."""
+    config = tiny_config(family, num_hidden_layers=9)
+    return save_random(config, tmp_path_factory.mktemp(family), FAMILIES[family], seed=8)
+
+
+@pytest.fixture(scope="module")
+def plain(family: str, folder: Path) -> Plain:
+    """The uses, and what a plain model gives; with one thread, as in the ranks."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    uses, model = dict(_uses(family)), load_plain(folder)
+    wanted = {name: use(model) for name, use in uses.items()}
+    torch.set_num_threads(before)
+    return uses, wanted
+
+
+@pytest.fixture(autouse=True)
+def even_disks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if all disks were equally fast: so all ranks get as much."""
+    monkeypatch.setattr(joining, "disk_rate", lambda _files: 1e9)
+
+
+def _continued(model: Any) -> Any:
+    first = generate(model, prompt(1), **GREEDY)
+    name = next(name for name in ("cache", "past_key_values") if name in first)
+    ids = torch.cat([first.sequences, prompt(1, 3)], 1)
+    return generate(model, ids, **GREEDY, **{name: first[name]})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 3])
+def test_every_use(folder: Path, plain: Plain, size: int) -> None:
+    """Tokens, scores, hidden states and logits are equal on every rank, and each reads its own."""
+
+    def refused(_rank: int) -> int:
+        with pytest.raises(MemoryLimitError) as refusal:
+            load(folder, 1, ranks=size)
+        return refusal.value.smallest_limit
+
+    def act(_rank: int) -> Any:
+        model = load(folder, limit, ranks="auto")
+        for name, use in uses.items():
+            assert_same(use(model), wanted[name], name)
+        handle = model.pipeload
+        assert handle.plan.bytes_per_pass > 0
+        own = {unit.name.partition("[")[0] for unit in handle.plan.units}
+        handle.remove()
+        assert_same(uses["logits"](model), wanted["logits"], "removed")
+        return sorted(own)
+
+    uses, wanted = plain
+    limit = max(on_ranks(size, refused))  # of each for its share
+    found = on_ranks(size, act, seconds=300)
+    assert all(isinstance(names, list) for names in found), found
+    names = [name for own in found for name in own]
+    assert len(names) == len(set(names))
