@@ -188,6 +188,8 @@ def collect(
         PipeloadError: as `pipeload.from_pretrained` and its passes, and as `text.windows`.
     """
     if not sums.whole:
+        if sums.experts:  # their inputs are told apart by the order that this one has them in
+            kwargs = {**kwargs, "experts_implementation": "grouped_mm"}
         model = _load(pretrained, memory_limit=memory_limit, tokens=WINDOW, **kwargs)
         own = {name: kwargs[name] for name in _OF_THE_TOKENIZER & kwargs.keys()}
         windows = text.windows(str(pretrained), model, **own)

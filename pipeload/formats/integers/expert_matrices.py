@@ -106,8 +106,9 @@ def shape_of(module: nn.Module, bits: int, group: int, dtype: str) -> ExpertShap
     first = "gate_up_proj" if told.has_gate else "up_proj"
     own = dict(module.named_parameters(recurse=False))
     biases = {f"{first}_bias", "down_proj_bias"} if told.has_bias else set()
+    has_buffers = next(module.buffers(), None) is not None
     below = {name.partition(".")[0] for name, _ in module.named_parameters() if "." in name}
-    if own.keys() != {first, "down_proj", *biases} or below - {"act_fn"} or any(module.buffers()):
+    if own.keys() != {first, "down_proj", *biases} or below - {"act_fn"} or has_buffers:
         return None
     (up, down) = own[first], own["down_proj"]
     if not all(p.dim() == _MATRICES and p.is_floating_point() for p in (up, down)):
@@ -189,10 +190,13 @@ class ExpertProducts(NamedTuple):
     input: torch.dtype
     rounded: bool
     """Whether few rows of input are rounded, of int4."""
+    copies: bool = False
+    """Whether codes of int8 begin where the kernel cannot read: each product makes a copy."""
 
     def of(self, rows: int) -> int:
         """Bytes, with so many rows of input, which may all be sent to one expert."""
-        return max(self._of(place, rows) for place in self.shape.places)
+        copied = max(p.rows * p.columns for p in self.shape.places) if self.copies else 0
+        return copied + max(self._of(place, rows) for place in self.shape.places)
 
     def _of(self, place: MatrixPlace, rows: int) -> int:
         bits, rounded = self.shape.bits, self.rounded and self.shape.bits == 4

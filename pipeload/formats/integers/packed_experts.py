@@ -94,7 +94,7 @@ class PackedExperts(nn.Module):
             self._refuse_devices(hidden)
             for expert, pairs in self._sent(top_k_index):
                 rows = hidden.index_select(0, pairs // count)
-                made[pairs] = self._run(expert, rows)
+                made[pairs] = self._run(expert, rows).to(made.dtype)  # a bias may be of another
         weighted = made * top_k_weights.reshape(-1, 1)
         total = weighted.view(len(hidden), count, self.shape.hidden).sum(1)
         return total.to(hidden_states.dtype).view(hidden_states.shape)
@@ -117,7 +117,7 @@ class PackedExperts(nn.Module):
             for place in self.shape.places
         )
         inner = self._gate(self._biased(_multiply(rows, first), self._first, expert))
-        return self._biased(_multiply(inner, second), "down_proj", expert)
+        return self._biased(_multiply(inner.to(rows.dtype), second), "down_proj", expert)
 
     def _gate(self, made: torch.Tensor) -> torch.Tensor:
         library: Any = self._library[0]

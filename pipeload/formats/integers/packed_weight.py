@@ -124,7 +124,9 @@ class ExpertsWeight:
 
     def held_by_products(self, dtype: torch.dtype) -> Iterable[Held]:
         """What products take."""
-        return [ExpertProducts(self._module.shape, dtype, not self._module.exact_inputs)]
+        shape, begins = self._module.shape, self._weight.sources[0].start
+        copies = shape.bits == 8 and bool(begins % INT8_ALIGNMENT)
+        return [ExpertProducts(shape, dtype, not self._module.exact_inputs, copies)]
 
     def show(self) -> Shown | None:
         """Build nothing: its module shows the parameter."""

@@ -294,21 +294,32 @@ def plain_sums(folder: Path, ids: torch.Tensor) -> dict[str, torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize(
+    ("kind", "experts_implementation"),
+    [("qwen3_moe", "eager"), ("qwen3_moe", "batched_mm"), ("gpt_oss", None)],
+)
 def test_the_inputs_of_each_expert(
     kind: str,
+    experts_implementation: str | None,
     source: Callable[[str], Path],
     text: Path,
+    *,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """While the model streams: those rows that were sent to it, and what its gate lets through."""
+    """While the model streams: those rows that were sent to it, and what its gate lets through.
+
+    Whatever implementation the user asks for.
+    """
+    options: dict[str, Any] = {"experts_implementation": experts_implementation}
+    if experts_implementation is None:
+        options = {}
     monkeypatch.setattr(calibration, "_fast_bf16", lambda: True)
     folder = source(kind)
     with monkeypatch.context() as stopped:
         stopped.setattr(quantise, "write_weights", _stop)
         with pytest.raises(ZeroDivisionError):
-            pipeload.quantize(folder, tmp_path / "made", calibrate=text)
+            pipeload.quantize(folder, tmp_path / "made", calibrate=text, **options)
     content = (tmp_path / ".made.partial" / SUMS_FILE).read_bytes()
     found = {n.removeprefix("sums."): t for n, t in load(content[64:]).items()}
     ids = torch.tensor(AutoTokenizer.from_pretrained(folder)(TEXT).input_ids).view(6, WINDOW)

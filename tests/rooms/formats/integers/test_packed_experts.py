@@ -14,7 +14,11 @@ from transformers.integrations.moe import use_experts_implementation
 
 from pipeload.errors import OptionError, UnsupportedModelError
 from pipeload.formats.integers import product
-from pipeload.formats.integers.expert_matrices import ExpertMatrix, ExpertProducts, shape_of
+from pipeload.formats.integers.expert_matrices import (
+    ExpertMatrix,
+    ExpertProducts,
+    shape_of,
+)
 from pipeload.formats.integers.linear import Int4Linear, Int8Linear
 from pipeload.formats.integers.order import BY_ROWS, kernel_order, pack
 from pipeload.formats.integers.packed_experts import PackedExperts
@@ -304,10 +308,38 @@ def _change(**parameters: object) -> Any:
     return made
 
 
+def with_a_buffer() -> Any:
+    """As an activation function of somebody's own may have one."""
+    made = Gated(Config())
+    made.register_buffer("bounds", torch.zeros(3, device="meta"))
+    return made
+
+
+def test_what_a_product_copies_is_counted() -> None:
+    """Of int8 that begins where the kernel cannot read."""
+    shape = make(8)[1].shape
+    largest = max(place.rows * place.columns for place in shape.places)
+    there, copied = (
+        ExpertProducts(shape, torch.bfloat16, True, copies) for copies in (False, True)
+    )
+    assert copied.of(1) == there.of(1) + largest
+
+
+def test_a_gate_of_another_dtype() -> None:
+    """The result has that of the input."""
+    _, ours, _ = make(8, torch.bfloat16)
+    hidden, ids, weights = routing(3, torch.bfloat16)
+    expected = ours(hidden, ids, weights)
+    gate = ours._gate
+    ours._gate = lambda made: gate(made).float()
+    assert torch.equal(ours(hidden, ids, weights), expected)
+
+
 @pytest.mark.parametrize(
     "module",
     [
         nn.Linear(4, 4),
+        with_a_buffer(),
         Library(Config()),  # a loop of its own that nobody has told about
         _change(has_post_expert_norm=True),
         _change(has_gate=False),
