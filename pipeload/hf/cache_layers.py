@@ -23,6 +23,9 @@ from pipeload.budget.kv_cache import (
 )
 from pipeload.hf import marks
 
+_BY_LENGTH = {"longrope", "dynamic"}
+"""Ways of rotating whose factors depend on how long the text is."""
+
 
 def read_layer(layer: Any, item: int) -> LiveLayer:
     """Read what a layer of a live cache holds. Cheap: it is done at each step.
@@ -104,8 +107,29 @@ def cut_back(cache: Any, tokens: int) -> bool:
 
 def cache_bytes(cache: Any) -> int:
     """What the tensors of a cache hold, that were cut out of larger ones with all of these."""
-    tensors = (value for layer in cache.layers for value in vars(layer).values())
-    return sum(t.untyped_storage().nbytes() for t in tensors if isinstance(t, torch.Tensor))
+    found: dict[int, int] = {}
+    todo: list[Any] = [vars(layer) for layer in cache.layers]
+    while todo:
+        one = todo.pop()
+        if isinstance(one, torch.Tensor):  # parts of one storage are counted once
+            storage = one.untyped_storage()
+            found[storage.data_ptr()] = storage.nbytes()
+        elif isinstance(one, (dict, list, tuple)):  # states are kept by their number
+            todo += one.values() if isinstance(one, dict) else one
+    return sum(found.values())
+
+
+def rotates_by_length(config: Any) -> bool:
+    """Whether positions are told otherwise in longer texts: then keys of shorter ones are others."""
+    text = config.get_text_config()
+    todo = [getattr(text, name, None) for name in ("rope_parameters", "rope_scaling")]
+    while todo:
+        one = todo.pop()
+        if isinstance(one, dict):  # each kind of layer may have its own
+            if {one.get("rope_type"), one.get("type")} & _BY_LENGTH:
+                return True
+            todo += one.values()
+    return False
 
 
 def keys_and_values(cache: Any) -> list[tuple[torch.Tensor, torch.Tensor]] | None:
