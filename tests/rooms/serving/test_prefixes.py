@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -14,7 +16,7 @@ from pipeload.serving.prefixes import Prefixes
 from tests.rooms.cli.test_commands import talker as talker  # noqa: PLC0414 - a fixture
 from tests.support.exact import prompt
 from tests.support.models import load_plain, random_model, tiny_config
-from tests.support.served import TEXT, served
+from tests.support.served import TEXT, served, wait_until
 from tests.support.streaming import load_streamed, logits, session_of
 
 if TYPE_CHECKING:
@@ -169,8 +171,36 @@ def test_they_are_the_first_to_go(tiny: Any) -> None:
         many = [{"input_ids": prompt(), "max_new_tokens": 2, "do_sample": False}] * 2
         assert len(list(pipeload.generate_many(model, many, at_once=2))) == 2
         assert given
+        account.spare = lambda nbytes: nbytes  # as if there were as much as is needed
+        session_of(model).governor.make_room(1 << 40, "a.weight")
+        account.spare = None
+        with pytest.raises(pipeload.MemoryLimitError):
+            session_of(model).governor.make_room(1 << 40, "a.weight")
     finally:
         account.spare = None
+
+
+def test_what_fails_keeps_no_cache(talker: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a request that is over: its memory is there for the next one, without a collection."""
+    with served(talker, prefix_bytes=LARGE) as running:
+        prompt = {"prompt": "x" * 30}
+        assert running.client.ask(TEXT, prompt).status == 200
+        lent: list[weakref.ref[Any]] = []
+
+        def fails(*, past_key_values: Any = None, cache: Any = None, **_others: Any) -> None:
+            found = past_key_values or cache
+            lent.append(weakref.ref(found))
+            raise IndexError("made up")
+
+        monkeypatch.setattr(running.model, "generate", fails)
+        gc.collect()
+        gc.disable()
+        try:
+            assert running.client.ask(TEXT, prompt).status == 500
+            wait_until(lambda: not running.service.desk.running)
+            wait_until(lambda: lent[0]() is None)
+        finally:
+            gc.enable()
 
 
 def test_a_server_that_keeps_some(talker: Path) -> None:
