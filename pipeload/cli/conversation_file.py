@@ -33,7 +33,8 @@ if TYPE_CHECKING:
     from pipeload.checkpoint.headers import TensorEntry
 
 _TALK = "conversation"
-_PART = ".part"
+_PART = ".pipeload.part"
+_RANDOM = "?" * 8  # what tempfile puts before that
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 
@@ -87,7 +88,7 @@ class ConversationFile:
         try:
             told: dict[str, Any] = json.loads(data)
             said = told["messages"], told["text"], told["ids"], told["layers"]
-            whole = told["prompt"] == _digest(*said)
+            whole = _is_said(*said) and told["prompt"] == _digest(*said)
             theirs = told["model"]
         except (ValueError, KeyError, TypeError) as error:
             raise self._damaged() from error
@@ -197,6 +198,18 @@ def _cache(entries: dict[str, TensorEntry], files: FileSet, device: torch.device
     return made_cache((read(layer, "keys"), read(layer, "values")) for layer in layers)
 
 
+def _is_said(messages: object, text: object, ids: object, layers: object) -> bool:
+    """Whether these are what their names say."""
+    return (
+        isinstance(messages, list)
+        and all(isinstance(said, dict) and {*said} >= {"role", "content"} for said in messages)
+        and isinstance(ids, list)
+        and all(type(token) is int for token in ids)
+        and isinstance(text, str)
+        and isinstance(layers, int)
+    )
+
+
 def _digest(messages: list[Any], text: str, ids: list[int], layers: int) -> str:
     return hashlib.sha256(json.dumps([messages, text, ids, layers]).encode()).hexdigest()
 
@@ -207,7 +220,7 @@ def _part(path: Path) -> Iterator[tuple[Path, IO[bytes]]]:
 
     Others that were left by processes that were killed go, too: nobody has them locked.
     """
-    for left in path.parent.glob(f"{glob.escape(path.name)}.*{_PART}"):
+    for left in path.parent.glob(f"{glob.escape(path.name)}.{_RANDOM}{_PART}"):
         with contextlib.suppress(OSError), left.open("rb") as opened:
             if try_lock(opened.fileno()):
                 left.unlink()

@@ -337,13 +337,15 @@ def test_a_kill_while_it_is_written(talker: Path, tmp_path: Path, monkeypatch: A
 def test_what_a_killed_process_left(tmp_path: Path) -> None:
     """Goes with the next one that writes, whatever its number; what somebody writes stays."""
     path = tmp_path / "talk"
-    left = [tmp_path / f"talk.{name}.part" for name in (os.getpid(), "abcdefgh", "writing")]
+    others = tmp_path / "talk.download.part"
+    others.touch()
+    left = [tmp_path / f"talk.{name}.pipeload.part" for name in ("abcd_123", "_writing")]
     for part in left:
         part.write_bytes(b"half")
     with left[-1].open("rb") as writing:
         fcntl.flock(writing, fcntl.LOCK_EX)
         ConversationFile(path, "x").save(Talk([], "a", torch.tensor([[1]]), None))
-        assert {each.name for each in tmp_path.iterdir()} == {"talk", left[-1].name}
+        assert {*tmp_path.iterdir()} == {path, others, left[-1]}
 
 
 def pairs(tokens: int, layers: int = 3) -> Any:
@@ -363,6 +365,28 @@ def test_as_many_as_tokens(tmp_path: Path, tokens: int, *, fits: bool) -> None:
         assert found is not None
         assert found.cache.get_seq_length() == tokens
         return
+    with pytest.raises(CheckpointError, match="is damaged"):
+        file.load(torch.device("cpu"), most_tokens=9)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        (["hi"], "a", [1], 0),
+        ([], 1, [1], 0),
+        ([], "a", ["1"], 0),
+        ([], "a", [1], "0"),
+        (1, "", 1, 0),
+    ],
+)
+def test_words_of_another_kind(tmp_path: Path, said: Any) -> None:
+    """Are damage, too, whatever their digest says."""
+    file = ConversationFile(tmp_path / "talk", "x")
+    names = ("messages", "text", "ids", "layers")
+    told = dict(zip(names, said, strict=True))
+    told |= {"model": "x", "prompt": conversation_file._digest(*said)}
+    words = torch.frombuffer(bytearray(json.dumps(told).encode()), dtype=torch.uint8)
+    file._write({"conversation": words})
     with pytest.raises(CheckpointError, match="is damaged"):
         file.load(torch.device("cpu"), most_tokens=9)
 
