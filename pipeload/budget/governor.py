@@ -212,10 +212,11 @@ class Governor:
             )
 
     def bytes_alone(self, prompt: int, tokens: int, batch: int) -> tuple[int, int]:
-        """What the cache of `batch` sequences of `tokens` takes, and the pass of their prompts."""
+        """What the cache of `batch` sequences of `tokens` takes, and the pass of any prompts."""
         needs = self._needs
         with self.ledger.account.lock:  # it may try what a pass that begins is trying
-            return needs.cache_bytes(tokens, batch), needs.for_shape(PassShape(prompt, batch))
+            first = needs.for_shape(PassShape(prompt, batch)) if prompt else 0
+            return needs.cache_bytes(tokens, batch), first
 
     def give_back_spare(self) -> None:
         """Have some go of what is kept for speed alone: somebody waits for memory."""
@@ -249,6 +250,8 @@ class Governor:
             other = self.ledger.account.other_bytes()
             pending = max(0, self._need - self.ledger.taken_by_pass(other))
             room = self._room(self._limit, other) - pending - nbytes
+            if room < self._planner.smallest:
+                room += self.ledger.account.reclaim(self, self._planner.smallest - room)
             if room < self._planner.smallest:
                 limit = self.plan.memory_limit
                 wanted = self._planner.wanted(limit, room)

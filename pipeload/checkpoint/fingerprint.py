@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 from pipeload.checkpoint.untrusted_json import reading
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from pipeload.checkpoint.file_reads import FileSet
 
 _PAGE = 4096
@@ -17,17 +19,23 @@ _SAMPLES = 512
 times, of one that has changed a tenth, never."""
 
 
-def fingerprint(files: FileSet) -> str:
+def fingerprint(files: FileSet, *, beside: Sequence[Path] = (), told: str = "") -> str:
     """A digest of the files' sizes, beginnings, and of pages spread over them; not of their names.
+
+    Args:
+        files: the checkpoint's.
+        beside: others that the model is made of, as those of an adapter.
+        told: what else makes it what it is, as its configuration.
 
     Raises:
         ReadError: the system could not read one.
     """
-    digest = hashlib.sha256()
-    for path in sorted(files.paths):
-        with reading(path), Path(files.reopen_name(path)).open("rb", buffering=0) as file:
+    digest = hashlib.sha256(told.encode())
+    names = [Path(files.reopen_name(path)) for path in sorted(files.paths)]
+    for path, name in zip([*sorted(files.paths), *beside], [*names, *beside], strict=True):
+        with reading(path), name.open("rb", buffering=0) as file:
             size = file.seek(0, 2)
-            digest.update(f"{size} ".encode())
+            digest.update(f" {size} ".encode())
             step = max(_PAGE, size // _SAMPLES // _PAGE * _PAGE)
             for place in range(0, size, step):
                 file.seek(place)

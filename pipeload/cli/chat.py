@@ -16,14 +16,15 @@ from pipeload._sizes import counted
 from pipeload.budget.usage_trial import CACHES
 from pipeload.checkpoint.fingerprint import fingerprint
 from pipeload.cli.answer import Answer
-from pipeload.cli.conversation_file import ConversationFile, Talk
-from pipeload.cli.load_model import check_model
+from pipeload.cli.conversation_file import ConversationFile, Talk, cannot_keep
+from pipeload.cli.load_model import adapter_files, check_model
 from pipeload.cli.log_lines import log, silence_libraries
 from pipeload.cli.progress_bar import first_pass
 from pipeload.cli.run import generate_answer, load_asked, with_seed
 from pipeload.cli.run_report import describe_plan
 from pipeload.entry.texts import check_tokens, load_tokenizer
 from pipeload.errors import OptionError, PipeloadError
+from pipeload.hf.cache_layers import keeps_pairs
 from pipeload.serving.answer_text import end_tokens
 from pipeload.serving.encoding import apply_template
 
@@ -115,8 +116,7 @@ class Conversation:
         self._model, self._tokenizer, self._asked = model, tokenizer, asked
         self._file: ConversationFile | None = None
         if asked.session is not None:
-            whose = fingerprint(pipeload.handle(model).session.files)
-            self._file = ConversationFile(asked.session, f"{whose} {model.dtype}")
+            self._file = ConversationFile(asked.session, _whose(model, asked.model))
         self.reset()
 
     def reset(self) -> None:
@@ -137,10 +137,14 @@ class Conversation:
         """Take up the conversation that the file holds, if there is one.
 
         Raises:
-            PipeloadError: it is not this model's, damaged, or begins with another system message.
+            PipeloadError: it is not this model's, damaged, or begins with another system message;
+                or none could be kept there, or of this model.
         """
         talk = None
         if self._file is not None:
+            if not keeps_pairs(self._model.config):
+                raise cannot_keep()
+            self._file.check()
             talk = self._file.load(self._model.device, most_tokens=self._asked.tokens or 0)
         if talk is None:
             return
@@ -155,13 +159,19 @@ class Conversation:
         log.info("%s in the conversation", counted(self._ids.shape[1], "token"))
 
     def write(self) -> None:
-        """Have the file hold it, if there is one.
+        """Have the file hold it, if there is one; a second Ctrl-C ends that.
 
         Raises:
             OptionError: it cannot.
         """
-        if self._file is not None:
-            self._file.save(Talk(self.messages, self._text, self._ids, self._cache))
+        if self._file is None:
+            return
+        talk = Talk(self.messages, self._text, self._ids, self._cache)
+        try:
+            self._file.save(talk)
+        except KeyboardInterrupt:  # it was meant for the answer, which is there
+            log.info("the conversation is still being written; once more leaves it")
+            self._file.save(talk)
 
     def ask(self, line: str) -> None:
         """Answer a line on stdout; Ctrl-C ends the answer, and what came of it stays.
@@ -250,3 +260,14 @@ class Conversation:
         caches = (output.get(name) for name in CACHES)
         self._cache = next((cache for cache in caches if cache is not None), None)
         self._ids, self._text = ids, text + answer
+
+
+def _whose(model: Any, typed: str) -> str:
+    """What tells the model whose keys and values are kept: its files, settings and dtype."""
+    told = model.config.to_dict()
+    for name in ("transformers_version", "_name_or_path"):
+        told.pop(name, None)
+    files = pipeload.handle(model).session.files
+    settings = json.dumps(told, sort_keys=True, default=str)
+    digest = fingerprint(files, beside=adapter_files(typed), told=settings)
+    return f"{digest} {model.dtype}"

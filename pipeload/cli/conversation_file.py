@@ -8,10 +8,13 @@ where either is another. It is written beside its name and put there once it is 
 from __future__ import annotations
 
 import contextlib
+import glob
 import hashlib
 import json
 import os
-from typing import TYPE_CHECKING, Any, NamedTuple
+import tempfile
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -20,16 +23,18 @@ from pipeload.checkpoint.headers import read_header
 from pipeload.checkpoint.writer import Tensor, make_header
 from pipeload.errors import CheckpointError, OptionError
 from pipeload.hf.cache_layers import keys_and_values, made_cache
+from pipeload.system.folder_lock import try_lock
 from pipeload.weights.arena import DTYPES
 from pipeload.weights.read_tensor import read_whole
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
     from pipeload.checkpoint.headers import TensorEntry
 
 _TALK = "conversation"
+_PART = ".pipeload.part"
+_RANDOM = "?" * 8  # what tempfile puts before that
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 
@@ -70,18 +75,20 @@ class ConversationFile:
         with contextlib.closing(FileSet([self._path], "buffered")) as files:
             told = self._told(bytes(read_whole(entries[_TALK], files).tolist()))
             ids = torch.tensor([told["ids"]], dtype=torch.long)
+            self._check_layers(entries, told["layers"], ids.shape[1])
             if ids.shape[1] >= most_tokens:
                 raise OptionError(
                     f"the conversation in {str(self._path)!r} has {ids.shape[1]} tokens, and "
                     f"memory is kept free for {most_tokens}. Raise --tokens, or name another file."
                 )
-            cache = self._cache(entries, files, device)
+            cache = _cache(entries, files, device) if told["layers"] else None
             return Talk(told["messages"], told["text"], ids, cache)
 
     def _told(self, data: bytes) -> dict[str, Any]:
         try:
             told: dict[str, Any] = json.loads(data)
-            whole = told["prompt"] == _digest(told["text"], told["ids"])
+            said = told["messages"], told["text"], told["ids"], told["layers"]
+            whole = _is_said(*said) and told["prompt"] == _digest(*said)
             theirs = told["model"]
         except (ValueError, KeyError, TypeError) as error:
             raise self._damaged() from error
@@ -101,18 +108,23 @@ class ConversationFile:
             "keys and values. Delete the file, or restore it."
         )
 
-    def _cache(self, entries: dict[str, TensorEntry], files: FileSet, device: torch.device) -> Any:
-        layers = (len(entries) - 1) // 2
-        if not layers:
-            return None
+    def _check_layers(self, entries: dict[str, TensorEntry], layers: int, tokens: int) -> None:
+        """Whether there are keys and values of all layers, for these tokens but the last one."""
+        names = {f"{layer}.{what}" for layer in range(layers) for what in ("keys", "values")}
+        shapes = [entry.shape for name, entry in entries.items() if name != _TALK]
+        lengths = {shape[2] if len(shape) == 4 and shape[0] == 1 else None for shape in shapes}
+        whole = lengths in ({tokens}, {tokens - 1}) if layers else not lengths
+        if entries.keys() - {_TALK} != names or not whole:
+            raise self._damaged()
 
-        def read(layer: int, what: str) -> torch.Tensor:
-            return read_whole(entries[f"{layer}.{what}"], files).to(device)
+    def check(self) -> None:
+        """Find out before an answer is computed whether it could be kept.
 
-        try:
-            return made_cache([(read(n, "keys"), read(n, "values")) for n in range(layers)])
-        except KeyError as error:
-            raise self._damaged() from error
+        Raises:
+            OptionError: it could not.
+        """
+        with self._explained(), _part(self._path):
+            pass
 
     def save(self, talk: Talk) -> None:
         """Have the file hold this, or what it held before.
@@ -124,17 +136,15 @@ class ConversationFile:
         if talk.cache is not None:
             pairs = keys_and_values(talk.cache)
         if pairs is None:
-            raise OptionError(
-                "this model keeps more of a conversation than keys and values of each token, which "
-                "--session does not know how to write. Leave it out; /save keeps the words."
-            )
+            raise cannot_keep()
         ids = talk.ids[0].tolist()
         told = {
             "model": self._model,
-            "prompt": _digest(talk.text, ids),
+            "prompt": _digest(talk.messages, talk.text, ids, len(pairs)),
             "messages": talk.messages,
             "text": talk.text,
             "ids": ids,
+            "layers": len(pairs),
         }
         words = torch.frombuffer(bytearray(json.dumps(told).encode()), dtype=torch.uint8)
         tensors = {
@@ -142,8 +152,13 @@ class ConversationFile:
             for layer, pair in enumerate(pairs)
             for what, tensor in zip(("keys", "values"), pair, strict=True)
         }
-        try:
+        with self._explained():
             self._write(tensors | {_TALK: words})
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
         except OSError as error:
             raise OptionError(
                 f"cannot write the conversation to {str(self._path)!r}: {error.strerror}. Name "
@@ -155,30 +170,64 @@ class ConversationFile:
             Tensor(name, _CODES[t.dtype], tuple(t.shape), t.numel() * t.element_size())
             for name, t in tensors.items()
         )
-        with _replacing(self._path) as part, os.fdopen(part, "wb", closefd=False) as file:
+        with _part(self._path) as (part, file):
             file.write(header)
             for tensor in tensors.values():  # one after the other: a copy of each is made here
                 data = tensor.detach().to("cpu").contiguous().view(-1).view(torch.uint8)
                 file.write(data.numpy().tobytes())
+            file.flush()
+            os.fsync(file.fileno())
+            file.close()
+            part.replace(self._path)
 
 
-def _digest(text: str, ids: list[int]) -> str:
-    return hashlib.sha256(json.dumps([text, ids]).encode()).hexdigest()
+def cannot_keep() -> OptionError:
+    """The error that a model's conversations cannot be written."""
+    return OptionError(
+        "this model keeps more of a conversation than keys and values of each token, which "
+        "--session does not know how to write. Leave it out; /save keeps the words."
+    )
+
+
+def _cache(entries: dict[str, TensorEntry], files: FileSet, device: torch.device) -> Any:
+    def read(layer: int, what: str) -> torch.Tensor:
+        return read_whole(entries[f"{layer}.{what}"], files).to(device)
+
+    layers = range((len(entries) - 1) // 2)
+    # One by one: each is copied, and all of them together would take twice the memory.
+    return made_cache((read(layer, "keys"), read(layer, "values")) for layer in layers)
+
+
+def _is_said(messages: object, text: object, ids: object, layers: object) -> bool:
+    """Whether these are what their names say."""
+    return (
+        isinstance(messages, list)
+        and all(isinstance(said, dict) and {*said} >= {"role", "content"} for said in messages)
+        and isinstance(ids, list)
+        and all(type(token) is int for token in ids)
+        and isinstance(text, str)
+        and isinstance(layers, int)
+    )
+
+
+def _digest(messages: list[Any], text: str, ids: list[int], layers: int) -> str:
+    return hashlib.sha256(json.dumps([messages, text, ids, layers]).encode()).hexdigest()
 
 
 @contextlib.contextmanager
-def _replacing(path: Path) -> Iterator[int]:
-    """A file of its own, for this user alone, that takes the place of `path` once it is whole."""
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
-    descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+def _part(path: Path) -> Iterator[tuple[Path, IO[bytes]]]:
+    """A file beside `path`, for this user alone; gone at the end, if it is not moved.
+
+    Others that were left by processes that were killed go, too: nobody has them locked.
+    """
+    for left in path.parent.glob(f"{glob.escape(path.name)}.{_RANDOM}{_PART}"):
+        with contextlib.suppress(OSError), left.open("rb") as opened:
+            if try_lock(opened.fileno()):
+                left.unlink()
+    descriptor, name = tempfile.mkstemp(_PART, f"{path.name}.", path.parent)
     try:
-        try:
-            yield descriptor
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-        part.replace(path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            part.unlink()
-        raise
+        with open(descriptor, "wb") as file:  # noqa: PTH123 - a descriptor
+            try_lock(file.fileno())
+            yield Path(name), file
+    finally:
+        Path(name).unlink(missing_ok=True)

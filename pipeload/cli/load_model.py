@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import transformers
+from transformers.utils.hub import cached_file
 
 import pipeload
 from pipeload.checkpoint.headers import lacking
@@ -20,6 +21,7 @@ from pipeload.hf.gguf import check_gguf
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+_ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
 DTYPES = {"auto": "auto", "bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
@@ -77,6 +79,27 @@ def explained(model: str, action: str = "load") -> Iterator[None]:
             f"cannot {action} {model!r}: {first_line(error)}. Check the checkpoint; --debug shows "
             "where it failed."
         ) from error
+
+
+def adapter_files(model: str) -> list[Path]:
+    """The files of the adapter that is loaded by that name of a folder or the hub; none of a base.
+
+    The hub is not asked: what was loaded is here.
+    """
+    if Path(model).is_file():
+        return []
+    found = (
+        cached_file(
+            model,
+            name,
+            local_files_only=True,
+            _raise_exceptions_for_gated_repo=False,
+            _raise_exceptions_for_missing_entries=False,
+            _raise_exceptions_for_connection_errors=False,
+        )
+        for name in _ADAPTER_FILES
+    )
+    return [Path(path) for path in found if path is not None]
 
 
 def traced(model: Any, file: Path | None) -> contextlib.AbstractContextManager[object]:

@@ -89,6 +89,7 @@ def serve(asked: Arguments, *, debug: bool) -> None:
             most_waiting=asked.waiting,
             key=asked.api_key,
             local=is_local(listener),
+            names={asked.host, listener.getsockname()[0]},
             prefix_bytes=asked.prefix_bytes,
         )
         listener.listen()  # from here on clients wait, if only for an instant

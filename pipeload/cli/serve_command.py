@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated
 
 import typer
@@ -32,9 +33,21 @@ ApiKey = Annotated[
         help="What clients must show; better in the environment, which others do not see.",
     ),
 ]
+
+
+def _finite(seconds: float) -> float:
+    if not math.isfinite(seconds):
+        raise typer.BadParameter(f"{seconds} is no number of seconds. Give one.")
+    return seconds
+
+
 Grace = Annotated[
     float,
-    typer.Option(min=0, help="Seconds that requests have to end once Ctrl-C or SIGTERM has come."),
+    typer.Option(
+        min=0,
+        callback=_finite,
+        help="Seconds that requests have to end once Ctrl-C or SIGTERM has come.",
+    ),
 ]
 Waiting = Annotated[
     int, typer.Option(min=0, help="The most that wait while others run; more are sent away.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pipeload.cli.log_lines import log
@@ -40,7 +41,7 @@ def draw(trace: Path, picture: Path) -> None:
             "pipeload timeline needs the package matplotlib, which is not installed: "
             "pip install 'pipeload[timeline]'"
         ) from error
-    bars = one_pass(bars_of(read_events(trace)), str(trace))
+    bars = one_pass(bars_of(read_events(trace), str(trace)), str(trace))
     began, ended = bars[0].began, max(bar.ended for bar in bars if bar.kind == "compute")
     figure = Figure(figsize=(14, 3), layout="constrained")
     axes = figure.subplots()
@@ -90,22 +91,49 @@ def read_events(trace: Path) -> list[dict[str, Any]]:
     return events
 
 
-def bars_of(events: list[dict[str, Any]]) -> list[Bar]:
-    """What took time; a read from its beginning to its end."""
+def bars_of(events: list[dict[str, Any]], trace: str) -> list[Bar]:
+    """What took time; a read from its beginning to its end.
+
+    Raises:
+        OptionError: an event is none that a trace has.
+    """
+    try:
+        bars = _bars(events)
+    except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise OptionError(
+            f"{trace!r} is no trace: an event in it is damaged ({error}). Name one that --trace "
+            "has written."
+        ) from error
+    return sorted(bars, key=lambda bar: bar.began)
+
+
+def _bars(events: list[dict[str, Any]]) -> list[Bar]:
     bars: list[Bar] = []
     begun: dict[object, float] = {}
     for event in events:
         kind, phase = event.get("cat"), event.get("ph")
         if kind not in _ROWS:
             continue
-        name, at = str(event["name"]).partition(" ")[2], event["ts"] * _MICRO
+        name, at = str(event["name"]).partition(" ")[2], _seconds(event["ts"])
         if phase == "X":
-            bars.append(Bar(kind, name, at, at + event["dur"] * _MICRO, event["tid"]))
+            bars.append(Bar(kind, name, at, at + _seconds(event["dur"]), event["tid"]))
         elif phase == "b":
             begun[event["id"]] = at
         elif phase == "e" and event["id"] in begun:
             bars.append(Bar(kind, name, begun.pop(event["id"]), at, event["tid"]))
-    return sorted(bars, key=lambda bar: bar.began)
+    return bars
+
+
+def _seconds(given: Any) -> float:
+    """A time of an event, which are in microseconds.
+
+    Raises:
+        TypeError, ValueError, OverflowError: it is none.
+    """
+    seconds = float(given * _MICRO)
+    if not math.isfinite(seconds):
+        raise ValueError(f"{given} is no time")
+    return seconds
 
 
 def one_pass(bars: list[Bar], trace: str) -> list[Bar]:

@@ -208,11 +208,11 @@ class SharedCall:
             CancelledError: it was cancelled.
             Exception: whatever the call raised.
         """
-        model, arguments, ambient = self._model, self._arguments, self._ambient
+        model, ambient = self._model, self._ambient
 
-        def work() -> Any:
+        def work() -> Any:  # a traceback holds this function: the arguments are to go before
             with ambient.brought_along():
-                return model.generate(**arguments)
+                return model.generate(**self._arguments)
 
         passes = handle(model).session.passes
         convoy = passes.convoy
@@ -221,9 +221,13 @@ class SharedCall:
             _, outcome = convoy.outcome(self._party)
         finally:
             convoy.close(self._party)
-        if isinstance(outcome, BaseException):
+            self._arguments = {}
+        if not isinstance(outcome, BaseException):
+            return outcome
+        try:
             raise outcome
-        return outcome
+        finally:
+            del outcome  # its traceback holds this frame
 
     def cancel(self) -> None:
         """Have it end at its next turn, or not begin. Returns at once, in any thread."""

@@ -6,7 +6,7 @@ users' count, too. `budget` counts with what is read here, once this was importe
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import DynamicCache
@@ -22,6 +22,12 @@ from pipeload.budget.kv_cache import (
     private_parts,
 )
 from pipeload.hf import marks
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+_BY_LENGTH = {"longrope", "dynamic"}
+"""Ways of rotating whose factors depend on how long the text is."""
 
 
 def read_layer(layer: Any, item: int) -> LiveLayer:
@@ -104,8 +110,38 @@ def cut_back(cache: Any, tokens: int) -> bool:
 
 def cache_bytes(cache: Any) -> int:
     """What the tensors of a cache hold, that were cut out of larger ones with all of these."""
-    tensors = (value for layer in cache.layers for value in vars(layer).values())
-    return sum(t.untyped_storage().nbytes() for t in tensors if isinstance(t, torch.Tensor))
+    found: dict[int, int] = {}
+    todo: list[Any] = [vars(layer) for layer in cache.layers]
+    while todo:
+        one = todo.pop()
+        if isinstance(one, torch.Tensor):  # parts of one storage are counted once
+            storage = one.untyped_storage()
+            found[storage.data_ptr()] = storage.nbytes()
+        elif isinstance(one, (dict, list, tuple)):  # states are kept by their number
+            todo += one.values() if isinstance(one, dict) else one
+    return sum(found.values())
+
+
+def rotates_by_length(config: Any) -> bool:
+    """Whether keys are others in a longer text, as those are rotated by other factors."""
+    text = config.get_text_config()
+    todo = [getattr(text, name, None) for name in ("rope_parameters", "rope_scaling")]
+    while todo:
+        one = todo.pop()
+        if isinstance(one, dict):  # each kind of layer may have its own
+            if {one.get("rope_type"), one.get("type")} & _BY_LENGTH:
+                return True
+            todo += one.values()
+    return False
+
+
+def keeps_pairs(config: Any) -> bool:
+    """Whether the library's own cache for such a model is of keys and values alone, of all tokens.
+
+    A model that is made with a cache of another class is known when that is there.
+    """
+    layers = DynamicCache(config=config).layers
+    return all(type(layer).__name__ == "DynamicLayer" for layer in layers)
 
 
 def keys_and_values(cache: Any) -> list[tuple[torch.Tensor, torch.Tensor]] | None:
@@ -118,8 +154,8 @@ def keys_and_values(cache: Any) -> list[tuple[torch.Tensor, torch.Tensor]] | Non
     return [(layer.keys, layer.values) for layer in layers]
 
 
-def made_cache(layers: list[tuple[torch.Tensor, torch.Tensor]]) -> Any:
-    """A cache with these keys and values, each `[1, heads, tokens, width]`."""
+def made_cache(layers: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Any:
+    """A cache with these keys and values, each `[1, heads, tokens, width]`; takes one by one."""
     cache = DynamicCache()
     for number, (keys, values) in enumerate(layers):
         cache.update(keys, values, number)

@@ -27,7 +27,7 @@ from pipeload.serving.outcome import fitted
 from pipeload.serving.reply import Pieces, answer, ends_of
 from pipeload.serving.request import CHAT, TEXT, parse
 from pipeload.serving.request_error import RequestError, parse_json
-from pipeload.serving.waiting import Waiting
+from pipeload.serving.waiting import GONE, Waiting
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 
 _MOST_BYTES = 1_000_000  # of a request
 _LONG_LETTERS = 30_000  # of a text whose length is looked at before it is made tokens of
+_BODIES = 8  # that may be in memory before it is known whether they can be answered
+_BODY_SECONDS = 30.0  # for one to come
 _QUIET_SECONDS = 10.0  # until a client is told that its answer is on its way
 
 
@@ -61,6 +63,7 @@ class App:
         self._parts = parts
         # One thread: prompts take memory one by one, and tokenizers are not made for several.
         self._clerk = ThreadPoolExecutor(1, "pipeload-prompts")
+        self._bodies = asyncio.Semaphore(_BODIES)
         self._watching: set[asyncio.Task[None]] = set()
         self._since = int(time.time())
         routes = [
@@ -71,7 +74,7 @@ class App:
             Route("/health", self._health),
             Route("/metrics", self._metrics),
         ]
-        handlers: dict[Any, Any] = {HTTPException: _not_served, Exception: _failed}
+        handlers: dict[Any, Any] = {HTTPException: _not_served, Exception: self._failed}
         self.asgi = Starlette(routes=routes, exception_handlers=handlers)
 
     def close(self) -> None:
@@ -88,11 +91,15 @@ class App:
             if error.status == 429:
                 headers["Retry-After"] = str(self._parts.desk.retry_seconds())
             response = JSONResponse(error.body(), error.status, headers)
-        self._parts.metrics.ended(response.status_code)
+        if not isinstance(response, StreamingResponse):  # whose end is told by its last piece
+            self._parts.metrics.ended(response.status_code)
         return response
 
     async def _response(self, request: Request) -> Response:
-        asked = await self._by_clerk(partial(self._asked, request.url.path, await _read(request)))
+        async with self._bodies:
+            body = await _read(request)
+            asked = await self._by_clerk(partial(self._asked, request.url.path, body))
+            del body
         waiting = Waiting(asked, self._parts.settings.tokenizer)
         await self._by_clerk(partial(self._parts.desk.take, waiting.job))
         watching = asyncio.create_task(_watch(request, waiting))
@@ -101,8 +108,8 @@ class App:
         if not asked.streams:
             return JSONResponse(await self._body(waiting))
         first = await waiting.text(_QUIET_SECONDS)
-        body = await self._body(waiting) if first is None else None
-        pieces = self._pieces(waiting, first, body)
+        whole = await self._body(waiting) if first is None else None
+        pieces = self._pieces(waiting, first, whole)
         return StreamingResponse(
             pieces, media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
         )
@@ -126,12 +133,18 @@ class App:
 
     def _check_length(self, given: dict[str, Any]) -> None:
         """Refuse what is too long before a tokenizer takes memory for it."""
-        texts = list(_texts(given))
-        if sum(map(len, texts)) <= _LONG_LETTERS:
+        text = " ".join(_texts(given))
+        if len(text) <= _LONG_LETTERS:
             return
         parts = self._parts
-        longest = parts.desk.longest_prompt()
-        if is_longer(parts.settings.tokenizer, texts, longest):
+        longest, positions = parts.desk.longest_prompt(), parts.settings.positions
+        if is_longer(parts.settings.tokenizer, text, longest):
+            if longest == positions:
+                raise RequestError(
+                    f"the prompt is longer than the {longest} tokens that the model was made for. "
+                    "Give a shorter one.",
+                    code="context_length_exceeded",
+                )
             raise RequestError(
                 f"the prompt is longer than the {longest} tokens that memory holds. Give a shorter "
                 "one.",
@@ -162,6 +175,7 @@ class App:
     ) -> AsyncIterator[str]:
         """Server-sent events; `text` is the first of it, None if the whole `body` is there."""
         made = Pieces(waiting.job.asked, self._parts.settings)
+        status = GONE
         try:
             while text is not None:
                 yield _event(made.piece(text)) if text else ": it is on its way\n\n"
@@ -169,9 +183,12 @@ class App:
             for piece in made.last(body or await self._body(waiting)):
                 yield _event(piece)
             yield "data: [DONE]\n\n"
+            status = 200
         except RequestError as error:
+            status = error.status
             yield _event(error.body())
         finally:
+            self._parts.metrics.ended(status)
             waiting.close()
 
     # -- the rest --------------------------------------------------------------------------------
@@ -195,20 +212,31 @@ class App:
             return JSONResponse({"status": "failed", "reason": str(error)}, 503)
         return JSONResponse({"status": "ok"})
 
+    async def _failed(self, _request: Request, error: Exception) -> Response:
+        told = RequestError(f"{type(error).__name__}: {error}", code="internal_error", status=500)
+        self._parts.metrics.ended(told.status)
+        return JSONResponse(told.body(), told.status)
+
     async def _metrics(self, _request: Request) -> Response:
         text = self._parts.metrics.text()
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
 def _texts(given: object) -> Iterator[str]:
-    """All that a parsed request holds; its keys are no part of any prompt."""
+    """All that a parsed request holds, also its keys: a template writes those of tools, too.
+
+    Those of messages stand for what it writes around each of them.
+    """
     todo = [given]
     while todo:
         one = todo.pop()
-        if isinstance(one, str):
-            yield one
-        elif isinstance(one, (dict, list)):
-            todo += one.values() if isinstance(one, dict) else one
+        if isinstance(one, dict):
+            yield from one
+            todo += one.values()
+        elif isinstance(one, list):
+            todo += one
+        else:
+            yield one if isinstance(one, str) else json.dumps(one)
 
 
 def _event(piece: dict[str, Any]) -> str:
@@ -227,25 +255,35 @@ async def _read(request: Request) -> bytes:
     """The body of a request.
 
     Raises:
-        RequestError: it is no JSON, or too long to be one that can be answered.
+        RequestError: it is no JSON, too long to be one that can be answered, or does not come.
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":  # what a page of another site may send unasked is none
         raise RequestError(
             f"Content-Type is {kind!r}. Send application/json.", code="wrong_type", status=415
         )
-    body = bytearray()
     try:
-        async for chunk in request.stream():
-            body += chunk
-            if len(body) > _MOST_BYTES:
-                raise RequestError(
-                    f"the request is longer than {_MOST_BYTES} bytes. Send a shorter one.",
-                    code="too_long",
-                    status=413,
-                )
+        return await asyncio.wait_for(_body_of(request), _BODY_SECONDS)
+    except asyncio.TimeoutError as error:
+        raise RequestError(
+            f"the body did not come within {_BODY_SECONDS:g} seconds. Send it at once.",
+            code="timeout",
+            status=408,
+        ) from error
     except ClientDisconnect as error:
-        raise RequestError("the client has gone.", code="cancelled", status=499) from error
+        raise RequestError("the client has gone.", code="cancelled", status=GONE) from error
+
+
+async def _body_of(request: Request) -> bytes:
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > _MOST_BYTES:
+            raise RequestError(
+                f"the request is longer than {_MOST_BYTES} bytes. Send a shorter one.",
+                code="too_long",
+                status=413,
+            )
     return bytes(body)
 
 
@@ -256,8 +294,3 @@ async def _not_served(_request: Request, error: HTTPException) -> Response:
         status=error.status_code,
     )
     return JSONResponse(told.body(), error.status_code, error.headers)
-
-
-async def _failed(_request: Request, error: Exception) -> Response:
-    told = RequestError(f"{type(error).__name__}: {error}", code="internal_error", status=500)
-    return JSONResponse(told.body(), 500)

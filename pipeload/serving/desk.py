@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any
 from transformers.generation.streamers import BaseStreamer
 
 from pipeload._sizes import counted
-from pipeload.engine.convoy_members import CancelledError, GaveWayError
+from pipeload.engine.convoy_members import CancelledError, GaveWayError, forget_locals
 from pipeload.entry.api import handle
 from pipeload.entry.convoy_size import ConvoySize, Sizes, sizes_of
 from pipeload.entry.many import SharedCall
-from pipeload.entry.request_room import RequestRoom
+from pipeload.entry.request_room import MOST_TOKENS, RequestRoom
 from pipeload.serving.prefixes import Prefixes
 from pipeload.serving.request_error import RequestError
 from pipeload.system.memory import trim_heap
@@ -54,7 +54,7 @@ class Job:
         """Of its prompt, that were not computed again."""
         self.cancelled = False
         self.call: SharedCall | None = None
-        self._given = 0
+        self._given: list[int] = []
 
     def cancel(self) -> None:
         """Nobody waits for it any more: it ends at its next turn. In any thread."""
@@ -73,12 +73,24 @@ class Job:
         return arguments
 
     def _take(self, at: int, tokens: list[int]) -> None:
-        """New tokens of the answer, the first of which is its token `at`."""
+        """New tokens of the answer, the first of which is its token `at`.
+
+        Raises:
+            RequestError: others were sent in their place.
+        """
         if self.first_token_seconds is None:
             self.first_token_seconds = time.monotonic() - self.arrived
-        new = tokens[max(0, self._given - at) :]
+        again = self._given[at : at + len(tokens)]
+        if self.asked.streams and again != tokens[: len(again)]:
+            # What was lent to the first try is gone, and without it last bits may be others.
+            raise RequestError(
+                "the answer was begun again, and became another. Send the request again.",
+                code="begun_again",
+                status=503,
+            )
+        new = tokens[len(again) :]
         if new:
-            self._given += len(new)
+            self._given += new
             self._on_tokens(new)
 
 
@@ -106,11 +118,18 @@ class Desk:
     """Takes requests to a model, and has them run. See [Note: threads of a server]."""
 
     def __init__(
-        self, model: Any, *, at_once: int | None, most_waiting: int, prefix_bytes: int = 0
+        self,
+        model: Any,
+        *,
+        at_once: int | None,
+        most_waiting: int,
+        prefix_bytes: int = 0,
+        positions: int | None = None,
     ) -> None:
         """`at_once`: the most that run together; None: as many as fit and help.
 
-        `prefix_bytes`: how much may be kept of requests that have ended.
+        `prefix_bytes`: how much may be kept of requests that have ended; `positions`: for how many
+        tokens the model was made.
         """
         self._model, self._at_once, self._most_waiting = model, at_once, most_waiting
         session = handle(model).session
@@ -119,6 +138,7 @@ class Desk:
         if self._prefixes is not None:
             self._account = session.governor.ledger.account
             self._account.spare = self._prefixes.give_back
+        self._most_tokens = min(positions or MOST_TOKENS, MOST_TOKENS)
         self._lock = threading.Lock()
         self._waiting: deque[Job] = deque()
         self._running: dict[Job, threading.Thread] = {}
@@ -154,10 +174,11 @@ class Desk:
         sizes = sizes_of(self._model, asked.arguments)
         with self._lock:
             if not self._running:
-                self._room.measure()
-        if self._room.holds(sizes, beside=self.kept_bytes):
+                self._room.measure(self.kept_bytes)
+        if self._room.holds(sizes):
             return
-        prompt, answer = self._room.longest_prompt(sizes), self._room.longest_answer(sizes)
+        prompt = self._room.longest_prompt(sizes, most=self._most_tokens)
+        answer = self._room.longest_answer(sizes, most=self._most_tokens)
         ways = [f"a prompt of up to {counted(prompt, 'token')}"] if prompt else []
         ways += [f"max_tokens of up to {answer}"] if answer else []
         asked_for = f"{counted(sizes.prompt, 'token')} and {sizes.tokens - sizes.prompt} new ones"
@@ -171,7 +192,7 @@ class Desk:
 
     def longest_prompt(self) -> int:
         """How many tokens a prompt may have, if it is answered by one."""
-        return self._room.longest_prompt(Sizes(1, 2, 1))
+        return self._room.longest_prompt(Sizes(1, 2, 1), most=self._most_tokens)
 
     def take(self, job: Job) -> None:
         """Have a request run, now or once there is room.
@@ -258,6 +279,7 @@ class Desk:
             if self._prefixes is not None and job.asked.answers == 1:
                 outcome = self._prefixes.keep(outcome)
         except BaseException as error:
+            forget_locals(error)  # among them are caches
             outcome = error
         job.call = None
         trim_heap()  # what is measured next is to be what is needed
@@ -282,3 +304,4 @@ class Desk:
         else:
             told = (self._stopped or CancelledError()) if job.cancelled else outcome
             job.outcome.set_exception(told)
+        del outcome  # whose traceback holds this frame

@@ -11,18 +11,17 @@ _CUTS = 1.1
 """Times as many tokens may come of a text in pieces."""
 
 
-def is_longer(tokenizer: Any, texts: list[str], tokens: int) -> bool:
-    """Whether texts make more than so many tokens, for sure.
+def is_longer(tokenizer: Any, text: str, tokens: int) -> bool:
+    """Whether a text makes more than so many tokens, for sure.
 
     Found out piece by piece: what a tokenizer takes meanwhile is some 300 bytes for each letter.
     """
     count = 0
-    for text in texts:
-        for start in range(0, len(text), _PIECE):
-            piece = tokenizer(text[start : start + _PIECE], add_special_tokens=False)
-            count += len(piece["input_ids"])
-            if count > _CUTS * tokens:
-                return True
+    for start in range(0, len(text), _PIECE):
+        piece = tokenizer(text[start : start + _PIECE], add_special_tokens=False)
+        count += len(piece["input_ids"])
+        if count > _CUTS * tokens:
+            return True
     return False
 
 

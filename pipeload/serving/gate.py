@@ -11,6 +11,8 @@ from starlette.responses import JSONResponse
 from pipeload.serving.request_error import RequestError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from starlette.types import ASGIApp, Receive, Scope, Send
 
 _OPEN = "/health"
@@ -25,9 +27,15 @@ class Gate:
     none, and only this machine is listened to, requests must name this machine.
     """
 
-    def __init__(self, app: ASGIApp, *, key: str | None, local: bool) -> None:
-        """`key` is what clients must show; `local`: only this machine is listened to."""
+    def __init__(
+        self, app: ASGIApp, *, key: str | None, local: bool, names: Iterable[str] = ()
+    ) -> None:
+        """`key` is what clients must show; `local`: only this machine is listened to.
+
+        `names`: of this machine, as where it listens, beside the usual ones.
+        """
         self._app, self._local = app, local
+        self._names = _LOCAL | {f"[{n}]" if ":" in n else n for n in map(str.lower, names)}
         self._wanted = None if key is None else f"Bearer {key}".encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -52,7 +60,7 @@ class Gate:
             )
         host = headers.get("host", "")
         name = host if host.endswith("]") else host.rpartition(":")[0] or host
-        if self._local and name not in _LOCAL:
+        if self._local and name.lower() not in self._names:
             return RequestError(
                 f"this server answers on its own machine only, and not to {host!r}. Ask localhost, "
                 "or start it with --api-key.",

@@ -7,13 +7,14 @@ requests with a beginning in common find it as often as there are that many of t
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import threading
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pipeload.budget.usage_trial import CACHES
-from pipeload.hf.cache_layers import cache_bytes, cut_back
+from pipeload.hf.cache_layers import cache_bytes, cut_back, rotates_by_length
 from pipeload.system.memory import trim_heap
 
 if TYPE_CHECKING:
@@ -39,7 +40,8 @@ class Prefixes:
 
     def __init__(self, model: Any, most_bytes: int) -> None:
         told = inspect.signature(model.forward).parameters
-        self._name = next((name for name in CACHES if name in told), None)
+        name = next((name for name in CACHES if name in told), None)
+        self._name = None if rotates_by_length(model.config) else name
         self._most = most_bytes
         self._lock = threading.Lock()
         self._kept: list[Kept] = []
@@ -57,6 +59,8 @@ class Prefixes:
         The cache that it returns is to be kept by `keep`, so it is asked for.
         """
         given = {**arguments, "return_dict_in_generate": True}
+        if self._name is None:
+            return given, 0
         prompt: list[int] = arguments["input_ids"][0].tolist()
         with self._lock:
             found = [(_common(kept.ids, prompt), kept) for kept in self._kept]
@@ -67,22 +71,28 @@ class Prefixes:
                     break
                 if cut_back(kept.cache, len(kept.ids) - length):
                     self._kept.remove(kept)
-                    return given | {str(self._name): kept.cache}, length
+                    return given | {self._name: kept.cache}, length
         return given, 0
 
     def keep(self, output: Any) -> torch.Tensor:
-        """Take over the cache of a request that has ended; its tokens, `[1, tokens]`, int64."""
+        """Take over the cache of a request that has ended; its tokens, `[1, tokens]`, int64.
+
+        A cache that does not tell how long it is, as one of states alone, is not kept.
+        """
         sequences: torch.Tensor = output.sequences
+        with contextlib.suppress(Exception):  # the answer is there, whatever its cache is like
+            self._take(output, tuple(sequences[0].tolist()[:-1]))  # nobody computed the last one
+        return sequences
+
+    def _take(self, output: Any, ids: tuple[int, ...]) -> None:
         caches = (output.get(name) for name in CACHES)
         cache = next((cache for cache in caches if cache is not None), None)
-        ids = tuple(sequences[0].tolist()[:-1])  # nobody has computed the last one
         if cache is None or self._name is None or cache.get_seq_length() != len(ids):
-            return sequences
+            return
         kept = Kept(ids, cache, cache_bytes(cache))
         with self._lock:
             self._kept.append(kept)
             self._shrink(self._most)
-        return sequences
 
     def give_back(self, nbytes: int) -> int:
         """Let go of so many bytes, or all there are; returns how many. In any thread."""

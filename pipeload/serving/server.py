@@ -6,6 +6,7 @@ import asyncio
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from pipeload._sizes import counted
 from pipeload.entry.api import handle
@@ -17,11 +18,13 @@ from pipeload.serving.request_error import RequestError
 
 if TYPE_CHECKING:
     import socket
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from pipeload.serving.request import Settings
 
 _MORE_CONNECTIONS = 128  # than requests that wait: each may send a body, which takes memory
+_HEAD_SECONDS = 20.0  # for the head of a request to come
+_TOLD_SECONDS = 1.0  # that answers have to say that they end, once all is to end at once
 _LAST_SECONDS = 5  # that answers of a server that stops have to be sent
 
 
@@ -49,16 +52,21 @@ class Service:
         most_waiting: int,
         key: str | None,
         local: bool,
+        names: Iterable[str] = (),
         prefix_bytes: int = 0,
     ) -> None:
         """`typed`: how the model was named; the rest as `Desk` and `Gate` take it."""
         self._most_waiting = most_waiting
         self.desk = Desk(
-            model, at_once=at_once, most_waiting=most_waiting, prefix_bytes=prefix_bytes
+            model,
+            at_once=at_once,
+            most_waiting=most_waiting,
+            prefix_bytes=prefix_bytes,
+            positions=settings.positions,
         )
         metrics = Metrics(handle(model).stats, self.desk)
         self._app = App(Parts(model, typed, settings, self.desk, metrics))
-        self.asgi = Gate(self._app.asgi, key=key, local=local)
+        self.asgi = Gate(self._app.asgi, key=key, local=local, names=names)
 
     def run(self, listening: Listening) -> None:
         """Answer requests until a signal comes. In the main thread."""
@@ -72,7 +80,7 @@ class Service:
         config = uvicorn.Config(
             self.asgi,
             loop="asyncio",
-            http="h11",
+            http=_Connection,
             ws="none",
             lifespan="off",
             log_config=None,
@@ -106,6 +114,7 @@ class _Server(uvicorn.Server):
         loop = asyncio.get_running_loop()
         if again:
             loop.call_soon(self._desk.stop, _stopping())
+            loop.call_later(_TOLD_SECONDS, self._force)
             return
         running, grace = self._desk.running + self._desk.waiting, self._listening.grace
         if running:
@@ -115,6 +124,47 @@ class _Server(uvicorn.Server):
                 grace,
             )
         loop.call_later(grace, self._desk.stop, _stopping())
+
+    def _force(self) -> None:
+        """Wait for no client any more."""
+        self.force_exit = True
+        for connection in [*self.server_state.connections]:
+            connection.transport.abort()
+
+
+class _Connection(H11Protocol):
+    """Closed where the head of a request does not come: it would keep a place from others.
+
+    Between two requests, while nothing comes at all, the base closes it.
+    """
+
+    _closing: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Somebody is there."""
+        super().connection_made(transport)
+        self._look()
+
+    def data_received(self, data: bytes) -> None:
+        """Something has come: a head, or a part of it, or of a body."""
+        super().data_received(data)
+        self._look()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """It is closed."""
+        super().connection_lost(exc)
+        self._stop()
+
+    def _look(self) -> None:
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._stop()
+        elif self._closing is None:
+            self._closing = self.loop.call_later(_HEAD_SECONDS, self.transport.close)
+
+    def _stop(self) -> None:
+        if self._closing is not None:
+            self._closing.cancel()
+            self._closing = None
 
 
 def _stopping() -> RequestError:

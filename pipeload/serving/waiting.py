@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from pipeload.serving.request import Asked
 
-_GONE, _UNAVAILABLE = 499, 503  # the first is nginx' word for a client that has gone
+GONE, _UNAVAILABLE = 499, 503  # the first is nginx' word for a client that has gone
 
 
 class Waiting:
@@ -69,7 +69,7 @@ class Waiting:
         except RequestError:
             raise
         except CancelledError as error:
-            raise RequestError("the client has gone.", code="cancelled", status=_GONE) from error
+            raise RequestError("the client has gone.", code="cancelled", status=GONE) from error
         except Exception as error:
             told = blamed(error) or RequestError(
                 str(error), code="unavailable", status=_UNAVAILABLE

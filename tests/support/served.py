@@ -16,7 +16,7 @@ from pipeload.serving.server import Listening, Service
 from tests.support.streaming import WAIT_SECONDS, load_streamed
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
     from pathlib import Path
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -109,6 +109,7 @@ def served(
     key: str | None = None,
     model: Any = None,
     prefix_bytes: int = 0,
+    names: Iterable[str] = (),
 ) -> Iterator[Served]:
     """One that serves the model in `folder`, as `model` or streamed under its smallest limit."""
     model = load_streamed(folder) if model is None else model
@@ -123,6 +124,7 @@ def served(
         key=key,
         local=True,
         prefix_bytes=prefix_bytes,
+        names=names,
     )
     with contextlib.closing(bound("127.0.0.1", 0)) as listener:
         server = service.server(Listening(listener, 0, print))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import re
@@ -9,19 +10,26 @@ import signal
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 import transformers
+import uvicorn
 
 import pipeload
 from pipeload.budget import passes_in_turns
 from pipeload.cli import serve as cli_serve
 from pipeload.engine.convoy_members import GaveWayError
+from pipeload.entry.convoy_size import Sizes
 from pipeload.entry.many import SharedCall
+from pipeload.entry.request_room import RequestRoom
 from pipeload.entry.texts import load_tokenizer
 from pipeload.errors import MemoryLimitError, ReadError, UnsupportedOperationError
+from pipeload.serving.gate import Gate
+from pipeload.serving.server import Listening, _Server
 from tests.rooms.cli.test_commands import talker as talker  # noqa: PLC0414 - a fixture
 from tests.support.commands import ROOT, invoke, start
 from tests.support.commands import loud_libraries as loud_libraries  # noqa: PLC0414 - a fixture
@@ -250,6 +258,68 @@ def test_as_many_as_help(talker: Path) -> None:
         assert len({each.result(WAIT_SECONDS).said for each in asked}) == 1
 
 
+def test_names_of_this_machine(talker: Path) -> None:
+    """What was typed and where it listens, in whatever letters, beside the usual ones."""
+    app: Any = None
+    gate = Gate(app, key=None, local=True, names=["Box", "127.0.1.1", "::2"])
+    for host, known in (
+        *(("box:80", True), ("127.0.1.1:80", True), ("[::2]:80", True), ("LOCALHOST", True)),
+        *(("box.com", False), ("127.0.1.2:80", False), ("", False)),
+    ):
+        scope = {"type": "http", "path": "/", "headers": [(b"host", host.encode())]}
+        assert (gate._refusal(scope) is None) is known
+    with served(talker, names=["example.com"]) as running:
+        assert running.client.ask("/health", Host="example.com").status == 200
+
+
+def opened(server: Served, sent: bytes) -> socket.socket:
+    """A connection on which that was sent."""
+    connection = socket.create_connection(("127.0.0.1", server.client.port), WAIT_SECONDS)
+    connection.sendall(sent)
+    return connection
+
+
+HEAD = f"POST {TEXT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n".encode()
+
+
+def test_bodies_that_do_not_come(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Are waited for in vain for a while only, and few of them are in memory at once."""
+    half = HEAD + b"Content-Length: 1000\r\n\r\n{"
+    app = server.service._app
+    with contextlib.ExitStack() as stack:
+        many = [stack.enter_context(opened(server, half)) for _ in range(10)]
+        wait_until(app._bodies.locked)
+        monkeypatch.setattr("pipeload.serving.app._BODY_SECONDS", 0.05)
+        for connection in many[:8]:
+            connection.close()
+        for connection in many[8:]:
+            told = b""
+            while b"seconds" not in told and (more := connection.recv(10_000)):
+                told += more
+            assert b" 408 " in told
+            assert b"the body did not come within 0.05 seconds" in told
+    monkeypatch.undo()
+    wait_until(lambda: not app._bodies.locked())
+    assert server.client.ask(TEXT, {"prompt": "x"}).status == 200
+
+
+def test_heads_that_do_not_come(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep no connection, nor that of a second request; bodies are another matter."""
+    monkeypatch.setattr("pipeload.serving.server._HEAD_SECONDS", 0.1)
+    first = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    for sent in (b"", b"GET /heal", first + b"GET /heal"):
+        with opened(server, sent) as connection:
+            while connection.recv(10_000):
+                pass
+    with opened(server, HEAD + b"Content-Length: 15\r\n\r\n") as connection:
+        connection.settimeout(0.5)
+        with pytest.raises(TimeoutError):
+            connection.recv(1)
+        connection.settimeout(WAIT_SECONDS)
+        connection.sendall(b'{"prompt": "x"}')
+        assert b" 200 " in connection.recv(10_000)
+
+
 def test_a_key(talker: Path) -> None:
     """Nothing but health is told without it; with it, whatever the server is called."""
     with served(talker, key="secret") as running:
@@ -268,7 +338,7 @@ def test_what_memory_does_not_hold(server: Served, monkeypatch: pytest.MonkeyPat
     assert server.client.chat("Hello", max_tokens=1 << 40, stream=True).status == 400
     room, governor = server.service.desk._room, pipeload.handle(server.model).session.governor
     cache, last = governor.bytes_alone(1, 201, 1)
-    monkeypatch.setattr(room, "measure", lambda: None)
+    monkeypatch.setattr(room, "measure", lambda _kept: None)
     monkeypatch.setattr(room, "_spare", governor.ledger.corrected(last + int(cache * 1.05)))
     longer = server.client.ask(TEXT, {"prompt": "x", "max_tokens": 201, "n": 1})
     assert longer.status == 413
@@ -311,6 +381,45 @@ def test_a_text_that_is_far_too_long(server: Served, monkeypatch: pytest.MonkeyP
     assert lengths == [1 << 16] * 2
     shorter = server.client.ask(TEXT, {"prompt": "x" * 40_000})  # the model's positions end before
     assert shorter.error["code"] == "context_length_exceeded"
+
+
+def test_tools_that_are_far_too_long(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Count with their keys and numbers, before they are rendered."""
+    monkeypatch.setattr(server.service.desk, "longest_prompt", lambda: 1000)
+    many = {f"key{number}": number for number in range(40_000)}
+    for body in (
+        {"messages": [{"role": "user", "content": "x"}], "tools": [many]},
+        {"messages": [{"role": "user", "content": ""}] * 10_000},
+        {"messages": [{"role": "user", "content": "x"}], "tools": [[*many.values()]]},
+    ):
+        assert server.client.ask(CHAT, body).status == 413
+    monkeypatch.undo()
+    tall = server.client.ask(TEXT, {"prompt": "x" * 40_000})
+    assert tall.error["code"] == "context_length_exceeded"
+    assert "longer than the 256 tokens that the model was made for" in told_by(tall)
+
+
+def test_trials_are_made_once(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And none beyond the model's positions; what is kept counts as it was then."""
+    desk = server.service.desk
+    governor = pipeload.handle(server.model).session.governor
+    room, alone, tried = RequestRoom(governor), governor.bytes_alone, list[int]()
+
+    def bytes_alone(prompt: int, tokens: int, batch: int) -> tuple[int, int]:
+        tried.append(prompt)
+        return alone(prompt, tokens, batch)
+
+    monkeypatch.setattr(governor, "bytes_alone", bytes_alone)
+    monkeypatch.setattr(desk, "_room", room)
+    longest = desk.longest_prompt()
+    assert 0 < longest <= max(tried) <= 256
+    tried.clear()
+    room.measure()
+    assert desk.longest_prompt() == longest
+    assert set(tried) <= {0}
+    room.measure(1 << 60)
+    assert desk.longest_prompt() == 256
+    assert room.holds(Sizes(1, 1 << 20, 1))
 
 
 def told_by(answer: Answer) -> str:
@@ -389,7 +498,7 @@ def test_a_client_that_goes_away_in_the_middle(server: Served) -> None:
     connection.close()
     wait_until(lambda: job.cancelled)
     wait_until(lambda: not server.service.desk.running)
-    assert job._given < 200
+    assert len(job._given) < 200
     assert_nothing_held(server.model)
 
 
@@ -428,6 +537,30 @@ def test_one_that_gave_way_is_begun_again(
     answer = server.client.chat("Hello", max_tokens=NEW, stream=True)
     assert answer.said == plain("Hello")
     assert len(tries) == 2
+
+
+def test_one_that_is_begun_again_and_becomes_another(
+    server: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ends with an error: what was sent does not go on with other words."""
+    tries: list[object] = []
+
+    def generates(*, streamer: Any, **_arguments: Any) -> Any:
+        tries.append(streamer)
+        for tokens in ([70, 71], [72], [73 + len(tries)]):
+            streamer.put(torch.tensor([tokens]))
+        if len(tries) == 1:
+            raise GaveWayError(MemoryLimitError("full", limit=1, smallest_limit=2))
+        return torch.tensor([[70, 71, 72, 75]])
+
+    monkeypatch.setattr(server.model, "generate", generates)
+    answer = server.client.chat("Hello", stream=True)
+    assert answer.status == 200
+    *_, last = (json.loads(line[6:]) for line in answer.text.split("\n\n") if line)
+    assert last["error"]["code"] == "begun_again"
+    assert len(tries) == 2
+    tries.clear()
+    assert server.client.chat("Hello").status == 200, "nothing of it was sent"
 
 
 FAILS: list[tuple[Exception, int, str]] = [
@@ -475,6 +608,31 @@ def test_what_fails_later(server: Served, monkeypatch: pytest.MonkeyPatch) -> No
     first, last = (json.loads(line[6:]) for line in answer.text.split("\n\n") if line)
     assert first["choices"][0]["delta"]["content"]
     assert last["error"]["message"] == "the disk failed"
+    counted = 'pipeload_requests_total{status="503"} '
+    before = figure(server, counted)
+    server.client.chat("Hello", stream=True)
+    wait_until(lambda: figure(server, counted) == before + 1)
+
+
+def figure(server: Served, name: str) -> float:
+    """One of the metrics; 0 if it is not there yet."""
+    lines = server.client.ask("/metrics").text.splitlines()
+    return sum(float(line.removeprefix(name)) for line in lines if line.startswith(name))
+
+
+def test_what_nobody_expected(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Is told and counted."""
+    counted = 'pipeload_requests_total{status="500"} '
+    before = figure(server, counted)
+
+    def fails(_asked: Any) -> None:
+        raise ValueError("made up")
+
+    monkeypatch.setattr(server.service.desk, "check", fails)
+    answer = server.client.chat("Hello")
+    assert answer.status == 500
+    assert answer.error["message"] == "ValueError: made up"
+    assert figure(server, counted) == before + 1
 
 
 def test_health(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -520,6 +678,32 @@ def test_the_dashboard(server: Served) -> None:
     assert {name for name in named if f"\n{name}" not in told} == set()
 
 
+def test_a_second_signal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Waits for no client: it tells them, and closes their connections."""
+    monkeypatch.setattr("pipeload.serving.server._TOLD_SECONDS", 0)
+    happened: list[object] = []
+    desk: Any = SimpleNamespace(running=1, waiting=0, stop=lambda _error: happened.append("stop"))
+    listener: Any = None
+    config = uvicorn.Config(lambda: None)
+    server = _Server(config, desk, Listening(listener, 60, lambda *_: happened.append("said")))
+    transport = SimpleNamespace(abort=lambda: happened.append("abort"))
+    connection: Any = Mock(transport=transport)
+    server.server_state.connections.add(connection)
+
+    async def signals() -> None:
+        server.handle_exit(15, None)
+        await asyncio.sleep(0.05)
+        assert happened == ["said"]
+        assert server.should_exit
+        assert not server.force_exit
+        server.handle_exit(2, None)
+        await asyncio.sleep(0.05)
+
+    asyncio.run(signals())
+    assert happened == ["said", "stop", "abort"]
+    assert server.force_exit
+
+
 # -- as a command --------------------------------------------------------------------------------
 
 
@@ -545,6 +729,10 @@ def test_where_nobody_can_listen(talker: Path) -> None:
     size = invoke("serve", talker, "--prefix-cache", "much")
     assert size.exit_code == 2
     assert "--prefix-cache='much'" in size.stderr.replace(" ", "")
+    for grace in ("inf", "nan"):
+        endless = invoke("serve", talker, "--grace", grace)
+        assert endless.exit_code == 2
+        assert "Invalid value for '--grace'" in endless.stderr
     key = invoke("serve", talker, "--api-key", "a\nb")
     assert key.exit_code == 2
     assert "a key is to be of printable ASCII letters" in key.stderr

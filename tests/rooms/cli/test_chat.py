@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
 import shutil
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -13,11 +15,14 @@ import torch
 import transformers
 
 from pipeload.budget.usage_trial import CACHES
+from pipeload.cli import chat, conversation_file
 from pipeload.cli.answer import Answer
 from pipeload.cli.chat import Conversation
 from pipeload.cli.conversation_file import ConversationFile, Talk
 from pipeload.cli.run import Arguments
-from pipeload.errors import OptionError, PipeloadError
+from pipeload.errors import CheckpointError, OptionError, PipeloadError
+from pipeload.hf.cache_layers import made_cache
+from pipeload.weights.read_tensor import read_whole
 from tests.rooms.cli.test_commands import talker as talker  # noqa: PLC0414 - a fixture
 from tests.rooms.cli.test_mistakes import assert_one_line
 from tests.support.commands import invoke
@@ -275,6 +280,7 @@ def test_a_conversation_that_is_not_this_models(talker: Path, tmp_path: Path) ->
         (before.replace(b'"prompt"', b'"pramet"'), "is damaged"),
         (before.replace(b'"0.keys"', b'"9.keys"'), "is damaged"),
         (before.replace(b"<user>Hi.", b"<user>Ho."), "is damaged"),
+        (before.replace(b'"messages"', b'"massages"'), "is damaged"),
     ):
         file.write_bytes(damaged)
         assert damaged != before
@@ -284,11 +290,20 @@ def test_a_conversation_that_is_not_this_models(talker: Path, tmp_path: Path) ->
 
 
 def test_a_conversation_that_cannot_be_kept(talker: Path, tmp_path: Path, tiny: Any) -> None:
-    """Is told, and the answer stands; nothing half written is left."""
-    nowhere = kept(talker, tmp_path / "no" / "talk")
-    assert nowhere.exit_code == 0
-    assert nowhere.stdout.strip()
-    assert "cannot write the conversation" in nowhere.stderr
+    """Is told before anything is answered; nothing half written is left."""
+    nowhere = kept(talker, tmp_path / "no" / "talk", "-q")
+    assert_one_line(nowhere, 1, "cannot write the conversation")
+    assert nowhere.stdout == ""
+    asked = Arguments(
+        model=str(tiny("mistral")),
+        prompt="",
+        memory_limit="auto",
+        max_new_tokens=NEW,
+        session=tmp_path / "talk",
+    )
+    moving = Conversation(load_streamed(tiny("mistral")), tokenizer_of(talker), asked)
+    with pytest.raises(OptionError, match="keeps more of a conversation than keys and values"):
+        moving.go_on()
     assert list(tmp_path.iterdir()) == []
     file = ConversationFile(tmp_path / "talk", "x")
     window: Any = load_plain(tiny("mistral"))
@@ -317,3 +332,125 @@ def test_a_kill_while_it_is_written(talker: Path, tmp_path: Path, monkeypatch: A
     assert found is not None
     assert (found.text, found.cache) == ("a", None)
     assert [path.name for path in tmp_path.iterdir()] == ["talk"]
+
+
+def test_what_a_killed_process_left(tmp_path: Path) -> None:
+    """Goes with the next one that writes, whatever its number; what somebody writes stays."""
+    path = tmp_path / "talk"
+    others = tmp_path / "talk.download.part"
+    others.touch()
+    left = [tmp_path / f"talk.{name}.pipeload.part" for name in ("abcd_123", "_writing")]
+    for part in left:
+        part.write_bytes(b"half")
+    with left[-1].open("rb") as writing:
+        fcntl.flock(writing, fcntl.LOCK_EX)
+        ConversationFile(path, "x").save(Talk([], "a", torch.tensor([[1]]), None))
+        assert {*tmp_path.iterdir()} == {path, others, left[-1]}
+
+
+def pairs(tokens: int, layers: int = 3) -> Any:
+    """A cache."""
+    return made_cache([(torch.ones(1, 2, tokens, 4), torch.ones(1, 2, tokens, 4))] * layers)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "fits"), [(5, True), (4, True), (3, False), (6, False), (0, False)]
+)
+def test_as_many_as_tokens(tmp_path: Path, tokens: int, *, fits: bool) -> None:
+    """There are keys and values for, but for the last one; else the file is damaged."""
+    file = ConversationFile(tmp_path / "talk", "x")
+    file.save(Talk([], "a", torch.tensor([[1, 2, 3, 4, 5]]), pairs(tokens)))
+    if fits:
+        found = file.load(torch.device("cpu"), most_tokens=9)
+        assert found is not None
+        assert found.cache.get_seq_length() == tokens
+        return
+    with pytest.raises(CheckpointError, match="is damaged"):
+        file.load(torch.device("cpu"), most_tokens=9)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        (["hi"], "a", [1], 0),
+        ([], 1, [1], 0),
+        ([], "a", ["1"], 0),
+        ([], "a", [1], "0"),
+        (1, "", 1, 0),
+    ],
+)
+def test_words_of_another_kind(tmp_path: Path, said: Any) -> None:
+    """Are damage, too, whatever their digest says."""
+    file = ConversationFile(tmp_path / "talk", "x")
+    names = ("messages", "text", "ids", "layers")
+    told = dict(zip(names, said, strict=True))
+    told |= {"model": "x", "prompt": conversation_file._digest(*said)}
+    words = torch.frombuffer(bytearray(json.dumps(told).encode()), dtype=torch.uint8)
+    file._write({"conversation": words})
+    with pytest.raises(CheckpointError, match="is damaged"):
+        file.load(torch.device("cpu"), most_tokens=9)
+
+
+def test_one_layer_after_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Is read: of what was copied into the cache, less than two layers stand beside it."""
+    file = ConversationFile(tmp_path / "talk", "x")
+    file.save(Talk([], "a", torch.tensor([[1, 2, 3, 4, 5]]), pairs(5, layers=6)))
+    read: list[weakref.ref[torch.Tensor]] = []
+    most = 0
+
+    def reads(entry: Any, files: Any) -> torch.Tensor:
+        nonlocal most
+        tensor: torch.Tensor = read_whole(entry, files)
+        most = max(most, sum(each() is not None for each in read))
+        read.append(weakref.ref(tensor))
+        return tensor
+
+    monkeypatch.setattr(conversation_file, "read_whole", reads)
+    assert file.load(torch.device("cpu"), most_tokens=9) is not None
+    assert len(read) == 13
+    assert most <= 3
+
+
+def test_ctrl_c_while_it_is_written(
+    going_on: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Does not lose the turn; only a second one does."""
+    talk = conversation(going_on, session=tmp_path / "talk")
+    talk.go_on()
+    sync, left = os.fsync, [1]
+
+    def struck(descriptor: int) -> None:
+        left[0] -= 1
+        if left[0] >= 0:
+            raise KeyboardInterrupt
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", struck)
+    talk.ask(LINES[0])
+    again = conversation(going_on, session=tmp_path / "talk")
+    again.go_on()
+    assert again.messages == talk.messages != []
+    left[0] = 2
+    with pytest.raises(KeyboardInterrupt):
+        talk.ask(LINES[1])
+    assert [each.name for each in tmp_path.glob("talk*")] == ["talk"]
+
+
+def test_an_adapter_is_another_model(
+    going_on: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As is one with other settings; the library's version does not matter."""
+    model = load_streamed(going_on)
+    base = chat._whose(model, str(going_on))
+    model.config.transformers_version = "0"
+    assert chat._whose(model, str(going_on)) == base
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text("{}")
+    weights = adapter / "adapter_model.safetensors"
+    weights.write_bytes(b"some")
+    first = chat._whose(model, str(adapter))
+    weights.write_bytes(b"more")
+    assert len({base, first, chat._whose(model, str(adapter))}) == 3
+    monkeypatch.setattr(model.config, "rope_parameters", {"rope_type": "default", "rope_theta": 7})
+    assert chat._whose(model, str(going_on)) != base

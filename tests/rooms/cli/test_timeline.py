@@ -33,7 +33,7 @@ def trace(tiny: TinyCheckpoint, tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 def test_one_pass(trace: Path) -> None:
     """Each block once, in its order, and what was read beside them."""
-    bars = one_pass(bars_of(read_events(trace)), "trace")
+    bars = one_pass(bars_of(read_events(trace), "trace"), "trace")
     computed = [bar.name for bar in bars if bar.kind == "compute" and ".layers." in bar.name]
     assert computed == [f"model.layers.{number}" for number in range(6)]
     reads = [bar for bar in bars if bar.kind == "read"]
@@ -65,6 +65,13 @@ def test_a_picture(trace: Path, tmp_path: Path, form: str) -> None:
         ("{}", "is no trace"),
         ('[{"ph": "M"}]', "nothing was computed"),
         ('[{"name": "x"}]', "is no trace"),
+        ('["ph"]', "is no trace"),
+        ('[{"ph": "X", "cat": "read", "ts": 1}]', "an event in it is damaged"),
+        ('[{"ph": "X", "cat": "read", "name": "x", "ts": "1"}]', "an event in it is damaged"),
+        ('[{"ph": "X", "cat": "read", "name": "x", "ts": NaN}]', "nan is no time"),
+        ('[{"ph": "X", "cat": "read", "name": "x", "ts": 1, "dur": 2}]', "is damaged"),
+        ('[{"ph": "b", "cat": "read", "name": "x", "ts": 1, "id": []}]', "is damaged"),
+        (f'[{{"ph": "X", "cat": "read", "name": "x", "ts": 1{"0" * 400}}}]', "is damaged"),
     ],
 )
 def test_no_trace(tmp_path: Path, text: str | None, words: str) -> None:
@@ -104,7 +111,7 @@ def test_a_pass_that_is_the_last() -> None:
         }
 
     events = [bar("a", 0), bar("b", 10), bar("a", 20), bar("a", 21, 2), bar("b", 30)]
-    found = one_pass(bars_of(json.loads(json.dumps(events))), "trace")
+    found = one_pass(bars_of(json.loads(json.dumps(events)), "trace"), "trace")
     assert [(one.name, round(one.began * 1e6)) for one in found] == [("a", 20), ("b", 30)]
     with pytest.raises(OptionError, match="nothing was computed in the trace 'x'"):
         one_pass([], "x")

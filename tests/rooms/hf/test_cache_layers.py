@@ -19,7 +19,7 @@ from pipeload.budget.kv_cache import (
     STATIC_SLIDING,
     LiveLayer,
 )
-from pipeload.hf.cache_layers import kind_of, read_layer, room_of
+from pipeload.hf.cache_layers import cache_bytes, kind_of, read_layer, room_of
 from tests.support.models import tiny_config
 
 WINDOW = 16
@@ -116,3 +116,20 @@ def test_room() -> None:
     filled(layer, 7)
     assert room_of(layer) == (64, True)
     assert room_of(layers_of(DynamicCache, "llama")[0])[0] is None
+
+
+def test_all_bytes() -> None:
+    """Also of states, which lie in dicts; a storage that is shared counts once."""
+    cache = DynamicCache(config=tiny_config("llama"))
+    cache.update(keys(5), keys(5), 0)
+    state = LinearAttentionLayer()
+    state.update_conv_state(torch.ones(1, 8, 4))
+    state.update_recurrent_state(torch.ones(1, 2, 8, 8))
+    cache.layers.append(state)
+    held = state.conv_states, state.recurrent_states
+    sums = [sum(t.nbytes for t in each.values() if t is not None) for each in held]
+    assert min(sums) > 0
+    assert cache_bytes(cache) == 2 * 5 * ROW + sum(sums)
+    shared = torch.ones(10)
+    layers = [SimpleNamespace(keys=shared, more=[(shared[:3],)]), SimpleNamespace(keys=None)]
+    assert cache_bytes(SimpleNamespace(layers=layers)) == 40

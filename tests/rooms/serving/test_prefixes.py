@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -9,12 +11,12 @@ import torch
 import transformers
 
 import pipeload
-from pipeload.hf.cache_layers import cut_back
+from pipeload.hf.cache_layers import cut_back, rotates_by_length
 from pipeload.serving.prefixes import Prefixes
 from tests.rooms.cli.test_commands import talker as talker  # noqa: PLC0414 - a fixture
 from tests.support.exact import prompt
 from tests.support.models import load_plain, random_model, tiny_config
-from tests.support.served import TEXT, served
+from tests.support.served import TEXT, served, wait_until
 from tests.support.streaming import load_streamed, logits, session_of
 
 if TYPE_CHECKING:
@@ -108,6 +110,45 @@ def test_a_window_does_not_go_back() -> None:
     assert run(model, prefixes, first)[1] == first.shape[1] - 1
 
 
+def test_states_alone(model: Any) -> None:
+    """Tell no length, and are not kept; nor does whatever else fails then spoil an answer."""
+    config = transformers.MambaConfig(
+        hidden_size=32, num_hidden_layers=2, vocab_size=512, state_size=4, pad_token_id=0
+    )
+    mamba: Any = random_model(config, torch.float32, seed=3)
+    prefixes = Prefixes(mamba, LARGE)
+    found, _ = run(mamba, prefixes, prompt(length=20))
+    assert torch.equal(found, mamba.generate(**asked(prompt(length=20))))
+    assert prefixes.nbytes == 0
+    kept = Prefixes(model, LARGE)
+    output = model.generate(**asked(prompt(length=20)), return_dict_in_generate=True)
+    output.past_key_values.layers.append(object())  # of which nothing can be told
+    assert torch.equal(kept.keep(output), output.sequences)
+    assert kept.nbytes == 0
+
+
+@pytest.mark.parametrize("kind", ["longrope", "dynamic", "default"])
+def test_where_keys_depend_on_the_length(kind: str) -> None:
+    """Nothing is kept: those of a longer text are rotated by other factors."""
+    config = tiny_config("llama")
+    ropes: dict[str, Any] = {"rope_type": kind, "rope_theta": 1e4, "factor": 2.0}
+    if kind == "longrope":
+        factors = [1.0] * 8
+        ropes |= {
+            "short_factor": factors,
+            "long_factor": [2.0 * factor for factor in factors],
+            "original_max_position_embeddings": 16,
+        }
+    config.rope_parameters = {"a_kind": ropes} if kind == "dynamic" else ropes
+    assert rotates_by_length(config) == (kind != "default")
+    config.rope_parameters = ropes
+    model: Any = random_model(config, torch.float32, seed=3)
+    prefixes = Prefixes(model, LARGE)
+    run(model, prefixes, prompt(length=40))
+    assert run(model, prefixes, prompt(length=40))[1] == (39 if kind == "default" else 0)
+    assert bool(prefixes.nbytes) == (kind == "default")
+
+
 def test_they_are_the_first_to_go(tiny: Any) -> None:
     """Asked back where a pass would be refused, and not before."""
     model = load_streamed(tiny("llama"))
@@ -130,8 +171,36 @@ def test_they_are_the_first_to_go(tiny: Any) -> None:
         many = [{"input_ids": prompt(), "max_new_tokens": 2, "do_sample": False}] * 2
         assert len(list(pipeload.generate_many(model, many, at_once=2))) == 2
         assert given
+        account.spare = lambda nbytes: nbytes  # as if there were as much as is needed
+        session_of(model).governor.make_room(1 << 40, "a.weight")
+        account.spare = None
+        with pytest.raises(pipeload.MemoryLimitError):
+            session_of(model).governor.make_room(1 << 40, "a.weight")
     finally:
         account.spare = None
+
+
+def test_what_fails_keeps_no_cache(talker: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a request that is over: its memory is there for the next one, without a collection."""
+    with served(talker, prefix_bytes=LARGE) as running:
+        prompt = {"prompt": "x" * 30}
+        assert running.client.ask(TEXT, prompt).status == 200
+        lent: list[weakref.ref[Any]] = []
+
+        def fails(*, past_key_values: Any = None, cache: Any = None, **_others: Any) -> None:
+            found = past_key_values or cache
+            lent.append(weakref.ref(found))
+            raise IndexError("made up")
+
+        monkeypatch.setattr(running.model, "generate", fails)
+        gc.collect()
+        gc.disable()
+        try:
+            assert running.client.ask(TEXT, prompt).status == 500
+            wait_until(lambda: not running.service.desk.running)
+            wait_until(lambda: lent[0]() is None)
+        finally:
+            gc.enable()
 
 
 def test_a_server_that_keeps_some(talker: Path) -> None:
