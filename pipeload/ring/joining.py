@@ -15,7 +15,8 @@ from pipeload.errors import GroupError, OptionError
 from pipeload.ring import agreement
 from pipeload.ring.deal import Deal, RankPower, deal, even
 from pipeload.ring.environment import place_here
-from pipeload.ring.relay import Part, Relay, told
+from pipeload.ring.outputs import Part
+from pipeload.ring.relay import Relay, told
 from pipeload.weights.disk_rate import probe
 
 if TYPE_CHECKING:

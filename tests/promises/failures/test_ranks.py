@@ -195,6 +195,46 @@ def test_another_prompt(tiny: TinyCheckpoint) -> None:
         assert answer == _answer(load_plain(folder))
 
 
+def test_attentions_are_refused(tiny: TinyCheckpoint) -> None:
+    """On all ranks, in the same words; also by a configuration; the group goes on."""
+    folder = tiny("llama")
+
+    def act(_rank: int) -> Any:
+        model = load(folder, 4_000_000_000, ranks="auto", attn_implementation="eager")
+        said = []
+        for inner in (False, True):
+            model.config.output_attentions = inner
+            with pytest.raises(pipeload.UnsupportedOperationError) as caught:
+                model(prompt(), **({} if inner else {"output_attentions": True}))
+            said.append(str(caught.value))
+        model.config.output_attentions = False
+        return said, _answer(model)
+
+    first, other = on_ranks(2, act, seconds=60)
+    said, answer = first
+    assert first == other
+    assert said[0] == said[1]
+    assert said[0].startswith("output_attentions is recorded inside of blocks")
+    assert answer == _answer(load_plain(folder, attn_implementation="eager"))
+
+
+def test_another_mask(tiny: TinyCheckpoint) -> None:
+    """It is compared, too."""
+    folder = tiny("llama")
+    limit = smallest_limit(folder)
+
+    def act(rank: int) -> Any:
+        model, ids = load(folder, limit, ranks="auto"), prompt(2)
+        mask = torch.ones_like(ids)
+        mask[1, 0] = rank
+        with torch.no_grad(), pytest.raises(pipeload.GroupError) as no:
+            model(ids, attention_mask=mask)
+        return str(no.value)
+
+    for said in on_ranks(2, act, seconds=60):
+        assert said.startswith(f"rank 1 ({HOST}) computes other tokens than rank 0 ({HOST})")
+
+
 def test_random_numbers_are_rank_0s(tiny: TinyCheckpoint) -> None:
     """Whoever has another seed draws the same tokens all the same."""
     folder = tiny("llama")
