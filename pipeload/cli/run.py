@@ -85,8 +85,7 @@ def run(asked: Arguments, *, debug: bool) -> None:
     with contextlib.ExitStack() as stack:
         if rank := _rank(asked.ranks):
             if asked.trace is not None:  # the others may write into the same folder
-                file = asked.trace.with_name(f"{asked.trace.name}.rank{rank}")
-                asked = replace(asked, trace=file)
+                asked = replace(asked, trace=Path(f"{asked.trace}.rank{rank}"))
             nowhere = stack.enter_context(Path(os.devnull).open("w", encoding="utf-8"))
             stack.enter_context(contextlib.redirect_stdout(nowhere))
         _run(asked)

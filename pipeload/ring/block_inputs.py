@@ -10,7 +10,7 @@ import torch
 
 from pipeload.budget.kv_cache import self_and_cross
 from pipeload.errors import UnsupportedOperationError
-from pipeload.ring.trees import write_bytes
+from pipeload.ring.trees import as_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -36,9 +36,7 @@ def checksum(values: Iterable[Any], start: int = 0, *, whole: bool) -> int:
             continue
         found = zlib.crc32(repr((tuple(tensor.shape), tensor.dtype)).encode(), found)
         if whole or not (tensor.is_floating_point() or tensor.is_complex()):
-            data = torch.empty(tensor.numel() * tensor.element_size(), dtype=torch.uint8)
-            write_bytes([tensor], data)
-            found = zlib.crc32(data.numpy().data, found)
+            found = zlib.crc32(as_bytes(tensor).numpy().data, found)
     return found
 
 
@@ -53,7 +51,8 @@ def check_recorded(model: Any, given: Mapping[str, Any]) -> None:
     config = getattr(model, "config", None)
     inner = () if config is None else vars(config).values()
     configs = [config, *(value for value in inner if hasattr(value, "to_diff_dict"))]
-    for name in {*_RECORDED, *(name for name in given if name.startswith("output_"))} - _OUTSIDE:
+    names = {*_RECORDED, *(name for name in given if name.startswith("output_"))} - _OUTSIDE
+    for name in sorted(names):  # the first one is named: the same on all ranks
         asked = given.get(name)
         if asked or (asked is None and any(getattr(c, name, None) for c in configs)):
             raise UnsupportedOperationError(

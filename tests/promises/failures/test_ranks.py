@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import pipeload
+from pipeload.entry import ranks as ranks_file
 from pipeload.ring import group as group_file
 from tests.support.exact import load, prompt, smallest_limit, steady_floor
 from tests.support.models import load_plain, save_random, tiny_config
@@ -293,6 +294,18 @@ def test_another_number_of_threads(tiny: TinyCheckpoint) -> None:
     for said, count in on_ranks(2, act, seconds=60):
         assert f"rank 1 ({HOST}) computes otherwise" in said
         assert count == prompt().shape[1] + 6
+
+
+def test_no_compiler_on_one(tiny: TinyCheckpoint) -> None:
+    """It would compute by other kernels than the others."""
+    folder = tiny("llama")
+
+    def act(rank: int) -> Any:
+        with mock.patch.object(ranks_file, "compiler", return_value=None if rank else "cc"):
+            load(folder, 4_000_000_000, ranks="auto")
+
+    for said in on_ranks(2, act, seconds=60):
+        assert "C compiler is 'none', there 'found'" in said
 
 
 def test_one_cannot_load(tiny: TinyCheckpoint) -> None:
