@@ -24,7 +24,7 @@ from pipeload_hooks._binding import (
 from pipeload_hooks._blocks import Block, find_blocks
 from pipeload_hooks._callers import Caller, Callers, Mark, arguments_of
 from pipeload_hooks._crossing import Crossing, find_crossing
-from pipeload_hooks._elsewhere import answer
+from pipeload_hooks._elsewhere import answer, guard
 from pipeload_hooks._evicted import BESIDE, OnUse, note_changes, plain_kind
 from pipeload_hooks._experts import (
     ExpertSource,
@@ -97,6 +97,7 @@ __all__ = [
     "experts_in_order",
     "find_blocks",
     "find_crossing",
+    "guard",
     "inside_compiled_call",
     "is_placeholder",
     "kernels_stay",

@@ -41,6 +41,29 @@ def answer(
     return partial(_take_out, reference)
 
 
+def guard(module: nn.Module, interrupted: Callable[[BaseException], object]) -> Callable[[], None]:
+    """Have `interrupted(error)` called where Ctrl-C, or another end of all, leaves the module.
+
+    Hooks run after exceptions alone, and not after these. Returns what undoes it, as `answer`.
+    """
+    reference = weakref.ref(module)
+
+    def guarded(*args: Any, **kwargs: Any) -> Any:
+        found = reference()
+        if found is None:
+            raise ReferenceError("the module is gone")
+        try:
+            return found._call_impl(*args, **kwargs)
+        except Exception:
+            raise
+        except BaseException as error:
+            interrupted(error)
+            raise
+
+    object.__setattr__(module, _SLOT, guarded)
+    return partial(_take_out, reference)
+
+
 def _take_out(reference: weakref.ref[nn.Module]) -> None:
     module = reference()
     if module is not None:

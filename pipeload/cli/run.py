@@ -11,7 +11,7 @@ import time
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -31,7 +31,11 @@ from pipeload.cli.prompt import encode
 from pipeload.cli.run_report import count, describe_plan
 from pipeload.entry.texts import check_tokens, load_tokenizer
 from pipeload.errors import OptionError
+from pipeload.ring.joining import wanted_size
 from pipeload.serving.answer_text import StopAt
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,10 +83,21 @@ def run(asked: Arguments, *, debug: bool) -> None:
     """
     silence_libraries(debug=debug)
     with contextlib.ExitStack() as stack:
-        if asked.ranks is not None and os.environ.get("RANK", "0") != "0":
+        if rank := _rank(asked.ranks):
+            if asked.trace is not None:  # the others may write into the same folder
+                asked = replace(asked, trace=Path(f"{asked.trace}.rank{rank}"))
             nowhere = stack.enter_context(Path(os.devnull).open("w", encoding="utf-8"))
             stack.enter_context(contextlib.redirect_stdout(nowhere))
         _run(asked)
+
+
+def _rank(ranks: int | str | None) -> int:
+    """This process's place among those that share the model; 0 where it has it for itself.
+
+    Raises:
+        OptionError: as for `wanted_size`.
+    """
+    return int(os.environ["RANK"]) if wanted_size(ranks) > 1 else 0
 
 
 def _run(asked: Arguments) -> None:
@@ -92,10 +107,15 @@ def _run(asked: Arguments) -> None:
     tokenizer = load_tokenizer(asked.model)
     inputs = encode(tokenizer, asked.prompt, system=asked.system, chat_template=asked.chat_template)
     prompt_tokens = int(inputs["input_ids"].shape[1])
-    asked = with_seed(asked)
+    if asked.ranks is None:
+        asked = with_seed(asked)
+    else:
+        torch.seed()
     started = time.perf_counter()
     asked = replace(asked, tokens=asked.tokens or prompt_tokens + asked.max_new_tokens)
     model = load_asked(asked, asked.model)
+    if asked.ranks is not None:  # its ranks draw the same numbers from here on: those of rank 0
+        asked = with_seed(asked, lambda most: int(torch.randint(most, ())))
     guesses = draft_settings(
         asked.draft, tokenizer, asked.model, partial(load_asked, replace(asked, dtype="auto"))
     )
@@ -130,11 +150,14 @@ def _run(asked: Arguments) -> None:
     _report(asked, answer, prompt_tokens, loaded - started, loaded)
 
 
-def with_seed(asked: Arguments) -> Arguments:
-    """The same with a seed where tokens are drawn: one that is told, if none was given."""
+def with_seed(asked: Arguments, draw: Callable[[int], int] = secrets.randbelow) -> Arguments:
+    """The same with a seed where tokens are drawn: one that is told, if none was given.
+
+    `draw`: a number below another.
+    """
     if not asked.samples or asked.seed is not None:
         return asked
-    seed = secrets.randbelow(1 << 32)
+    seed = draw(1 << 32)
     log.info("sampling, as --seed %d does again", seed)
     return replace(asked, seed=seed)
 

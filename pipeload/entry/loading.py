@@ -148,7 +148,8 @@ def assemble(pending: PendingLoad, request: Request) -> tuple[Assembly, Any]:
     touched = touched_of(pending.model, pending.model)
     if request.ranks is None:
         return _assemble(pending, request, touched)
-    member = join(request.ranks, pending, touched, partial(_room, pending, request))
+    room = partial(_room, pending, request)
+    member = join(request.ranks, pending, touched, room, exact_inputs=request.exact_inputs)
     assembly: Assembly | None = None
     try:
         with member.together("it is loaded"):

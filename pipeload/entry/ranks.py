@@ -6,6 +6,7 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 from pipeload.errors import OptionError, UnsupportedOperationError
+from pipeload.formats.compiler import compiler
 from pipeload.hf.marks import attention_of
 from pipeload.ring.dealt_parts import parts_to_deal
 from pipeload.ring.joining import AUTO, MIXED, Membership, Powers, wanted_size
@@ -53,10 +54,12 @@ def join(
     pending: PendingLoad,
     touched: Touched | None,
     room: Callable[[], int],
+    *,
+    exact_inputs: bool = False,
 ) -> Membership:
     """Meet the other ranks, compare what each has, and deal the model out.
 
-    `room`: bytes that this rank has for weights.
+    `room`: bytes that this rank has for weights; `exact_inputs`: whether that was asked for.
 
     Raises:
         GroupError: a rank does not come, has another model, or could not go on.
@@ -65,7 +68,12 @@ def join(
     member = Membership(ranks)
     try:
         model, entries = pending.model, pending.checkpoint.entries
-        member.agree(model.config.to_dict(), entries, attention_of(model.config))
+        kernels = {
+            "kernel of the weights": pending.kernel(),
+            "exact_inputs": exact_inputs,
+            "C compiler": "none" if compiler() is None else "found",
+        }
+        member.agree(model.config.to_dict(), entries, attention_of(model.config), kernels)
         with member.together("blocks are looked at"):
             parts = parts_to_deal(model, pending.weights(), touched)
             hidden = int(getattr(model.config.get_text_config(), "hidden_size", 0) or 0)

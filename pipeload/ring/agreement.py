@@ -23,10 +23,14 @@ _MOST_SAMPLES = 2000
 _PACKAGES = ("pipeload", "torch", "transformers")
 # Those by which libraries choose other kernels, whose sums differ in their last bits.
 _FLAGS = ("avx2", "avx512f", "avx512_bf16", "avx512_fp16", "avx512_vnni", "amx_tile", "amx_bf16")
+_KINDS = ("vendor_id", "cpu family", "model", "CPU implementer", "CPU part")
 
 
 def statement(
-    config: Mapping[str, Any], entries: Mapping[str, TensorEntry], attention: str
+    config: Mapping[str, Any],
+    entries: Mapping[str, TensorEntry],
+    attention: str,
+    kernels: Mapping[str, Any],
 ) -> dict[str, Any]:
     """What this rank has: JSON, to be compared with those of others.
 
@@ -34,6 +38,7 @@ def statement(
         config: the model's configuration.
         entries: the checkpoint's tensors by name, of which the middle of each is read.
         attention: how scores are computed.
+        kernels: what multiplies weights, by names for people.
 
     Raises:
         OSError: a file could not be read.
@@ -50,8 +55,9 @@ def statement(
         "processor": {
             "machine": platform.machine(),
             "kernels of torch": torch.backends.cpu.get_cpu_capability(),
-            "flags": " ".join(flag for flag in _FLAGS if flag in _processor_flags()),
+            **_processor(),
             "threads of torch": torch.get_num_threads(),
+            **kernels,
         },
         "attention": attention,
     }
@@ -69,7 +75,7 @@ def _public(value: Any) -> Any:
 
 
 def _samples(entries: Mapping[str, TensorEntry]) -> Iterable[int | None]:
-    """Checksums of a few bytes out of the middle of each tensor, or of as many as are read soon."""
+    """Checksums of bytes out of the middle of each tensor, or of as many as are read soon."""
     step = -(-len(entries) // _MOST_SAMPLES) or 1
     for place, entry in enumerate(entries.values()):
         if place % step:
@@ -81,14 +87,17 @@ def _samples(entries: Mapping[str, TensorEntry]) -> Iterable[int | None]:
             yield zlib.crc32(file.read(nbytes))
 
 
-def _processor_flags() -> frozenset[str]:
-    """What Linux says that the processor can; nothing elsewhere."""
+def _processor() -> dict[str, str]:
+    """Which one Linux says that it is, and what it can; nothing elsewhere."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:
-        return frozenset()
-    line = next((line for line in text.splitlines() if line.startswith(("flags", "Features"))), "")
-    return frozenset(line.partition(":")[2].split())
+        return {}
+    lines = (line.partition(":") for line in text.partition("\n\n")[0].splitlines())
+    said = {name.strip(): value.strip() for name, _, value in lines}
+    can = (said.get("flags") or said.get("Features") or "").split()
+    known = {name: said[name] for name in _KINDS if name in said}
+    return known | {"flags": " ".join(flag for flag in _FLAGS if flag in can)}
 
 
 def check(
@@ -120,7 +129,8 @@ def check(
             raise GroupError(
                 f"{name(rank)} computes otherwise than {name(0)}: {key} is {got!r}, there "
                 f"{wanted!r}, so last bits would be those of no single machine. Set the same "
-                'number of threads (OMP_NUM_THREADS), or pass ranks="mixed" to take such results.',
+                "number of threads (OMP_NUM_THREADS), the same options and a compiler on all or "
+                'none, or pass ranks="mixed" to take such results.',
                 rank=rank,
                 host="",
             )

@@ -1,4 +1,4 @@
-"""What goes into a block: whether it is the same on all ranks, and what a cache makes of it."""
+"""What goes into a pass: whether it is the same on all ranks, and what a cache makes of it."""
 
 from __future__ import annotations
 
@@ -9,10 +9,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pipeload.budget.kv_cache import self_and_cross
-from pipeload.ring.trees import write_bytes
+from pipeload.errors import UnsupportedOperationError
+from pipeload.ring.trees import as_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
+
+_RECORDED = ("output_attentions", "output_router_logits")
+_OUTSIDE = {"output_hidden_states"}
 
 
 def first_tensor(given: Mapping[str, Any]) -> torch.Tensor | None:
@@ -20,16 +24,41 @@ def first_tensor(given: Mapping[str, Any]) -> torch.Tensor | None:
     return next((value for value in given.values() if isinstance(value, torch.Tensor)), None)
 
 
-def checksum(tensor: torch.Tensor | None, *, whole: bool) -> int:
-    """Of its bytes; of its sizes alone where the processors differ."""
-    if tensor is None:
-        return 0
-    sizes = zlib.crc32(repr((tuple(tensor.shape), tensor.dtype)).encode())
-    if not whole:
-        return sizes
-    data = torch.empty(tensor.numel() * tensor.element_size(), dtype=torch.uint8)
-    write_bytes([tensor], data)
-    return zlib.crc32(data.numpy().data, sizes)
+def checksum(values: Iterable[Any], start: int = 0, *, whole: bool) -> int:
+    """Of the tensors among them, further to `start`.
+
+    Of their bytes; of their sizes alone where the processors differ (not `whole`) and they are no
+    whole numbers: those of tokens, masks and positions are the same everywhere.
+    """
+    found = start
+    for tensor in values:
+        if not isinstance(tensor, torch.Tensor):
+            continue
+        found = zlib.crc32(repr((tuple(tensor.shape), tensor.dtype)).encode(), found)
+        if whole or not (tensor.is_floating_point() or tensor.is_complex()):
+            found = zlib.crc32(as_bytes(tensor).numpy().data, found)
+    return found
+
+
+def check_recorded(model: Any, given: Mapping[str, Any]) -> None:
+    """Refuse a call that asks for what is made inside of blocks: that of others is nowhere here.
+
+    `given`: its arguments by name.
+
+    Raises:
+        UnsupportedOperationError: it does, or the configuration does for all calls.
+    """
+    config = getattr(model, "config", None)
+    inner = () if config is None else vars(config).values()
+    configs = [config, *(value for value in inner if hasattr(value, "to_diff_dict"))]
+    names = {*_RECORDED, *(name for name in given if name.startswith("output_"))} - _OUTSIDE
+    for name in sorted(names):  # the first one is named: the same on all ranks
+        asked = given.get(name)
+        if asked or (asked is None and any(getattr(c, name, None) for c in configs)):
+            raise UnsupportedOperationError(
+                f"{name} is recorded inside of blocks, and other ranks run some of them. Pass "
+                f"{name}=False, or load the model without ranks."
+            )
 
 
 def pass_through(cache: Any, given: Mapping[str, Any], layers: Sequence[int]) -> None:

@@ -23,7 +23,7 @@ class Place(NamedTuple):
 
 
 def place_here() -> Place | None:
-    """This process's place in a group; None where the environment knows of none.
+    """This process's place in a group; None where the environment knows of none, or of no other.
 
     Raises:
         OptionError: a variable is missing, or means nothing.
@@ -31,6 +31,8 @@ def place_here() -> Place | None:
     if "WORLD_SIZE" not in os.environ:
         return None
     size = _number("WORLD_SIZE", 1)
+    if size == 1:
+        return None
     rank = _number("RANK", 0)
     if rank >= size:
         raise OptionError(

@@ -12,27 +12,26 @@ from __future__ import annotations
 
 import json
 import logging
-import socket
 import threading
 import time
 import weakref
-from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import distributed
-from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch._C._distributed_c10d import AllgatherOptions, PrefixStore
 
 from pipeload.errors import GroupError
 from pipeload.ring.environment import patience_here
 from pipeload.ring.heartbeat import Heartbeat, Loss
+from pipeload.ring.meeting import connect, connect_all, meet, own_connection
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
-    from torch._C._distributed_c10d import Store, Work
+    from torch._C._distributed_c10d import Work
 
     from pipeload.ring.environment import Place
 
@@ -42,9 +41,6 @@ JOIN_SECONDS = 300.0
 """How long the ranks that are there wait for the others when a model is loaded."""
 _TOLD_SECONDS = 30.0
 _SPIN_SECONDS, _LOOK_SECONDS, _MOST_PAUSE = 1e-4, 0.05, 1e-3
-_SERVED: dict[tuple[str, int], Store] = {}
-"""Stores that this process serves, as long as it lives: a group that follows another one finds the
-same, whichever of its ranks comes first."""
 _NEVER = timedelta(days=1)  # gloo's own patience: ours is shorter
 
 
@@ -55,7 +51,7 @@ class Group:
         """Meet the others.
 
         Raises:
-            GroupError: some do not come within `JOIN_SECONDS`.
+            GroupError: some do not come within `JOIN_SECONDS`, or cannot be connected to.
             OptionError: the patience in the environment means nothing.
         """
         self.rank, self.size = place.rank, place.size
@@ -65,16 +61,11 @@ class Group:
         """Why nothing can be sent any more."""
         patience, hosts_store = patience_here(), place.rank == 0 and not place.served
         end = time.monotonic() + JOIN_SECONDS
-        self._store = _connect(place, end, hosts=hosts_store)
-        prefix, self.hosts = _meet(self._store, place, end)
-        self._gloo: Any = distributed.ProcessGroupGloo(
-            PrefixStore(f"{prefix}/gloo", self._store),
-            place.rank,
-            place.size,
-            _NEVER,
-        )
-        connect = partial(_own_connection, place, prefix, patience)
-        self._heartbeat = Heartbeat(connect, place.rank, place.size, patience, hosts=hosts_store)
+        self._store = connect(place, end, hosts=hosts_store)
+        prefix, self.hosts = meet(self._store, place, end)
+        self._gloo = connect_all(PrefixStore(f"{prefix}/gloo", self._store), place)
+        beats = partial(own_connection, place, prefix, patience)
+        self._heartbeat = Heartbeat(beats, place.rank, place.size, patience, hosts=hosts_store)
         # Also when the process ends: whoever has the store leaves last.
         self._leave = weakref.finalize(self, self._heartbeat.stop)
 
@@ -90,7 +81,7 @@ class Group:
         """
         self.check()
         options = distributed.BroadcastOptions()
-        options.rootRank, options.rootTensor = root, 0
+        options.rootRank, options.rootTensor, options.timeout = root, 0, _NEVER
         self._wait(lambda: self._gloo.broadcast([tensor], options), doing)
 
     def gather(self, tensor: torch.Tensor, doing: str) -> list[torch.Tensor]:
@@ -101,7 +92,9 @@ class Group:
         """
         self.check()
         found = [torch.empty_like(tensor) for _ in range(self.size)]
-        self._wait(lambda: self._gloo.allgather([found], [tensor]), doing)
+        options = AllgatherOptions()
+        options.timeout = _NEVER
+        self._wait(lambda: self._gloo.allgather([found], [tensor], options), doing)
         return found
 
     def gather_json(self, value: Any, doing: str) -> list[Any]:
@@ -138,6 +131,7 @@ class Group:
             work = start()
             self._poll(work, doing)
             work.wait()
+            self._heartbeat.done += 1
         except GroupError:
             raise
         except RuntimeError as error:
@@ -204,104 +198,3 @@ class Group:
             farewell.start()
             farewell.join(1.0)
         self.__dict__.pop("_store", None)
-
-
-def _own_connection(place: Place, prefix: str, patience: float) -> Store:
-    """For a thread that may have to wait for it."""
-    store = _connect(place, time.monotonic() + patience, hosts=False)
-    store.set_timeout(timedelta(seconds=max(60.0, 4 * patience)))
-    return PrefixStore(prefix, store)
-
-
-def _connect(place: Place, end: float, *, hosts: bool) -> Store:
-    """A connection to the store, which may be up later than this process.
-
-    Raises:
-        GroupError: it is not there in the end.
-    """
-    while True:
-        store = _try_to_connect(place, hosts=hosts)
-        if not isinstance(store, Exception):
-            return store
-        if time.monotonic() > end:
-            raise _unreachable(place, store) from store
-        time.sleep(0.1)
-
-
-def _try_to_connect(place: Place, *, hosts: bool) -> Store | Exception:
-    served = _SERVED.get((place.address, place.port))
-    if hosts and served is not None:
-        return served
-    try:
-        if not hosts:  # torch prints a page of C++ where nobody listens
-            socket.create_connection((place.address, place.port), timeout=1).close()
-        store = TCPStore(
-            place.address,
-            place.port,
-            None,
-            hosts,
-            timedelta(seconds=1),  # not longer: nothing interrupts it
-            wait_for_workers=False,
-            multi_tenant=True,
-        )
-    except (OSError, RuntimeError) as error:  # DistNetworkError is one
-        return error
-    if hosts:
-        _SERVED[place.address, place.port] = store
-    return store
-
-
-def _meet(store: Store, place: Place, end: float) -> tuple[str, list[str]]:
-    """Have all ranks be there; what this group's keys begin with, and the ranks' machines.
-
-    How often a rank has come is counted in the store, so that groups one after the other are told
-    apart, also where one of the processes is new.
-
-    Raises:
-        GroupError: some are not there in the end.
-    """
-    came = f"pipeload/came/{place.rank}"
-    prefix = f"pipeload/{store.add(came, 1)}of{place.size}"
-    with ExitStack() as stack, _reached(place):
-        stack.callback(_come_no_more, store, came)
-        store.set(f"{prefix}/host/{place.rank}", socket.gethostname())
-        store.set(f"{prefix}/beat/{place.rank}", "0 ")
-        keys = [f"{prefix}/host/{rank}" for rank in range(place.size)]
-        while not store.check(keys) and time.monotonic() < end:
-            time.sleep(0.02)
-        if missing := [rank for rank, key in enumerate(keys) if not store.check([key])]:
-            raise _not_there(place, missing)
-        stack.pop_all()
-    return prefix, [store.get(key).decode() for key in keys]
-
-
-@contextmanager
-def _reached(place: Place) -> Iterator[None]:
-    """Say where the store should be, if it is gone."""
-    try:
-        yield
-    except RuntimeError as error:  # DistNetworkError is one
-        raise _unreachable(place, error) from error
-
-
-def _unreachable(place: Place, error: Exception) -> GroupError:
-    return GroupError(
-        f"rank {place.rank} of {place.size} cannot reach rank 0 at {place.address}:{place.port}: "
-        f"{str(error).splitlines()[0]}. Check MASTER_ADDR and MASTER_PORT, that rank 0 runs, and "
-        "that no firewall is between them.",
-        rank=0,
-        host=place.address,
-    )
-
-
-def _come_no_more(store: Store, came: str) -> None:
-    with suppress(RuntimeError):  # the store may be gone
-        store.add(came, -1)
-
-
-def _not_there(place: Place, missing: list[int]) -> GroupError:
-    return GroupError(
-        f"rank {place.rank} of {place.size} has waited for rank {', '.join(map(str, missing))} in "
-        "vain. Run the same script there, with RANK set, or set WORLD_SIZE to how many there are.",
-        rank=missing[0],
-    )

@@ -21,7 +21,7 @@ BEAT_SECONDS = 0.25
 GRACE_SECONDS = 1.0
 """How long a rank is silent, once a transfer has failed, before it is taken to be the reason."""
 _LEFT = "left"
-"""What a rank says that needs the group no more."""
+"""What a rank says that needs the group no more; how many transfers it has done follows."""
 
 
 class Loss(NamedTuple):
@@ -52,6 +52,8 @@ class Heartbeat:
         """When each rank's count was last seen to change; of this one, when the store answered."""
         self._words: list[str] = [""] * size
         self._word = ""
+        self.done = 0
+        """Transfers that this rank has done; the group counts them."""
         self._said = threading.Event()
         self._stop = threading.Event()
         self._store_error = ""
@@ -126,7 +128,9 @@ class Heartbeat:
     def _silent(self, wait: float) -> Loss | None:
         """Whoever has left, or has been silent for longest."""
         for rank in self._others:
-            if self._words[rank] == _LEFT:
+            word, _, done = self._words[rank].partition(" ")
+            # One that has sent its last may be gone before that has arrived here.
+            if word == _LEFT and self.done >= int(done):
                 return Loss(rank, "has left: its script has ended, or let the model go")
         rank = min(self._others, key=lambda rank: self._heard[rank], default=self._rank)
         # As of the last look: nobody is heard of while the store is silent.
@@ -177,7 +181,7 @@ class Heartbeat:
 
     def stop(self) -> None:
         """Count no more. May be called again."""
-        self._word = self._word or _LEFT
+        self._word = self._word or f"{_LEFT} {self.done}"
         self._wait_for_others()
         self._stop.set()
         if self._thread is not threading.current_thread():

@@ -15,7 +15,8 @@ from pipeload.errors import GroupError, OptionError
 from pipeload.ring import agreement
 from pipeload.ring.deal import Deal, RankPower, deal, even
 from pipeload.ring.environment import place_here
-from pipeload.ring.relay import Part, Relay, told
+from pipeload.ring.outputs import Part
+from pipeload.ring.relay import Relay, told
 from pipeload.weights.disk_rate import probe
 
 if TYPE_CHECKING:
@@ -117,7 +118,11 @@ class Membership:
             )
 
     def agree(
-        self, config: Mapping[str, Any], entries: Mapping[str, TensorEntry], attention: str
+        self,
+        config: Mapping[str, Any],
+        entries: Mapping[str, TensorEntry],
+        attention: str,
+        kernels: Mapping[str, Any],
     ) -> None:
         """Compare what the ranks have.
 
@@ -125,12 +130,13 @@ class Membership:
             GroupError: it is not the same.
         """
         with self.together("the model is compared"):
-            mine = agreement.statement(config, entries, attention)
+            mine = agreement.statement(config, entries, attention, kernels)
         statements = self.group.gather_json(mine, "the model is compared")
         self._alike = agreement.check(statements, self.group.name, mixed=self._mixed)
         if not self._alike:
             _log.warning(
-                "processors or threads differ between ranks: results are not those of one machine"
+                "processors, threads or kernels differ between ranks: results are those of no one "
+                "machine"
             )
 
     def deal_out(self, parts: Sequence[DealtPart], mine: Powers) -> None:

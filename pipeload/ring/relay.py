@@ -2,45 +2,35 @@
 
 [Note: in step] Outside of blocks all ranks compute the same, from the same numbers, so they come to
 the same transfers in the same order, and nothing says which one comes next. Each call of the model
-meets all others once, before its first block: with its number, and a checksum of what goes into the
-block. A rank that cannot begin comes there, too, and says why; one whose block fails sends that in
-its output's place. So the others raise, and all are in step again.
-
-[Note: one transfer a block] What a block gives has the same form in each pass, but for its sizes,
-which follow those of its input. So it is described once for each size of input; from then on the
-bytes alone are sent, and one more: whether they are that.
+meets all others once, before its first block: with its number, the length of its cache, and a
+checksum of all tensors that the model was called with, and of what goes into the block. A rank that
+cannot begin comes there, too, and says why; one whose block fails sends that in its output's place.
+So the others raise, and all are in step again.
 """
 
 from __future__ import annotations
 
-import enum
 import logging
 import sys
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from pipeload.budget.kv_cache import seen_positions, self_and_cross
 from pipeload.budget.pass_shape import cache_of
 from pipeload.errors import GroupError
-from pipeload.ring.block_inputs import checksum, first_tensor, pass_through
-from pipeload.ring.trees import (
-    TensorSize,
-    by_name,
-    put_together,
-    read_bytes,
-    sizes_in,
-    take_apart,
-    write_bytes,
-)
-from pipeload_hooks import answer
+from pipeload.ring.block_inputs import check_recorded, checksum, first_tensor, pass_through
+from pipeload.ring.outputs import Failure, Outputs
+from pipeload.ring.trees import by_name, take_apart
+from pipeload_hooks import answer, guard
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from torch import nn
 
     from pipeload.ring.group import Group
+    from pipeload.ring.outputs import Part
 
 _log = logging.getLogger("pipeload")
 
@@ -48,44 +38,11 @@ _TEXT_CHARACTERS = 600
 """The most that is said of a failure."""
 
 
-class _Sent(enum.IntEnum):
-    """The byte behind what a block gave."""
-
-    AS_KNOWN = 0
-    DESCRIBED = 1
-    """What came is void: its description follows, then what it describes."""
-    FAILED = 2
-    """What came is void: why follows."""
-
-
-class Part(NamedTuple):
-    """A module that one rank computes: a block, or the head."""
-
-    name: str
-    owner: int
-    layers: tuple[int, ...] = ()
-    """The layers of a cache that it writes to."""
-
-
-class _Known(NamedTuple):
-    """How an output is put together, where that is known."""
-
-    text: str = ""
-    sizes: Sequence[TensorSize] = ()
-
-    @property
-    def nbytes(self) -> int:
-        return sum(size.nbytes for size in self.sizes)
-
-
-_UNKNOWN = _Known()
-
-
 class Relay:
     """Sends and receives what the parts of one model give. It holds no module."""
 
     def __init__(self, group: Group, *, compare: bool) -> None:
-        """`compare`: whether what goes into the first block is the same on all ranks, to a bit."""
+        """`compare`: whether what is computed is the same on all ranks, to a bit."""
         self._group, self._compare = group, compare
         self._number = 0
         """Of the pass."""
@@ -95,16 +52,19 @@ class Relay:
         """Whether it has met those of the other ranks."""
         self._told = False
         """Whether all ranks know of its failure, so that they are in step again."""
+        self._given = 0
+        """A checksum of what the model was called with."""
         self._computing = ""
         """The part that this rank computes now."""
-        self._known: dict[Hashable, _Known] = {}
+        self._outputs = Outputs(group)
 
     def attach(self, model: nn.Module, parts: Sequence[Part]) -> Iterator[Callable[[], object]]:
         """Put hooks and answers on; the first part is where a pass begins.
 
         Gives what takes each off again, as soon as it is on.
         """
-        yield model.register_forward_pre_hook(self._begun).remove
+        yield guard(model, self._interrupted)
+        yield model.register_forward_pre_hook(self._begun, with_kwargs=True).remove
         yield model.register_forward_hook(self._ended, always_call=True).remove
         for place, part in enumerate(parts):
             module = model.get_submodule(part.name)
@@ -128,10 +88,17 @@ class Relay:
             _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
         ) -> None:
             begun, self._computing = bool(self._computing), ""
-            if output is not None:
-                self._send(part, args, kwargs, output)
-            elif begun or not first:  # else no rank has begun
-                self._send_failure(part, args, kwargs)
+            given = by_name(args, kwargs)
+            if output is None:
+                if begun or not first:  # else no rank has begun
+                    self._send_failure(part, given)
+                return
+            try:
+                taken = take_apart(output, given)
+            except Exception:
+                self._send_failure(part, given)
+                raise
+            self._outputs.send(part, given, *taken)
 
         yield module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True).remove
         # Before others of the module, which run on all ranks.
@@ -139,48 +106,13 @@ class Relay:
             leave, prepend=True, with_kwargs=True, always_call=True
         ).remove
 
-    def _send(
-        self, part: Part, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any
-    ) -> None:
-        given = by_name(args, kwargs)
-        key, doing = _key(part, given), f"block {part.name!r} is sent"
-        known = self._known.get(key, _UNKNOWN)
-        try:
-            text, tensors = take_apart(output, given)
-        except Exception:
-            self._send_failure(part, args, kwargs)
-            raise
-        if text != known.text:
-            self._broadcast(part, known.nbytes, _Sent.DESCRIBED, doing)
-            self._send_text(part, text, doing)
-            known = self._known[key] = _Known(text, sizes_in(text))
-        room = _room(known.nbytes)
-        write_bytes(tensors, room)
-        room[-1] = _Sent.AS_KNOWN
-        self._group.broadcast(room, part.owner, doing)
-
-    def _send_failure(self, part: Part, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    def _send_failure(self, part: Part, given: Mapping[str, Any]) -> None:
         """Say what ended the block. It goes on its way: nothing else is raised."""
-        doing = f"the failure of block {part.name!r} is told"
         try:
-            known = self._known.get(_key(part, by_name(args, kwargs)), _UNKNOWN)
-            self._broadcast(part, known.nbytes, _Sent.FAILED, doing)
-            self._send_text(part, told(sys.exc_info()[1]), doing)
+            self._outputs.send_failure(part, given, told(sys.exc_info()[1]))
             self._told = True
         except GroupError as error:
             _log.debug("%s", error)
-
-    def _broadcast(self, part: Part, nbytes: int, what: _Sent, doing: str) -> None:
-        room = _room(nbytes)
-        room.zero_()
-        room[-1] = what
-        self._group.broadcast(room, part.owner, doing)
-
-    def _send_text(self, part: Part, text: str, doing: str) -> None:
-        data = text.encode()
-        self._group.broadcast(torch.tensor([len(data)]), part.owner, doing)
-        tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        self._group.broadcast(tensor, part.owner, doing)
 
     # -- parts of others -------------------------------------------------------------------------
 
@@ -192,38 +124,19 @@ class Relay:
                 self._meet(args, kwargs)
             given = by_name(args, kwargs)
             pass_through(cache_of(args, kwargs), given, part.layers)
-            return self._receive(part, given)
+            found = self._outputs.receive(part, given)
+            if not isinstance(found, Failure):
+                return found
+            self._told = True
+            group = self._group
+            raise GroupError(
+                f"{group.name(part.owner)} failed in {part.name!r}: {found.why} Check that rank, "
+                "then do the same again: the group goes on.",
+                rank=part.owner,
+                host=group.hosts[part.owner],
+            )
 
         return receive
-
-    def _receive(self, part: Part, given: Mapping[str, Any]) -> Any:
-        group, doing = self._group, f"block {part.name!r} of rank {part.owner} is waited for"
-        key = _key(part, given)
-        known = self._known.get(key, _UNKNOWN)
-        room = _room(known.nbytes)
-        group.broadcast(room, part.owner, doing)
-        sent = _Sent(int(room[-1]))
-        if sent is not _Sent.AS_KNOWN:
-            text = self._receive_text(part, doing)
-            if sent is _Sent.FAILED:
-                self._told = True
-                raise GroupError(
-                    f"{group.name(part.owner)} failed in {part.name!r}: {text} Check that rank, "
-                    "then do the same again: the group goes on.",
-                    rank=part.owner,
-                    host=group.hosts[part.owner],
-                )
-            known = self._known[key] = _Known(text, sizes_in(text))
-            room = _room(known.nbytes)
-            group.broadcast(room, part.owner, doing)
-        return put_together(known.text, given, read_bytes(known.sizes, room))
-
-    def _receive_text(self, part: Part, doing: str) -> str:
-        size = torch.zeros(1, dtype=torch.int64)
-        self._group.broadcast(size, part.owner, doing)
-        data = torch.empty(int(size), dtype=torch.uint8)
-        self._group.broadcast(data, part.owner, doing)
-        return data.numpy().tobytes().decode()
 
     # -- passes ----------------------------------------------------------------------------------
 
@@ -238,9 +151,9 @@ class Relay:
             group.break_off(f"it was interrupted in {self._computing!r}")
         self._met = self._told = True  # what is raised here, is raised on all ranks
         cache = cache_of(args, kwargs)
-        given = first_tensor(by_name(args, kwargs))
-        fresh = cache is None or not seen_positions(self_and_cross(cache)[0])
-        found = self._exchange([checksum(given, whole=self._compare), int(fresh), 0])
+        seen = 0 if cache is None else seen_positions(self_and_cross(cache)[0])
+        given = checksum([first_tensor(by_name(args, kwargs))], self._given, whole=self._compare)
+        found = self._exchange([given, seen, 0])
         if refused := [rank for rank, (_, _, no) in enumerate(found) if no]:
             texts = group.gather_json("", "a refusal is told")
             raise _could_not_begin(group, refused[0], texts[refused[0]])
@@ -254,7 +167,7 @@ class Relay:
                 rank=rank,
                 host=group.hosts[rank],
             )
-        if fresh:
+        if not seen:
             self.share_random_state()
         self._told = False
 
@@ -279,16 +192,24 @@ class Relay:
         self._group.broadcast(state, 0, "random numbers are shared")
         torch.set_rng_state(state)
 
-    def _begun(self, _model: nn.Module, _args: tuple[Any, ...]) -> None:
+    def _begun(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._inside:
             self._group.break_off("it was interrupted in a pass")
         self._group.check()
         self._inside, self._met, self._told = True, False, False
+        given = by_name(args, kwargs)
+        check_recorded(model, given)
+        self._given = checksum(given.values(), whole=self._compare)
+
+    def _interrupted(self, error: BaseException) -> None:
+        """No hook runs after Ctrl-C, and others would wait until this rank's next call."""
+        self._group.break_off(f"a pass ended by {told(error)}")
 
     def _ended(self, _model: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
         """A call of the model is over; it failed where there is no output."""
         met, known = self._met, self._told
         self._inside = self._met = self._told = False
+        self._given = 0
         if output is not None or known or self._group.broken is not None:
             return
         error = sys.exc_info()[1]
@@ -313,16 +234,6 @@ def _could_not_begin(group: Group, rank: int, text: str) -> GroupError:
 
 def told(error: BaseException | None) -> str:
     """An error in a line, for another rank."""
-    text = "it raised nothing" if error is None else f"{type(error).__name__}: {error}"
+    text = "it raised nothing" if error is None else f"{type(error).__name__}: {error}".rstrip(": ")
     text = " ".join(text.split())[:_TEXT_CHARACTERS]
     return text if text.endswith(".") else f"{text}."
-
-
-def _room(nbytes: int) -> torch.Tensor:
-    """Memory for an output, and for the byte behind it."""
-    return torch.empty(nbytes + 1, dtype=torch.uint8)
-
-
-def _key(part: Part, given: Mapping[str, Any]) -> Hashable:
-    first = first_tensor(given)
-    return part.name, None if first is None else (first.shape, first.dtype)

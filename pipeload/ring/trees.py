@@ -113,12 +113,24 @@ def sizes_in(text: str) -> list[TensorSize]:
     return found
 
 
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Its memory; of one that is not contiguous a copy, with elements in their order."""
+    return tensor.detach().reshape(-1).view(torch.uint8)
+
+
+def of_bytes(size: TensorSize, data: torch.Tensor) -> torch.Tensor:
+    """The tensor of `as_bytes`, laid out in memory as it was."""
+    tensor = data.view(size.dtype).view(size.shape)
+    if size.stride is None:
+        return tensor
+    return torch.empty_strided(size.shape, size.stride, dtype=size.dtype).copy_(tensor)
+
+
 def write_bytes(tensors: Sequence[torch.Tensor], room: torch.Tensor) -> None:
     """Copy tensors one behind the other into `room`, which is bytes."""
     start = 0
     for tensor in tensors:
-        # `reshape` makes a copy of one that is not contiguous: elements come in their order.
-        flat = tensor.detach().reshape(-1).view(torch.uint8)
+        flat = as_bytes(tensor)
         room[start : start + flat.numel()].copy_(flat)
         start += flat.numel()
 
@@ -130,11 +142,6 @@ def read_bytes(sizes: Sequence[TensorSize], room: torch.Tensor) -> list[torch.Te
     for size in sizes:
         part = room[start : start + size.nbytes]
         # Kernels look at where memory begins: as a tensor's own does, but for the first.
-        part = part.clone() if start else part
-        tensor = part.view(size.dtype).view(size.shape)
-        if size.stride is not None:
-            placed = torch.empty_strided(size.shape, size.stride, dtype=size.dtype)
-            tensor = placed.copy_(tensor)
-        found.append(tensor)
+        found.append(of_bytes(size, part.clone() if start else part))
         start += size.nbytes
     return found

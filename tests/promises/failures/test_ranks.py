@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import pipeload
+from pipeload.entry import ranks as ranks_file
 from pipeload.ring import group as group_file
 from tests.support.exact import load, prompt, smallest_limit, steady_floor
 from tests.support.models import load_plain, save_random, tiny_config
@@ -195,6 +196,46 @@ def test_another_prompt(tiny: TinyCheckpoint) -> None:
         assert answer == _answer(load_plain(folder))
 
 
+def test_attentions_are_refused(tiny: TinyCheckpoint) -> None:
+    """On all ranks, in the same words; also by a configuration; the group goes on."""
+    folder = tiny("llama")
+
+    def act(_rank: int) -> Any:
+        model = load(folder, 4_000_000_000, ranks="auto", attn_implementation="eager")
+        said = []
+        for inner in (False, True):
+            model.config.output_attentions = inner
+            with pytest.raises(pipeload.UnsupportedOperationError) as caught:
+                model(prompt(), **({} if inner else {"output_attentions": True}))
+            said.append(str(caught.value))
+        model.config.output_attentions = False
+        return said, _answer(model)
+
+    first, other = on_ranks(2, act, seconds=60)
+    said, answer = first
+    assert first == other
+    assert said[0] == said[1]
+    assert said[0].startswith("output_attentions is recorded inside of blocks")
+    assert answer == _answer(load_plain(folder, attn_implementation="eager"))
+
+
+def test_another_mask(tiny: TinyCheckpoint) -> None:
+    """It is compared, too."""
+    folder = tiny("llama")
+    limit = smallest_limit(folder)
+
+    def act(rank: int) -> Any:
+        model, ids = load(folder, limit, ranks="auto"), prompt(2)
+        mask = torch.ones_like(ids)
+        mask[1, 0] = rank
+        with torch.no_grad(), pytest.raises(pipeload.GroupError) as no:
+            model(ids, attention_mask=mask)
+        return str(no.value)
+
+    for said in on_ranks(2, act, seconds=60):
+        assert said.startswith(f"rank 1 ({HOST}) computes other tokens than rank 0 ({HOST})")
+
+
 def test_random_numbers_are_rank_0s(tiny: TinyCheckpoint) -> None:
     """Whoever has another seed draws the same tokens all the same."""
     folder = tiny("llama")
@@ -253,6 +294,18 @@ def test_another_number_of_threads(tiny: TinyCheckpoint) -> None:
     for said, count in on_ranks(2, act, seconds=60):
         assert f"rank 1 ({HOST}) computes otherwise" in said
         assert count == prompt().shape[1] + 6
+
+
+def test_no_compiler_on_one(tiny: TinyCheckpoint) -> None:
+    """It would compute by other kernels than the others."""
+    folder = tiny("llama")
+
+    def act(rank: int) -> Any:
+        with mock.patch.object(ranks_file, "compiler", return_value=None if rank else "cc"):
+            load(folder, 4_000_000_000, ranks="auto")
+
+    for said in on_ranks(2, act, seconds=60):
+        assert "C compiler is 'none', there 'found'" in said
 
 
 def test_one_cannot_load(tiny: TinyCheckpoint) -> None:

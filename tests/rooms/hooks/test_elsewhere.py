@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 
-from pipeload_hooks import answer, find_crossing
+from pipeload_hooks import answer, find_crossing, guard
 
 
 def test_an_answer_runs_all_hooks_and_no_forward() -> None:
@@ -53,10 +53,11 @@ def test_hooks_that_always_run() -> None:
     assert seen == ["always"]
 
 
-def test_an_answered_module_can_go() -> None:
-    """Neither the answer nor what undoes it keeps it alive."""
+@pytest.mark.parametrize("put_on", [answer, guard])
+def test_such_a_module_can_go(put_on: Any) -> None:
+    """Neither the answer, or guard, nor what undoes it keeps it alive."""
     module = nn.Linear(2, 2)
-    undo, reference = answer(module, lambda args, kwargs: None), weakref.ref(module)
+    undo, reference = put_on(module, max), weakref.ref(module)
     call = vars(module)["_compiled_call_impl"]
     del module
     gc.collect()
@@ -64,6 +65,28 @@ def test_an_answered_module_can_go() -> None:
     undo()
     with pytest.raises(ReferenceError):
         call()
+
+
+def test_an_interrupt_is_told() -> None:
+    """Also where no hook would run; other errors, and calls that end well, are none."""
+    module = nn.Linear(2, 2)
+    seen: list[object] = []
+    module.register_forward_hook(lambda *_: seen.append("hook"), always_call=True)
+    undo, x = guard(module, seen.append), torch.ones(2)
+    assert torch.equal(module(x), nn.functional.linear(x, module.weight, module.bias))
+    with pytest.raises(TypeError):
+        module()
+    error = KeyboardInterrupt()
+
+    def interrupt(*_: object) -> None:
+        raise error
+
+    module.register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        module(x)
+    assert seen == ["hook", "hook", error]
+    undo()
+    assert "_compiled_call_impl" not in vars(module)
 
 
 class _Block(nn.Module):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,7 @@ from pipeload.entry.ranks import check_ranks
 from pipeload.entry.ranks_ahead import Machine, deals_ahead
 from pipeload.errors import GroupError, OptionError, UnsupportedModelError
 from pipeload.ring import dealt_parts
-from pipeload.ring.agreement import check
+from pipeload.ring.agreement import check, statement
 from pipeload.ring.environment import patience_here, place_here
 
 if TYPE_CHECKING:
@@ -36,6 +37,12 @@ def test_no_group() -> None:
     """By itself, "auto" and one rank are what there was before."""
     assert place_here() is None
     assert [check_ranks(ranks, None) for ranks in (None, "auto", "mixed", 1)] == [None] * 4
+
+
+def test_a_group_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It needs no more of the environment, which jobs of one machine often leave out."""
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert [check_ranks(ranks, None) for ranks in ("auto", 1)] == [None] * 2
 
 
 def test_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,6 +134,15 @@ def test_agreement(changed: dict[str, Any], words: str) -> None:
     if "processor" in changed:
         assert not check(statements, "rank {}".format, mixed=True)
     assert check([_statement()] * 2, "rank {}".format, mixed=False)
+
+
+def test_what_computes_is_stated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kind of processor, of which the others may be of another maker, and the kernels."""
+    text = "model name: a\nvendor_id\t: AuthenticAMD\nmodel\t: 2\nflags\t: avx2 sse\n\nmodel: 3\n"
+    monkeypatch.setattr(Path, "read_text", lambda *_, **__: text)
+    said = statement({}, {}, "sdpa", {"C compiler": "none"})["processor"]
+    wanted = {"vendor_id": "AuthenticAMD", "model": "2", "flags": "avx2", "C compiler": "none"}
+    assert {name: said.get(name) for name in wanted} == wanted
 
 
 class _Keeps(nn.Module):
