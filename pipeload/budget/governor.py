@@ -179,8 +179,8 @@ class Governor:
                     found = TooLarge(shape, self._need, free, planner.wanted(limit, room))
                     ledger.refuse_pass(found, self._needs, limit)
                 room = smallest
-            else:
-                self._granted = max(self._granted, self._need)
+            elif self._need > self._granted:
+                self._granted = self._need
             self._running = True
             shared, others = account.share(self, room), account.promised_to_others(self)
             room = max(smallest, min(room, planner.cap(in_force, others), shared))
