@@ -315,6 +315,6 @@ def test_everything_can_be_imported(*, pure: bool) -> None:
     names = ["pipeload", *(f"pipeload.{module}" for module in modules)]
     # The library imports parts of itself when they are asked for.
     names_of = "AutoModelForCausalLM, PreTrainedModel, TextStreamer"
-    libraries = f"import torch, typer, rich.progress; from transformers import {names_of}"
+    libraries = f"import torch, typer, rich.progress, uvicorn; from transformers import {names_of}"
     before = "" if pure else libraries
     assert printed_by(_IMPORT.format(before=before, names=names)) == f"{not pure}\n"
