@@ -38,6 +38,33 @@ def test_a_port_in_use() -> None:
             meeting.connect(place, time.monotonic() + 600, hosts=True)
 
 
+def test_nobody_listens() -> None:
+    """Rank 0 is not up, or elsewhere: it is said who was looked for, and where."""
+    with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as taken:
+        port = taken.getsockname()[1]
+    place = RANK_0._replace(rank=1, port=port)
+    with pytest.raises(GroupError, match=rf"rank 1 of 2 cannot reach rank 0 at 127.0.0.1:{port}"):
+        meeting.connect(place, time.monotonic(), hosts=False)
+
+
+def test_a_store_that_is_gone_while_they_meet() -> None:
+    """Rank 0 has ended: the same is said."""
+
+    class Gone:
+        def add(self, _key: str, _count: int) -> int:
+            return 1
+
+        def set(self, _key: str, _value: str) -> None:
+            raise RuntimeError("Connection reset by peer")
+
+        def delete_key(self, _key: str) -> bool:
+            return False
+
+    store: Any = Gone()
+    with pytest.raises(GroupError, match="cannot reach rank 0 at .*Connection reset by peer"):
+        meeting.meet(store, RANK_0, time.monotonic() + 60)
+
+
 def test_connections_that_cannot_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
     """It ends, and names the variable that mostly helps; here the other one is not there."""
     monkeypatch.setattr(meeting, "CONNECT_SECONDS", 0.3)
