@@ -61,7 +61,7 @@ def test_a_store_that_is_gone_while_they_meet() -> None:
             return False
 
     store: Any = Gone()
-    with pytest.raises(GroupError, match="cannot reach rank 0 at .*Connection reset by peer"):
+    with pytest.raises(GroupError, match=r"cannot reach rank 0 at .*Connection reset by peer"):
         meeting.meet(store, RANK_0, time.monotonic() + 60)
 
 
