@@ -39,7 +39,7 @@ def test_tokens_are_drawn_by_one_seed(tmp_path: Path, monkeypatch: pytest.Monkey
     ]
     assert seeds[0] == seeds[1]
     (first, _), (other, _) = texts
-    assert first.strip()
+    assert first  # the end of a line at least: what is drawn may be nothing
     assert not other
     assert trace.stat().st_size > 0
     assert trace.with_name("trace.rank1").stat().st_size > 0
