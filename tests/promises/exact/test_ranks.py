@@ -83,6 +83,12 @@ def even_disks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(joining, "disk_rate", lambda _files: 1e9)
 
 
+@pytest.fixture(autouse=True)
+def much_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody is lost here, and a busy machine may keep a rank silent for seconds."""
+    monkeypatch.setenv("PIPELOAD_RANK_PATIENCE", "60")
+
+
 def _continued(model: Any) -> Any:
     first = generate(model, prompt(1), **GREEDY)
     name = next(name for name in ("cache", "past_key_values") if name in first)
