@@ -100,7 +100,7 @@ def test_what_is_dropped_leaves_memory() -> None:
     before = sum(segment.resident for segment in library_pages._own_segments())
     dropped = lower_floor()
     after = sum(segment.resident for segment in library_pages._own_segments())
-    assert 0 < dropped <= before + 1_000_000  # some come back while others go
+    assert 0 < dropped <= 2 * before  # some come back while others go: threads run on
     assert after < before / 2
 
 
