@@ -11,13 +11,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+
+from pipeload_hooks._answers import tensors_in
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
+    import torch
     from torch import nn
     from torch.utils.hooks import RemovableHandle
 
@@ -105,11 +106,6 @@ class _Watch(TorchDispatchMode):
             else:
                 self._made[_memory(tensor)] = inside
         return output
-
-
-def tensors_in(value: Any) -> list[torch.Tensor]:
-    """All tensors of what a function takes or gives."""
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 def _memory(tensor: torch.Tensor) -> int:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pipeload
 from pipeload._sizes import counted, format_size
 from pipeload.cli.batch_file import Results, read_lines
-from pipeload.cli.load_model import DTYPES, check_model, load_whole, traced
+from pipeload.cli.load_model import check_model, load_with, traced
 from pipeload.cli.log_lines import log, silence_libraries
 from pipeload.cli.progress_bar import ProgressBar
 from pipeload.cli.run_report import describe_plan
@@ -89,14 +89,7 @@ def run(asked: Arguments, *, debug: bool) -> None:
         if counts.found:
             log.info("%d of %s are answered already", counts.found, _requests(counts.requests))
         if counts.done < counts.requests:
-            model = load_whole(
-                asked.model,
-                memory_limit=asked.memory_limit,
-                device=asked.device,
-                host_memory_limit=asked.host_memory_limit,
-                io_mode=asked.io_mode,
-                dtype=DTYPES[asked.dtype],
-            )
+            model = load_with(asked.model, asked)
             log.info("%s", describe_plan(pipeload.handle(model).plan))
             settings = settings_of(
                 model, tokenizer, asked.model, max_new_tokens=asked.max_new_tokens

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import transformers
 from transformers.utils.hub import cached_file
@@ -23,6 +23,30 @@ if TYPE_CHECKING:
 
 _ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
 DTYPES = {"auto": "auto", "bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+
+
+class Asked(Protocol):
+    """What every command that answers is told of a model."""
+
+    @property
+    def memory_limit(self) -> str:
+        """As it was typed."""
+
+    @property
+    def device(self) -> str:
+        """Where it computes."""
+
+    @property
+    def host_memory_limit(self) -> str | None:
+        """Of the process, where it computes elsewhere."""
+
+    @property
+    def io_mode(self) -> str:
+        """How files are read."""
+
+    @property
+    def dtype(self) -> str:
+        """A key of `DTYPES`."""
 
 
 def check_model(model: str, *, files: bool = False) -> None:
@@ -105,6 +129,19 @@ def adapter_files(model: str) -> list[Path]:
 def traced(model: Any, file: Path | None) -> contextlib.AbstractContextManager[object]:
     """Inside, a trace is written of it, if a file is given."""
     return contextlib.nullcontext() if file is None else pipeload.handle(model).trace(file)
+
+
+def load_with(model: str, asked: Asked, **more: Any) -> Any:
+    """A model under the limit, and with the options, that were asked for; see `load_whole`."""
+    return load_whole(
+        model,
+        memory_limit=asked.memory_limit,
+        device=asked.device,
+        host_memory_limit=asked.host_memory_limit,
+        io_mode=asked.io_mode,
+        dtype=DTYPES[asked.dtype],
+        **more,
+    )
 
 
 def load_whole(model: str, **options: Any) -> Any:

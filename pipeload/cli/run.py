@@ -20,9 +20,8 @@ from pipeload._sizes import counted
 from pipeload.cli.answer import Answer
 from pipeload.cli.draft import LOOKUP, OFF, draft_settings
 from pipeload.cli.load_model import (
-    DTYPES,
     check_model,
-    load_whole,
+    load_with,
     traced,
 )
 from pipeload.cli.log_lines import log, silence_libraries
@@ -164,16 +163,12 @@ def with_seed(asked: Arguments, draw: Callable[[int], int] = secrets.randbelow) 
 
 def load_asked(asked: Arguments, model: str) -> Any:
     """A model under the limit, and with the options, that were asked for."""
-    return load_whole(
+    return load_with(
         model,
-        memory_limit=asked.memory_limit,
-        device=asked.device,
-        host_memory_limit=asked.host_memory_limit,
+        asked,
         tokens=asked.tokens,
-        io_mode=asked.io_mode,
         exact_inputs=asked.exact_inputs,
         **({} if asked.ranks is None or model != asked.model else {"ranks": asked.ranks}),
-        dtype=DTYPES[asked.dtype],
     )
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import pipeload
-from pipeload.cli.load_model import DTYPES, check_model, load_whole, traced
+from pipeload.cli.load_model import check_model, load_with, traced
 from pipeload.cli.log_lines import log, silence_libraries
 from pipeload.cli.run_report import describe_plan
 from pipeload.entry.texts import load_tokenizer
@@ -69,14 +69,7 @@ def serve(asked: Arguments, *, debug: bool) -> None:
     check_model(asked.model, files=True)
     tokenizer = load_tokenizer(asked.model)
     with closing(bound(asked.host, asked.port)) as listener:  # a port that is taken is told at once
-        model = load_whole(
-            asked.model,
-            memory_limit=asked.memory_limit,
-            device=asked.device,
-            host_memory_limit=asked.host_memory_limit,
-            io_mode=asked.io_mode,
-            dtype=DTYPES[asked.dtype],
-        )
+        model = load_with(asked.model, asked)
         log.info("%s", describe_plan(pipeload.handle(model).plan))
         settings = settings_of(
             model, tokenizer, asked.model, max_new_tokens=asked.max_new_tokens, streams=True

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from pipeload.checkpoint.writer import Tensor
-from pipeload.formats.codes.coded_weight import MIDDLE, statistics
-from pipeload.formats.integers.order import BLOCK_ROWS, pack
+from pipeload.formats.codes.coded_weight import statistics
+from pipeload.formats.codes.repack import float_rows, packed_rows
+from pipeload.formats.integers.order import BLOCK_ROWS
 from pipeload.quantiser.resumable_shards import Step
 from pipeload.quantiser.tensor import bytes_of, copied, made, part_stems
 from pipeload.weights.arena import DTYPE_CODES, DTYPES
@@ -68,10 +69,7 @@ def _float_pieces(
 ) -> Iterator[memoryview]:
     codes = _decode(weight, reading.files)
     for start, stop in _blocks(0, weight.shape[0], weight.shape[1], reading):
-        numbers = codes.grid.numbers(codes.rows(start, stop), start)
-        if codes.columns is not None:
-            numbers = torch.empty_like(numbers).index_copy_(1, codes.columns.long(), numbers)
-        yield bytes_of(numbers.to(dtype))
+        yield bytes_of(float_rows(codes, start, stop).to(dtype))
 
 
 def as_integers(
@@ -96,10 +94,7 @@ def _integer_pieces(
     beside = statistics(weight, codes.grid, groups, kernel.dtype)
     for first, last in parts:
         for start, stop in _blocks(first, last, weight.shape[1], reading):
-            block = codes.rows(start, stop)
-            yield bytes_of(
-                pack(block, kernel.order) if kernel.bits == 4 else block ^ MIDDLE[8]  # less 128
-            )
+            yield bytes_of(packed_rows(codes, kernel.bits, kernel.order, start, stop))
         yield bytes_of(beside[..., first:last, :].contiguous())
         if kernel.reordered:
             in_order = torch.arange(weight.shape[1], dtype=torch.int32)

@@ -61,17 +61,26 @@ def repack(codes: Codes, bits: int, order: str, out: torch.Tensor) -> None:
 def fill_floats(codes: Codes, out: torch.Tensor) -> None:
     """Fill `out`, of [rows, columns], with the numbers that codes stand for, rounded once."""
     for start, stop in _blocks(*out.shape):
-        numbers = codes.grid.numbers(codes.rows(start, stop), start)
-        if codes.columns is not None:
-            numbers = torch.empty_like(numbers).index_copy_(1, codes.columns.long(), numbers)
-        out[start:stop].copy_(numbers)
+        out[start:stop].copy_(float_rows(codes, start, stop))
+
+
+def float_rows(codes: Codes, start: int, stop: int) -> torch.Tensor:
+    """Make fp32 of some rows, in the order of the inputs."""
+    numbers = codes.grid.numbers(codes.rows(start, stop), start)
+    if codes.columns is None:
+        return numbers
+    return torch.empty_like(numbers).index_copy_(1, codes.columns.long(), numbers)
+
+
+def packed_rows(codes: Codes, bits: int, order: str, start: int, stop: int) -> torch.Tensor:
+    """Put some rows, from a multiple of 64 on, in the order of our kernels: see `repack`."""
+    block = codes.rows(start, stop)
+    return pack(block, order) if bits == 4 else (block ^ MIDDLE[8]).view(torch.int8)
 
 
 def _by_blocks(codes: Codes, bits: int, order: str, out: torch.Tensor) -> None:
     for start, stop in _blocks(len(out), out.shape[1] * 8 // bits):
-        block = codes.rows(start, stop)
-        made = pack(block, order) if bits == 4 else (block ^ MIDDLE[8]).view(torch.int8)
-        out[start:stop].copy_(made)
+        out[start:stop].copy_(packed_rows(codes, bits, order, start, stop))
 
 
 def _blocks(rows: int, columns: int) -> Iterator[tuple[int, int]]:
