@@ -95,7 +95,7 @@ def _describe_device(plan: Plan, share: DeviceShare) -> dict[str, Any]:
     return {
         "device": share.device,
         "host_memory_limit": share.host_memory_limit,
-        "blocks": sum(unit.resident_bytes + unit.streamed.nbytes for unit in plan.units),
+        "blocks": sum(unit.weights_bytes for unit in plan.units),
         "pinned": plan.pinned_bytes,
         "host_room": host - share.staging_scratch_bytes,
         "hosted": plan.hosted_bytes,
@@ -106,7 +106,7 @@ def _describe_device(plan: Plan, share: DeviceShare) -> dict[str, Any]:
 def _least_buffer(units: Sequence[UnitPlan], block: str) -> int:
     """Bytes of a block's largest unit, all of it streamed: a block, or a module, or a few rows."""
     mine = [unit for unit in units if f"{unit.name}.".startswith(f"{block}.")]
-    return max((unit.resident_bytes + unit.streamed.nbytes for unit in mine), default=0)
+    return max((unit.weights_bytes for unit in mine), default=0)
 
 
 def _extents(unit: Any) -> list[Any]:

@@ -30,6 +30,7 @@ class HostMemory:
     """A `Memory`: all of the process. Sizes in bytes."""
 
     takes = None
+    keeps_stored = True
 
     def __init__(self, measured: Measured, options: Options, reserve_bytes: int) -> None:
         """`reserve_bytes`: what is kept free for passes, and for what the process takes on."""

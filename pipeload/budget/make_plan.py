@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from pipeload.budget.model_parts import Parts
     from pipeload.budget.plan import UnitPlan
     from pipeload.budget.plan_options import Options
-    from pipeload.budget.residency import Choice, Takes
+    from pipeload.budget.residency import Choice
+    from pipeload.budget.unit_menus import Takes
     from pipeload.weights.device_interface import Device
 
 MAPPED = "mapped"
@@ -71,6 +72,10 @@ class Memory(Protocol):
     @property
     def takes(self) -> Takes | None:
         """What its allocator takes for weights that stay together; None: what their layout says."""
+
+    @property
+    def keeps_stored(self) -> bool:
+        """Whether weights that are unpacked may stay as they are stored."""
 
     def costs(self, parts: Parts, readers: int, /) -> Costs:
         """What a model that is cut like this takes, whatever is streamed."""
@@ -140,7 +145,8 @@ def make_plan(
     )
     kept = [layout for unit in units for layout in unit.resident]
     mapped = memory.may_map and all(map(can_map, (lay_out(cut.parts.pinned), *kept)))
-    fits = options.io_mode == "auto" and not streamed and mapped
+    streams = streamed or any(unit.stored for unit in units)
+    fits = options.io_mode == "auto" and not streams and mapped
     plan = Plan(
         memory_limit=memory.limit,
         smallest_limit=smallest,
@@ -165,7 +171,11 @@ class CostedCut:
     def __init__(self, cutting: Cutting, options: Options, memory: Memory) -> None:
         self.parts = parts = cutting.parts
         self.residency = Residency(
-            parts.specs, slots=BUFFER_COUNT, takes=memory.takes, experts_bytes=parts.experts_bytes
+            parts.specs,
+            slots=BUFFER_COUNT,
+            takes=memory.takes,
+            experts_bytes=parts.experts_bytes,
+            keeps_stored=memory.keeps_stored,
         )
         self.readers = options.readers or reader_count(casting=parts.needs_scratch)
         self.costs = memory.costs(parts, self.readers)
@@ -194,7 +204,10 @@ def _choose(
     budget = memory.limit - spent
     coarse, (finest,) = costed(cuttings.coarse), costed([cuttings.finest])
     cuts = [*coarse, finest]
-    chosen = _cheapest(coarse, budget) or _cheapest(costed(cuttings.fine()), budget)
+    # What buffers do not take holds more where it is kept as it is stored: so fine cuts may pay.
+    packs = any(cut.residency.packs for cut in coarse)
+    chosen = None if packs else _cheapest(coarse, budget)
+    chosen = chosen or _cheapest([*(coarse if packs else ()), *costed(cuttings.fine())], budget)
     anyhow = cuttings.anyhow() if measured.zeros_are_free else None
     if anyhow is not None:  # slower than all others, so the last
         cuts += costed([anyhow])

@@ -24,6 +24,8 @@ class UnitPlan:
     resident: tuple[Layout, ...]
     """One for each piece that stays or goes by itself."""
     streamed: Layout
+    stored: tuple[Layout, ...] = ()
+    """What the streamed part is unpacked from, if that stays: one for each of its weights."""
     hosted: bool = False
     """Of a model on a device: whether the streamed part stays in host memory, so that it is copied
     each time, and read once."""
@@ -33,7 +35,17 @@ class UnitPlan:
     @property
     def resident_bytes(self) -> int:
         """Bytes held once the block ran, until the limit is needed for something else."""
-        return sum(layout.nbytes for layout in self.resident)
+        return sum(layout.nbytes for layout in self.resident) + self.stored_bytes
+
+    @property
+    def stored_bytes(self) -> int:
+        """Those of them that are held as they are stored."""
+        return sum(layout.nbytes for layout in self.stored)
+
+    @property
+    def weights_bytes(self) -> int:
+        """Bytes of both parts, as they are computed with."""
+        return self.resident_bytes - self.stored_bytes + self.streamed.nbytes
 
     @property
     def resident_weights(self) -> tuple[Weight, ...]:
@@ -43,7 +55,7 @@ class UnitPlan:
     @property
     def streamed_bytes(self) -> int:
         """Bytes read from disk each time the block runs."""
-        return self.streamed.read_bytes
+        return 0 if self.stored else self.streamed.read_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +116,11 @@ class Plan(Tabled):
     def resident(self) -> int:
         """Bytes of weights that are never read again: pinned ones and resident parts of blocks."""
         return self.pinned_bytes + sum(unit.resident_bytes for unit in self.units)
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of `resident` that are kept as they are stored, and unpacked in each pass."""
+        return sum(unit.stored_bytes for unit in self.units)
 
     @property
     def bytes_per_pass(self) -> int:
@@ -241,6 +258,9 @@ class Plan(Tabled):
         smallest = f"smallest that works: {format_size(self.smallest_limit)}"
         experts = [] if self.experts is None else self.experts.rows()
         window = 0 if self.experts is None else self.experts.window_bytes
+        of_units = counted(sum(bool(unit.stored) for unit in self.units), "unit")
+        packed = ("kept as stored", self.stored_bytes, f"{of_units}: unpacked, not read")
+        stored = [packed] if self.stored_bytes else []
         return [
             ("process floor", self.floor_bytes, "interpreter, libraries, everything loaded before"),
             (
@@ -249,7 +269,8 @@ class Plan(Tabled):
                 "cache, activations, logits, conversions; kernel tables",
             ),
             ("always resident", self.pinned_bytes, "small parameters, embedding rows"),
-            ("resident units", self.resident - self.pinned_bytes, units),
+            ("resident units", self.resident - self.pinned_bytes - self.stored_bytes, units),
+            *stored,
             ("buffers", self.buffers, f"{self.slots} x {format_size(self.slot_bytes)}"),
             ("scratch", self.scratch_bytes, "dtype casts while reading"),
             *experts,

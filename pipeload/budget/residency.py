@@ -16,35 +16,36 @@ between splits that read about the same a simulated pass decides.
 
 from __future__ import annotations
 
-import bisect
-import heapq
-import itertools
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pipeload.budget.plan import UnitPlan
-from pipeload.system.pages import PAGE, ceil_page
+from pipeload.budget.unit_menus import (
+    READ_RATE,
+    chosen,
+    memory_bytes,
+    menus_of,
+    pass_seconds,
+    pieces_of,
+    slot_sizes,
+    spend,
+    spread,
+    streamed_bytes,
+)
 from pipeload.weights.layout import Weight, lay_out
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
-    Takes = Callable[[Sequence[Weight]], int]
+    from pipeload.budget.unit_menus import Menu, Takes
 
 # Parameters below these are not worth a read of their own: norms, biases and their like stay.
 _TINY_BYTES = 16 << 10
 _TINY_VECTOR_BYTES = 64 << 10
-_MAX_PIECES = 12
-_GOLDEN = (math.sqrt(5) - 1) / 2
-# For weighing alone: nobody has measured this disk and processor yet, and the order of choices
-# hardly depends on them. Bytes per second; seconds to
-# start a unit's reads and to hand it over.
-_READ_RATE = 2e9
-_COMPUTE_RATE = 12e9
-_UNIT_SECONDS = 2e-4
 _HARDLY_MORE = 1.1
 _SLOT_STEP = 1.03
+_PACKED_SLOT_STEP = 1.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,31 +67,8 @@ class Choice:
     cache_bytes: int = 0
     """What is left for experts: a byte of any other weight is read in every pass, and theirs only
     when they are routed to."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    """Weights that stay or go together."""
-
-    weights: tuple[Weight, ...]
-    hold_bytes: int
-
-
-class _Menu:
-    """All ways to split one unit: streamed bytes (ascending) and the pieces that make them."""
-
-    def __init__(self, pieces: Sequence[_Piece]) -> None:
-        options: dict[int, int] = {}
-        for mask in range(1 << len(pieces)):
-            size = sum(piece.hold_bytes for bit, piece in enumerate(pieces) if mask >> bit & 1)
-            options.setdefault(size, mask)
-        self.sizes = sorted(options)
-        self.masks = [options[size] for size in self.sizes]
-        self.total = self.sizes[-1]
-
-    def fit(self, slot_bytes: int) -> int:
-        """Index of the largest streamed part that fits a slot."""
-        return bisect.bisect_right(self.sizes, slot_bytes) - 1
+    packed: frozenset[int] = frozenset()
+    """Numbers of units whose streamed part stays as it is stored."""
 
 
 class Residency:
@@ -107,6 +85,7 @@ class Residency:
         slots: int,
         takes: Takes | None = None,
         experts_bytes: int = 0,
+        keeps_stored: bool = False,
     ) -> None:
         """Compute all that does not depend on a budget.
 
@@ -115,13 +94,16 @@ class Residency:
             slots: buffers.
             takes: bytes that an allocator takes for weights that stay or go together.
             experts_bytes: of all experts that are read one by one.
+            keeps_stored: whether what is unpacked may stay as it is stored.
         """
         self.units = tuple(units)
         self._slots = slots
         self._takes = takes
-        self._pieces = [_pieces(unit.weights, takes) for unit in units]
-        self._menus = _menus(self._pieces)
-        self._plans: dict[tuple[int, int], UnitPlan] = {}
+        self._pieces = [pieces_of(unit.weights, takes) for unit in units]
+        self._menus = menus_of(self._pieces, packs=keeps_stored)
+        self.packs = any(menu.packs for menu in self._menus)
+        """Whether some units may be kept as they are stored."""
+        self._plans: dict[tuple[int, int, bool], UnitPlan] = {}
         self._units_bytes = sum(menu.total for menu in self._menus)
         self.everything = self._units_bytes + experts_bytes
         """The budget, in bytes, from which on nothing is streamed."""
@@ -134,50 +116,66 @@ class Residency:
         Returns None when the budget is too small for any split.
         """
         menus = self._menus
+        packed: frozenset[int] = frozenset()
         if self._units_bytes <= budget:
             picks: list[int] | None = [0] * len(menus)
+        elif budget < self.smallest:
+            picks = None
+        elif self.packs:
+            picks, packed = _best_packed(menus, budget, self._slots)
         else:
-            picks = _best_picks(menus, budget, self._slots) if budget >= self.smallest else None
+            picks = _best_picks(menus, budget, self._slots)
         if picks is None:
             return None
-        left = max(0, budget - _memory(menus, picks, self._slots)) if menus else budget
         pairs = list(zip(menus, picks, strict=True))
+        left = max(0, budget - memory_bytes(menus, picks, self._slots)) if menus else budget
+        left -= sum(menus[index].stored[picks[index]] for index in packed)
         return Choice(
             streamed=tuple(menu.masks[pick] for menu, pick in pairs),
             slot_bytes=max((menu.sizes[pick] for menu, pick in pairs), default=0),
-            seconds=_pass_seconds(menus, picks, self._slots),
+            seconds=pass_seconds(menus, picks, self._slots, packed),
             cache_bytes=min(left, self.everything - self._units_bytes),
+            packed=packed,
         )
 
     def plans(self, choice: Choice) -> tuple[UnitPlan, ...]:
         """Lay out both parts of every unit; a unit split as before gets the same object."""
-        return tuple(self._plan(index, mask) for index, mask in enumerate(choice.streamed))
+        return tuple(
+            self._plan(index, mask, packed=index in choice.packed)
+            for index, mask in enumerate(choice.streamed)
+        )
 
-    def _plan(self, index: int, mask: int) -> UnitPlan:
-        plan = self._plans.get((index, mask))
+    def _plan(self, index: int, mask: int, *, packed: bool = False) -> UnitPlan:
+        plan = self._plans.get((index, mask, packed))
         if plan is None:
             pieces = self._pieces[index]
-            kept = [p.weights for bit, p in enumerate(pieces) if not mask >> bit & 1]
-            passing = [w for bit, p in enumerate(pieces) if mask >> bit & 1 for w in p.weights]
+            kept = [piece.weights for piece in chosen(pieces, ~mask)]
+            passing = chosen(pieces, mask)
             resident = tuple(map(lay_out, kept))
             between = 0
             if self._takes is not None:
                 taken = sum(map(self._takes, kept))
                 between = max(0, taken - sum(layout.nbytes for layout in resident))
-            plan = UnitPlan(self.units[index].name, resident, lay_out(passing), between=between)
-            self._plans[index, mask] = plan
+            plan = UnitPlan(
+                self.units[index].name,
+                resident,
+                lay_out(weight for piece in passing for weight in piece.weights),
+                tuple(layout for piece in passing for layout in piece.stored) if packed else (),
+                between=between,
+            )
+            self._plans[index, mask, packed] = plan
         return plan
 
     def _smallest_budget(self) -> int:
         menus = self._menus
         splits = (
-            _memory(menus, [menu.fit(size) for menu in menus], self._slots)
-            for size in _slot_sizes(menus)
+            memory_bytes(menus, [menu.fit(size) for menu in menus], self._slots)
+            for size in slot_sizes(menus)
         )
         return min(self._units_bytes, *splits) if menus else 0
 
 
-def _best_picks(menus: Sequence[_Menu], budget: int, slots: int) -> list[int] | None:
+def _best_picks(menus: Sequence[Menu], budget: int, slots: int) -> list[int] | None:
     """The split whose passes take least time, of those that read hardly more than the least.
 
     Mostly that with the smallest buffers that fit. Larger ones may fill the budget better, but not
@@ -186,20 +184,20 @@ def _best_picks(menus: Sequence[_Menu], budget: int, slots: int) -> list[int] | 
     found: list[tuple[float, int, list[int]]] = []
     everything = sum(menu.total for menu in menus)
     least, fastest, tried = math.inf, math.inf, 0
-    for slot_bytes in _slot_sizes(menus):
+    for slot_bytes in slot_sizes(menus):
         bound = everything + slots * slot_bytes - budget  # such buffers never leave less to stream
-        if bound > least * _HARDLY_MORE or bound / _READ_RATE >= fastest:
+        if bound > least * _HARDLY_MORE or bound / READ_RATE >= fastest:
             break
         if found and slot_bytes < tried * _SLOT_STEP:
             continue
         picks = [menu.fit(slot_bytes) for menu in menus]
-        spare = budget - _memory(menus, picks, slots)
+        spare = budget - memory_bytes(menus, picks, slots)
         if spare < 0:
             continue
-        _spend(menus, picks, spare)
+        spend(menus, picks, spare)
         seconds, streamed, tried = (
-            _pass_seconds(menus, picks, slots),
-            _streamed(menus, picks),
+            pass_seconds(menus, picks, slots),
+            streamed_bytes(menus, picks),
             slot_bytes,
         )
         found.append((seconds, streamed, picks))
@@ -208,106 +206,36 @@ def _best_picks(menus: Sequence[_Menu], budget: int, slots: int) -> list[int] | 
     return min(near)[2] if near else None
 
 
-def _pass_seconds(menus: Sequence[_Menu], picks: Sequence[int], slots: int) -> float:
-    """How long a pass takes, once it follows others: one unit is read while others compute."""
-    clock = read = 0.0  # when the unit before has run, and when the last one was read
-    freed = [0.0] * slots
-    turn, before = 0, 0.0
-    for _ in range(2):
-        before = clock
-        for menu, pick in zip(menus, picks, strict=True):
-            size = menu.sizes[pick]
-            if size:
-                read = max(read, freed[turn]) + size / _READ_RATE + _UNIT_SECONDS
-                clock = max(clock, read)
-            clock += menu.total / _COMPUTE_RATE
-            if size:
-                freed[turn] = clock
-                turn = (turn + 1) % slots
-    return clock - before
+def _best_packed(
+    menus: Sequence[Menu], budget: int, slots: int
+) -> tuple[list[int], frozenset[int]]:
+    """The split whose passes take least time where units can be kept as they are stored, and which.
+
+    [Note: packed first] A byte of what is stored saves the reading of itself, one of what is made
+    of it that of a fraction; so what is resident otherwise comes last, and saves the unpacking.
+    """
+    found: list[tuple[float, list[int], frozenset[int]]] = []
+    tried = 0.0
+    for slot_bytes in slot_sizes(menus):
+        if found and slot_bytes < tried * _PACKED_SLOT_STEP:
+            continue
+        tried, picks = slot_bytes, [menu.fit(slot_bytes) for menu in menus]
+        spare = budget - memory_bytes(menus, picks, slots)
+        if spare < 0:
+            continue
+        packed = set()
+        for index in spread(len(menus)):
+            takes = menus[index].stored[picks[index]] if menus[index].packs else 0
+            if 0 < takes <= spare:
+                packed.add(index)
+                spare -= takes
+        if all(index in packed or not menu.packs for index, menu in enumerate(menus)):
+            spend(menus, picks, spare, packed)
+        packed = {index for index in packed if picks[index]}
+        found.append((pass_seconds(menus, picks, slots, packed), picks, frozenset(packed)))
+    return min(found, key=lambda each: each[0])[1:]
 
 
 def is_tiny(weight: Weight) -> bool:
     """Whether a weight is too small to stream."""
     return weight.nbytes <= (_TINY_BYTES if len(weight.shape) > 1 else _TINY_VECTOR_BYTES)
-
-
-def _pieces(weights: Sequence[Weight], takes: Takes | None) -> list[_Piece]:
-    """At most a dozen pieces; weights made by one conversion stay together."""
-
-    def hold_bytes(group: Sequence[Weight]) -> int:
-        return max(_hold_bytes(group), 0 if takes is None else takes(group))
-
-    groups: dict[str, list[Weight]] = {}
-    for weight in weights:
-        groups.setdefault(weight.group or weight.name, []).append(weight)
-    pieces = sorted(
-        (_Piece(tuple(group), hold_bytes(group)) for group in groups.values()),
-        key=lambda piece: piece.hold_bytes,
-        reverse=True,
-    )
-    head, tail = pieces[: _MAX_PIECES - 1], pieces[_MAX_PIECES - 1 :]
-    if tail:
-        merged = tuple(itertools.chain.from_iterable(piece.weights for piece in tail))
-        head.append(_Piece(merged, sum(piece.hold_bytes for piece in tail)))
-    return head
-
-
-def _hold_bytes(group: Sequence[Weight]) -> int:
-    """Never less than what `lay_out` takes: each extent may lose a page at either end."""
-    if group[0].raw:
-        return ceil_page(group[0].nbytes) + PAGE
-    made = sum(weight.nbytes + PAGE for weight in group)
-    if group[0].group is None:
-        return ceil_page(made)
-    return ceil_page(made + sum(ceil_page(source.nbytes) + PAGE for source in group[0].sources))
-
-
-def _menus(pieces: Sequence[Sequence[_Piece]]) -> list[_Menu]:
-    """One menu per unit; units alike share theirs."""
-    cache: dict[tuple[int, ...], _Menu] = {}
-    menus = []
-    for part in pieces:
-        key = tuple(piece.hold_bytes for piece in part)
-        if key not in cache:
-            cache[key] = _Menu(part)
-        menus.append(cache[key])
-    return menus
-
-
-def _slot_sizes(menus: Sequence[_Menu]) -> list[int]:
-    """Slot sizes worth trying, ascending."""
-    return sorted(
-        {size for menu in {id(m): m for m in menus}.values() for size in menu.sizes} - {0}
-    )
-
-
-def _streamed(menus: Sequence[_Menu], picks: Sequence[int]) -> int:
-    return sum(menu.sizes[pick] for menu, pick in zip(menus, picks, strict=True))
-
-
-def _memory(menus: Sequence[_Menu], picks: Sequence[int], slots: int) -> int:
-    streamed = [menu.sizes[pick] for menu, pick in zip(menus, picks, strict=True)]
-    return sum(menu.total for menu in menus) - sum(streamed) + slots * max(streamed)
-
-
-def _spend(menus: Sequence[_Menu], picks: list[int], spare: int) -> None:
-    """Make more resident with what is left, of the unit that streams most of itself first."""
-
-    def entry(index: int) -> tuple[float, float, int]:
-        menu = menus[index]
-        # Units alike are taken in an order that spreads them over the pass.
-        return -menu.sizes[picks[index]] / max(1, menu.total), index * _GOLDEN % 1.0, index
-
-    heap = [entry(index) for index, pick in enumerate(picks) if pick]
-    heapq.heapify(heap)
-    while heap:
-        index = heapq.heappop(heap)[2]
-        menu, pick = menus[index], picks[index]
-        step = menu.sizes[pick] - menu.sizes[pick - 1]
-        if step > spare:
-            continue  # nor will it fit later
-        picks[index] = pick - 1
-        spare -= step
-        if pick > 1:
-            heapq.heappush(heap, entry(index))

@@ -60,6 +60,7 @@ def _figures(plan: Plan, *, batch: int, probed: bool) -> dict[str, object]:
         "reserve_bytes": plan.reserve_bytes,
         "pinned_bytes": plan.pinned_bytes,
         "resident_bytes": plan.resident,
+        "stored_bytes": plan.stored_bytes,
         "buffer_bytes": plan.buffers,
         "slots": plan.slots,
         "scratch_bytes": plan.scratch_bytes,
@@ -115,7 +116,8 @@ def _text(plan: Plan, *, batch: int, probed: bool) -> str:
     source = "measured just now" if probed else "as given"
     speed = _tokens_per_second(plan, batch)
     if plan.fits or speed is None:
-        lines.append("All weights fit: the disk is needed for the first pass only.")
+        some = ", some as they are stored" if plan.stored_bytes else ""
+        lines.append(f"All weights fit{some}: the disk is needed for the first pass only.")
     else:
         per_token = format_size(round(plan.bytes_per_pass / batch))
         if plan.experts is not None:

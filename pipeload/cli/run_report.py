@@ -154,6 +154,8 @@ def describe_plan(plan: Plan) -> str:
         f"{format_size(plan.bytes_per_pass)} are read per token "
         f"({plan.io_mode}, {counted(plan.readers, 'reader')})"
     )
+    if plan.stored_bytes:
+        text += f",\n{format_size(plan.stored_bytes)} stay as they are stored, and are unpacked"
     if plan.experts is not None:
         text += f",\nwith a cache of {format_size(plan.experts.cache_bytes)} for experts"
     if copied is not None:

@@ -58,6 +58,11 @@ class DeviceMemory:
         self.floor_bytes = found.allocated_bytes + found.promised_bytes
         self.reserve_bytes = pass_bytes + found.slack_bytes
 
+    @property
+    def keeps_stored(self) -> bool:
+        """What stays in host memory is copied as it is: a device unpacks nothing."""
+        return False
+
     def takes(self, weights: Sequence[Weight]) -> int:
         """What its allocator takes for weights that lie in one piece of its memory."""
         return self._found.takes(sum(aligned(weight.nbytes) for weight in weights))

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from pipeload.budget.plan import UnitPlan
     from pipeload.checkpoint.file_reads import FileSet
     from pipeload.devices.device_buffers import DeviceSlot
+    from pipeload.prefetch.unit import Unit
     from pipeload.weights.arena import Region, Work
     from pipeload.weights.device_interface import Device
     from pipeload.weights.placement import Convert
@@ -101,9 +102,10 @@ class Hosting:
         return all(part.locked for part in parts if part is not None)
 
     def place(
-        self, plan: UnitPlan, slot: DeviceSlot, files: FileSet, convert: Convert
+        self, unit: Unit, slot: DeviceSlot, files: FileSet, convert: Convert
     ) -> DevicePlacement:
         """What brings a unit into a buffer."""
+        plan = unit.plan
         if not plan.hosted:
             return DevicePlacement(plan.streamed, slot, files, convert)
         part = self._parts.get(plan.name)

@@ -346,4 +346,4 @@ def _reader_of(
 def _unit(build: Build, index: int, places: PlaceMaker) -> Unit:
     plan, (first, *_) = build.plan.units[index], build.parts.specs[index].weights
     rows = (first.first_row, first.first_row + first.shape[0]) if first.whole else (0, 0)
-    return Unit(plan, KeptPieces(places.make, plan.resident), rows=rows)
+    return Unit(plan, KeptPieces(places.make, plan.resident, plan.stored), rows=rows)

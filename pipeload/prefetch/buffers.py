@@ -12,7 +12,6 @@ from pipeload.prefetch.unit import UnitState
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from pipeload.budget.plan import UnitPlan
     from pipeload.budget.read_counters import Counters
     from pipeload.prefetch.unit import Unit
     from pipeload.weights.placement import Place
@@ -32,7 +31,7 @@ class Slots:
         self,
         regions: Sequence[Any],
         units: Sequence[Unit],
-        place: Callable[[UnitPlan, Any], Place],
+        place: Callable[[Unit, Any], Place],
         counters: Counters,
     ) -> None:
         """`place` puts a unit's streamed part into one of `regions`.
@@ -85,7 +84,7 @@ class Slots:
         self._touch(slot, max(self.touched[slot], unit.plan.streamed.nbytes))
         unit.slot = slot
         if slot not in unit.slots:
-            unit.slots[slot] = self._place(unit.plan, self.regions[slot])
+            unit.slots[slot] = self._place(unit, self.regions[slot])
         return unit.slots[slot]
 
     def leave(self, unit: Unit) -> None:

@@ -28,14 +28,13 @@ from pipeload.prefetch.unit import Load, Split, Ticket, Unit, UnitState
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from pipeload.budget.plan import UnitPlan
     from pipeload.checkpoint.file_reads import FileSet
     from pipeload.prefetch.buffers import Buffer
     from pipeload.prefetch.read_order import Order
     from pipeload.weights.arena import Region
     from pipeload.weights.placement import Convert, Place
 
-    MakePlace = Callable[[UnitPlan, Any, FileSet, Convert], Place]
+    MakePlace = Callable[[Unit, Any, FileSet, Convert], Place]
     """Puts a unit's streamed part into one of the buffers."""
 
 # Units being read at once: the second keeps the readers busy while the first one's last chunk ends.
@@ -63,7 +62,7 @@ class Dispatcher:
         self.inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self.counters, self.units = Counters(), units
         self._slots = Slots(
-            slots, units, lambda plan, region: place(plan, region, files, convert), self.counters
+            slots, units, lambda unit, region: place(unit, region, files, convert), self.counters
         )
         self._reads, self._order = Reads(self.counters, scratch, chunk_bytes), order
         self._loading = 0
@@ -130,7 +129,7 @@ class Dispatcher:
             raise reader_died(outcome.error)
         load = outcome.tag
         assert isinstance(load, Load)  # noqa: S101 - only `begin_load` submits
-        self._reads.count(outcome)
+        self._reads.count(load, outcome)
         load.pending -= 1
         load.error = load.error or outcome.error
         if load.pending:

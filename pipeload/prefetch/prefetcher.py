@@ -17,7 +17,7 @@ from pipeload.prefetch.dispatcher import Dispatcher, dispatch
 from pipeload.prefetch.fault_messages import name_block
 from pipeload.prefetch.read_order import LastSeen
 from pipeload.prefetch.unit import Split, Ticket
-from pipeload.weights.placement import Placement
+from pipeload.weights.placement import Placement, UnpackedPlacement
 
 if TYPE_CHECKING:
     import queue
@@ -61,9 +61,12 @@ def _wait_for_ending() -> None:
         thread.join(_END_SECONDS)
 
 
-def place_streamed(plan: UnitPlan, region: Region, files: FileSet, convert: Convert) -> Place:
+def place_streamed(unit: Unit, region: Region, files: FileSet, convert: Convert) -> Place:
     """A unit's streamed part in a buffer."""
-    return Placement(plan.streamed, region, files, convert)
+    streamed, kept = unit.plan.streamed, unit.kept
+    if unit.plan.stored:
+        return UnpackedPlacement(streamed, region, files, convert, lambda: kept.stored)
+    return Placement(streamed, region, files, convert)
 
 
 class Prefetcher:

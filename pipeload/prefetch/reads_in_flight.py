@@ -33,7 +33,8 @@ class Reads:
         self._counters = counters
         self._scratch, self._chunk_bytes = scratch, chunk_bytes
         self._pool: ReaderPool[Region | None] | None = None
-        self._jobs = 0
+        self._jobs = self._reading = 0
+        """In flight, and how many of them read: others make weights of what was read."""
         self._counted_to = 0.0
         """Up to when the time of the jobs in flight is in `read_seconds`."""
 
@@ -50,7 +51,7 @@ class Reads:
         """Wait a while for the readers to end; what they were at is counted no more."""
         assert self._pool is not None  # noqa: S101 - only what is open is closed
         self._pool.join(_JOIN_SECONDS)
-        self._jobs = 0
+        self._jobs = self._reading = 0
 
     def jobs_of(self, placements: Sequence[Place]) -> list[Work]:
         """What has to be read for these places."""
@@ -67,16 +68,19 @@ class Reads:
         if not self._jobs:
             self._counted_to = time.perf_counter()
         self._jobs += len(jobs)
+        self._reading += 0 if load.converting else len(jobs)
         load.pending = len(jobs)
         assert self._pool is not None  # noqa: S101 - nothing is read before `open`
         for job in jobs:
             self._pool.submit(load, job)
 
-    def count(self, outcome: Outcome) -> None:
-        """Take one job that has ended into the running totals."""
+    def count(self, load: Load, outcome: Outcome) -> None:
+        """Take one job of a load that has ended into the running totals."""
+        read = self._reading > 0
         self._jobs -= 1
+        self._reading -= not load.converting
         self._counters.reads += outcome.nbytes > 0
         self._counters.bytes_read += outcome.nbytes
         if outcome.finished > self._counted_to:  # readers may report out of order
-            self._counters.read_seconds += outcome.finished - self._counted_to
+            self._counters.read_seconds += (outcome.finished - self._counted_to) if read else 0.0
             self._counted_to = outcome.finished

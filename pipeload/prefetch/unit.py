@@ -68,7 +68,7 @@ class Unit:
     def adopt(self, plan: UnitPlan) -> None:
         """Keep and stream other parts from now on. It holds no slot and is not in use."""
         self.plan = plan
-        self.kept.keep(plan.resident)
+        self.kept.keep(plan.resident, plan.stored)
         self.slots.clear()
         there = not self.streams and not self.kept.unread
         self.state = UnitState.RESIDENT if there else UnitState.ON_DISK

@@ -27,6 +27,7 @@ _ALIGN = 64
 # Neighbours this close are read in one go. Wider gaps would cost memory that the plan, which weighs
 # weights one by one and grants each a page for its borders, does not count.
 _MAX_GAP_BYTES = PAGE
+_MUCH_SMALLER = 0.75
 
 
 class Repacking(Protocol):
@@ -99,6 +100,15 @@ class Weight:
     def rows_alone(self) -> bool:
         """Whether each row can be read by itself, wherever it is."""
         return self.raw or (self.repacked is not None and self.repacked.unpacks)
+
+    def as_stored(self) -> Weight | None:
+        """Give the bytes that it is unpacked from; None for one that is not, or hardly smaller."""
+        unpacks = self.repacked is not None and self.repacked.unpacks
+        if not unpacks or self.read_bytes > _MUCH_SMALLER * self.nbytes:
+            return None
+        (source,) = self.sources
+        shape = source.shape[0], source.nbytes // source.shape[0]
+        return Weight(self.name, "U8", shape, source.nbytes, (replace(source, dtype="U8"),))
 
     @property
     def read_bytes(self) -> int:

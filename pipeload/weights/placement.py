@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
@@ -118,9 +118,8 @@ class Placement:
 
     def _cast_jobs(self, cast: Cast, chunk_bytes: int) -> Iterator[Work]:
         (source,) = cast.weight.sources
-        if (repacked := cast.weight.repacked) is not None:
-            rows = cast.weight.shape[0]
-            for start, stop in repacked.steps(rows, cast.weight.nbytes // max(1, rows)):
+        if cast.weight.repacked is not None:
+            for start, stop in _steps(cast.weight):
                 yield partial(self._read_repacked, cast, start, stop)
             return
         elements = cast.weight.nbytes // DTYPES[cast.weight.dtype].itemsize
@@ -151,6 +150,56 @@ class Placement:
         with one_conversion:
             self._convert(conversion, stored, self.views)
         return 0
+
+
+class UnpackedPlacement(Placement):
+    """A layout whose every weight is unpacked from what is in memory: nothing is read."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        region: Region,
+        files: FileSet,
+        convert: Convert,
+        stored: Callable[[], Mapping[str, torch.Tensor]],
+    ) -> None:
+        """`stored` gives the stored bytes of [rows, bytes], by weight, once they are there."""
+        super().__init__(layout, region, files, convert)
+        self._stored = stored
+
+    def read_jobs(self, _chunk_bytes: int) -> list[Work]:
+        """List nothing: all is there, or being read by others."""
+        return []
+
+    def convert_jobs(self) -> list[Work]:
+        """List what unpacks some rows each. They may run in any order and at once."""
+        stored = self._stored()
+        return [
+            partial(_unpack, cast.weight, range(*rows), stored[cast.weight.name], self.views)
+            for cast in self._layout.casts
+            for rows in _steps(cast.weight)
+        ]
+
+
+def _unpack(
+    weight: Weight,
+    rows: range,
+    stored: torch.Tensor,
+    views: Mapping[str, torch.Tensor],
+    _scratch: Region | None,
+) -> int:
+    assert weight.repacked is not None  # noqa: S101 - only such are kept as they are stored
+    wanted, repacked = weight.repacked.part(rows.start, rows.stop)
+    into = views[weight.name][rows.start : rows.stop]
+    repacked.fill(stored[wanted.start : wanted.stop], into.view(len(rows), -1))
+    return 0
+
+
+def _steps(weight: Weight) -> Iterable[tuple[int, int]]:
+    """Say which rows of one that is repacked to take at once."""
+    assert weight.repacked is not None  # noqa: S101 - see above
+    rows = weight.shape[0]
+    return weight.repacked.steps(rows, weight.nbytes // max(1, rows))
 
 
 def scratch_of(scratch: Region | None) -> Region:

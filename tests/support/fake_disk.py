@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 from hypothesis import HealthCheck, settings
@@ -20,12 +21,12 @@ from pipeload.prefetch.unit import Unit, UnitState
 from pipeload.weights.arena import Arena, Region
 from pipeload.weights.kept_pieces import KeptPieces
 from pipeload.weights.layout import Conversion, Layout, Weight, lay_out
-from pipeload.weights.placement import Placement
+from pipeload.weights.placement import Placement, make_scratch
 from tests.support.examples import examples
 from tests.support.streaming import WAIT_SECONDS, finish_messages
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from hypothesis.stateful import RuleBasedStateMachine
 
@@ -156,6 +157,7 @@ class Rig(AnyRig):
             self.prefetcher.release(index)
 
 
+ROW_BYTES = 512
 PIECES = (1, 2, 3)
 """Blocks of `UNIT_BYTES` that the pieces of a `PieceRig` unit take."""
 
@@ -183,10 +185,28 @@ def _value(block: int) -> int:
     return unit * len(PIECES) + (within > 0) + (within > 2) + 1
 
 
-class PieceRig(AnyRig):
-    """A prefetcher over units of several pieces, split by a budget that may change."""
+class Doubled:
+    """Makes two bytes of each that is stored, some rows at a time. A `Repacking`."""
 
-    def __init__(self, units: int, *, readers: int = 2) -> None:
+    unpacks: ClassVar[bool] = True
+
+    def steps(self, rows: int, _row_bytes: int) -> Iterator[tuple[int, int]]:
+        return ((start, min(start + 3, rows)) for start in range(0, rows, 3))
+
+    def part(self, start: int, stop: int) -> tuple[range, Doubled]:
+        return range(start, stop), self
+
+    def fill(self, stored: torch.Tensor, out: torch.Tensor) -> None:
+        out.view(*stored.shape, 2).copy_(stored[..., None])
+
+
+class PieceRig(AnyRig):
+    """A prefetcher over units of several pieces, split by a budget that may change.
+
+    If `packed`, they are unpacked, and may stay as they are stored.
+    """
+
+    def __init__(self, units: int, *, readers: int = 2, packed: bool = False) -> None:
         self.files = PieceFiles()
         files = cast("FileSet", self.files)
         specs = []
@@ -195,11 +215,13 @@ class PieceRig(AnyRig):
             for piece, blocks in enumerate(PIECES):
                 start, nbytes = block * UNIT_BYTES, blocks * UNIT_BYTES
                 name = f"{unit}.{piece}"
-                entry = TensorEntry(name, STREAMED, "U8", (nbytes,), start, start + nbytes)
-                weights.append(Weight(name, "U8", (nbytes,), nbytes, (entry,)))
+                shape, ways = (nbytes // ROW_BYTES, ROW_BYTES), 1 + packed
+                entry = TensorEntry(name, STREAMED, "U8", shape, start, start + nbytes)
+                made = Weight(name, "U8", (shape[0], ways * shape[1]), ways * nbytes, (entry,))
+                weights.append(replace(made, repacked=Doubled()) if packed else made)
                 block += blocks
             specs.append(UnitSpec(f"block.{unit}", tuple(weights)))
-        self.residency = Residency(specs, slots=2)
+        self.residency = Residency(specs, slots=2, keeps_stored=packed)
         self.budget = self.residency.smallest
         plans, _ = self._split()
         cpu = torch.device("cpu")
@@ -212,11 +234,11 @@ class PieceRig(AnyRig):
         arena = Arena(2 * largest, device=cpu, huge=False)
         self.regions = [arena.take(largest) for _ in range(2)]
         self.prefetcher = Prefetcher(
-            [Unit(plan, KeptPieces(make, plan.resident)) for plan in plans],
+            [Unit(plan, KeptPieces(make, plan.resident, plan.stored)) for plan in plans],
             slots=self.regions,
             files=files,
             convert=convert,
-            scratch=[None] * readers,
+            scratch=[*make_scratch(readers)],
             chunk_bytes=1 << 20,
         )
         self.plans = plans

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 
 from pipeload.budget.residency import UnitSpec
 from pipeload.checkpoint.headers import TensorEntry
+from pipeload.weights.cast_rows import CastRows
 from pipeload.weights.layout import Weight
 
 if TYPE_CHECKING:
@@ -35,7 +37,12 @@ class Writer:
         self, name: str, items: int, *, kind: str = "raw", gap: int = 0, file: Path = FILES[0]
     ) -> list[Weight]:
         """In bf16. "cast" is stored in fp32; "split" gives two weights made out of one tensor,
-        "joined" one weight made out of two."""
+        "joined" one weight made out of two; "packed" is one in fp32 that is stored in bf16, and
+        unpacked row by row."""
+        if kind == "packed":
+            entry = replace(self.entry(name, "BF16", items, gap=gap, file=file), shape=(items, 1))
+            repacked = CastRows("BF16", 2)
+            return [Weight(name, "F32", (items, 1), 4 * items, (entry,), repacked=repacked)]
         if kind == "split":
             source = self.entry(name, "BF16", 2 * items, gap=gap, file=file)
             return [made(f"{name}.{half}", items, (source,), f"{name}.0") for half in range(2)]

@@ -28,6 +28,7 @@ from pipeload.formats.gguf import kernel
 from tests.support.gguf_models import ARCHITECTURES, load_plain_gguf, save_gguf
 from tests.support.models import skip_or_fail
 from tests.support.streaming import (
+    IDS,
     assert_nothing_held,
     finish_messages,
     generated,
@@ -46,6 +47,8 @@ if TYPE_CHECKING:
 pytest.importorskip("gguf")
 
 SPARE = (0, 400_000, 50_000_000)
+LARGER = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 6}
+"""Enough that what a process takes on is little beside."""
 # Types in turns: those of a usual file, then all that there are.
 USUAL = ("Q4_K", "Q6_K")
 MIXES = {
@@ -233,6 +236,39 @@ def test_what_a_pass_reads(made: Callable[..., Path]) -> None:
         logits(model, ids)
     read = (model.pipeload.stats().bytes_read - before) / 3
     assert stored <= read < 1.5 * stored  # tiny matrices: two pages are much of each
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_kept_as_it_is_stored(dtype: torch.dtype, tmp_path: Path) -> None:
+    """Where the file fits and its floats do not, only the first pass reads; with less more do.
+
+    What is kept follows the limit, and goes with the model.
+    """
+    path = save_gguf(tmp_path, kinds=USUAL, **LARGER)
+    reference = load_plain_gguf(path, dtype=dtype)
+    floats = sum(parameter.nbytes for parameter in reference.parameters())
+    model = load_streamed(path.parent, gguf_file=path.name, dtype=dtype)
+    least, wanted = model.pipeload.plan.memory_limit, logits(reference)
+    for spare, reads in ((0.6, False), (0.15, True), (0.6, False), (0.0, True)):
+        model.pipeload.set_memory_limit(least + int(spare * floats))
+        assert torch.equal(logits(model), wanted)
+        finish_messages(prefetcher_of(model))
+        plan, before = model.pipeload.plan, model.pipeload.stats().bytes_read
+        assert bool(plan.bytes_per_pass) == reads
+        assert not plan.fits
+        assert (plan.stored_bytes > 0) == ("kept as stored" in plan.table()) == (spare > 0)
+        held = prefetcher_of(model).counters.resident_bytes
+        assert held == plan.resident - plan.pinned_bytes
+        assert torch.equal(logits(model), wanted)
+        rows = reference.get_input_embeddings().weight[0].nbytes * IDS.numel()
+        assert (model.pipeload.stats().bytes_read - before > 3 * rows) == reads
+    assert_same(model, reference)
+    model.pipeload.set_memory_limit(least + 3 * floats)
+    assert_same(model, reference)
+    assert model.pipeload.plan.fits
+    model.pipeload.set_memory_limit(least + int(1.5 * floats))
+    model.pipeload.remove()
+    assert torch.equal(logits(model), wanted)
 
 
 # -- ways in ---------------------------------------------------------------------------------------

@@ -18,7 +18,8 @@ from pipeload.budget.make_plan import make_plan
 from pipeload.budget.model_parts import Parts
 from pipeload.budget.plan_options import Options
 from pipeload.budget.reserve import page_table_bytes
-from pipeload.budget.residency import Choice, Residency, UnitSpec, _hold_bytes, is_tiny
+from pipeload.budget.residency import Choice, Residency, UnitSpec, is_tiny
+from pipeload.budget.unit_menus import hold_bytes
 from pipeload.system.pages import PAGE
 from pipeload.weights.layout import Weight
 from tests.support.examples import examples
@@ -40,7 +41,7 @@ def everything(units: Sequence[UnitSpec]) -> int:
 
 def streamed_bytes(residency: Residency, choice: Choice) -> int:
     weights = (w for plan in residency.plans(choice) for w in plan.streamed.weights)
-    return sum(_hold_bytes([weight]) for weight in weights)
+    return sum(hold_bytes([weight]) for weight in weights)
 
 
 def memory_of(residency: Residency, choice: Choice, slots: int) -> int:
@@ -71,6 +72,31 @@ def test_any_choice(units: list[UnitSpec], share: float, slots: int) -> None:
         again is plan
         for again, plan in zip(residency.plans(choice), residency.plans(choice), strict=True)
     )
+
+
+@settings(max_examples=examples(200))
+@given(unit_lists(kinds=("packed", "packed", "raw")), st.floats(0, 1.2), st.integers(1, 3))
+def test_what_may_stay_as_it_is_stored(units: list[UnitSpec], share: float, slots: int) -> None:
+    """The budget is kept, no more is read than without, and nothing at all if all can stay so."""
+    budget = int(everything(units) * share)
+    residency = Residency(units, slots=slots, keeps_stored=True)
+    choice, plain = residency.choose(budget), Residency(units, slots=slots).choose(budget)
+    assert (choice is None) == (plain is None)
+    if choice is None or plain is None:
+        return
+    assert memory_of(residency, choice, slots) <= budget
+    plans = residency.plans(choice)
+    for unit, plan in zip(units, plans, strict=True):
+        both = [w.name for w in (*plan.resident_weights, *plan.streamed.weights)]
+        assert sorted(both) == sorted(weight.name for weight in unit.weights)
+        stored = [weight.name for layout in plan.stored for weight in layout.weights]
+        assert stored in ([], sorted(stored, key=both.index))
+        assert not stored or sorted(stored) == sorted(w.name for w in plan.streamed.weights)
+    if all(weight.repacked for unit in units for weight in unit.weights):
+        largest = max(sum(weight.nbytes for weight in unit.weights) for unit in units)
+        all_stored = sum(w.read_bytes + 2 * PAGE for unit in units for w in unit.weights)
+        if budget >= all_stored + (slots + 1) * (largest + 40 * PAGE):
+            assert not any(plan.streamed_bytes for plan in plans)
 
 
 @given(unit_lists(), st.integers(1, 3))

@@ -36,9 +36,9 @@ class ResplitMachine(RuleBasedStateMachine):
         self.old = 0
         """Bytes that units in use at the last resplit may hold beside the budget."""
 
-    @initialize(readers=st.integers(1, 3))
-    def start(self, readers: int) -> None:
-        self.rig = PieceRig(COUNT, readers=readers)
+    @initialize(readers=st.integers(1, 3), packed=st.booleans())
+    def start(self, readers: int, packed: bool) -> None:
+        self.rig = PieceRig(COUNT, readers=readers, packed=packed)
 
     def streams(self, index: int) -> bool:
         return self.rig.prefetcher.units[index].streams
@@ -185,7 +185,7 @@ class ResplitMachine(RuleBasedStateMachine):
 
 def test_any_order_of_budgets() -> None:
     """Checked by hypothesis; see the rules above."""
-    run_machine(ResplitMachine, 40)
+    run_machine(ResplitMachine, 60)
 
 
 def test_a_buffer_shrinks_under_a_unit_that_stays_in_it() -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import given
 
-from pipeload.budget.residency import _hold_bytes
+from pipeload.budget.unit_menus import hold_bytes
 from pipeload.system.pages import PAGE, ceil_page, floor_page
 from pipeload.weights.layout import Layout, Weight, lay_out
 from tests.support.weights import FILES, Writer, weight_lists
@@ -68,7 +68,7 @@ def test_bounds_of_a_layout(weights: list[Weight]) -> None:
     groups: dict[str, list[Weight]] = {}
     for weight in weights:
         groups.setdefault(weight.group or weight.name, []).append(weight)
-    assert lay_out(weights).nbytes <= sum(_hold_bytes(group) for group in groups.values())
+    assert lay_out(weights).nbytes <= sum(hold_bytes(group) for group in groups.values())
 
 
 @given(weight_lists())
