@@ -52,7 +52,7 @@ def chat(
     with reported(debug=debug, quiet=quiet, smaller_pass=("--tokens",)):
         load("from_pretrained")
         from pipeload.cli import chat as cli_chat
-        from pipeload.cli.run import Arguments
+        from pipeload.cli.asked import Arguments
 
         cli_chat.chat(
             Arguments(

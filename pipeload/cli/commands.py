@@ -18,7 +18,7 @@ from pipeload._sizes import parse_size
 from pipeload.cli import choices
 from pipeload.cli import options as opt
 from pipeload.cli.batch_command import batch
-from pipeload.cli.chat_command import chat
+from pipeload.cli.chat_command import Session, chat
 from pipeload.cli.evaluate_command import evaluate
 from pipeload.cli.exit_status import Commands, load, reported
 from pipeload.cli.log_lines import replace_unprintable
@@ -69,6 +69,7 @@ def run(
     repetition_penalty: opt.RepetitionPenalty = None,
     stop: opt.Stop = None,
     draft: opt.Draft = "off",
+    session: Session = None,
     system: opt.System = None,
     no_chat_template: opt.NoChatTemplate = False,
     io_mode: opt.IoModeOption = choices.IoMode.AUTO,
@@ -82,15 +83,18 @@ def run(
     """Answer a prompt; the text appears token by token, statistics at the end on stderr."""
     if system is not None and no_chat_template:
         raise typer.BadParameter("--system needs the chat template; drop --no-chat-template.")
+    if session is not None and (stop or ranks or draft != "off"):
+        raise typer.BadParameter("--session goes with no --stop, --draft or --ranks; drop it.")
     opt.check_sampling(temperature, seed, top_p, top_k)
     sizes = ("--max-new-tokens", "--tokens")
     with reported(debug=debug, quiet=quiet or json, smaller_pass=sizes):
         text = read_prompt(prompt)
         load("from_pretrained")
         from pipeload.cli import run as cli_run
+        from pipeload.cli.asked import Arguments
 
         cli_run.run(
-            cli_run.Arguments(
+            Arguments(
                 model=model,
                 prompt=text,
                 system=system,
@@ -107,6 +111,7 @@ def run(
                 repetition_penalty=repetition_penalty,
                 stop=tuple(stop or ()),
                 draft=draft,
+                session=session,
                 io_mode=io_mode.value,
                 trace=trace,
                 exact_inputs=exact_inputs,
@@ -184,6 +189,7 @@ def demo(
         load("from_pretrained")
         from pipeload.cli import plan as cli_plan
         from pipeload.cli import run as cli_run
+        from pipeload.cli.asked import Arguments
 
         model = cli_plan.make_demo_model(folder)
         if memory_limit == "auto":
@@ -193,7 +199,7 @@ def demo(
                 )
             )
         cli_run.run(
-            cli_run.Arguments(
+            Arguments(
                 model=model,
                 prompt=DEMO_QUESTION,
                 memory_limit=memory_limit,

@@ -21,7 +21,7 @@ import torch
 from pipeload.checkpoint.file_reads import FileSet
 from pipeload.checkpoint.headers import read_header
 from pipeload.checkpoint.writer import Tensor, make_header
-from pipeload.errors import CheckpointError, OptionError
+from pipeload.errors import CheckpointError, OptionError, PipeloadError
 from pipeload.hf.cache_layers import keys_and_values, made_cache
 from pipeload.system.folder_lock import try_lock
 from pipeload.weights.arena import DTYPES
@@ -179,6 +179,18 @@ class ConversationFile:
             os.fsync(file.fileno())
             file.close()
             part.replace(self._path)
+
+
+def tokens_kept(path: Path) -> int:
+    """How many tokens a conversation in a file has keys of; 0 where that is not to be known.
+
+    Whether it is one is found out by whoever loads it.
+    """
+    try:
+        entries = read_header(path).values() if path.exists() else ()
+    except PipeloadError:
+        return 0
+    return max((entry.shape[2] for entry in entries if len(entry.shape) == 4), default=0)
 
 
 def cannot_keep() -> OptionError:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import secrets
 import sys
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,12 +17,11 @@ import torch
 import pipeload
 from pipeload._sizes import counted
 from pipeload.cli.answer import Answer
+from pipeload.cli.asked import generate_answer, load_asked, with_seed
+from pipeload.cli.conversation import Conversation
+from pipeload.cli.conversation_file import tokens_kept
 from pipeload.cli.draft import LOOKUP, OFF, draft_settings
-from pipeload.cli.load_model import (
-    check_model,
-    load_with,
-    traced,
-)
+from pipeload.cli.load_model import check_model, traced
 from pipeload.cli.log_lines import log, silence_libraries
 from pipeload.cli.progress_bar import first_pass
 from pipeload.cli.prompt import encode
@@ -31,47 +29,9 @@ from pipeload.cli.run_report import count, describe_plan
 from pipeload.entry.texts import check_tokens, load_tokenizer
 from pipeload.errors import OptionError
 from pipeload.ring.joining import wanted_size
-from pipeload.serving.answer_text import StopAt
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Arguments:
-    """What was typed behind the command."""
-
-    model: str
-    prompt: str
-    memory_limit: str
-    device: str = "cpu"
-    host_memory_limit: str | None = None
-    max_new_tokens: int
-    tokens: int | None = None
-    """The longest sequence to keep memory free for; None is what can come of the prompt."""
-    system: str | None = None
-    dtype: str = "auto"
-    seed: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    repetition_penalty: float | None = None
-    stop: tuple[str, ...] = ()
-    draft: str = OFF
-    session: Path | None = None
-    """The file that a chat is kept in."""
-    io_mode: str = "auto"
-    trace: Path | None = None
-    exact_inputs: bool = False
-    ranks: int | str | None = None
-    chat_template: bool = True
-    json: bool = False
-
-    @property
-    def samples(self) -> bool:
-        """Whether tokens are drawn, and not the likeliest taken."""
-        asked = (self.seed, self.temperature or None, self.top_p, self.top_k)
-        return any(value is not None for value in asked)
+    from pipeload.cli.asked import Arguments
 
 
 def run(asked: Arguments, *, debug: bool) -> None:
@@ -106,21 +66,19 @@ def _run(asked: Arguments) -> None:
     tokenizer = load_tokenizer(asked.model)
     inputs = encode(tokenizer, asked.prompt, system=asked.system, chat_template=asked.chat_template)
     prompt_tokens = int(inputs["input_ids"].shape[1])
-    if asked.ranks is None:
-        asked = with_seed(asked)
-    else:
-        torch.seed()
     started = time.perf_counter()
-    asked = replace(asked, tokens=asked.tokens or prompt_tokens + asked.max_new_tokens)
-    model = load_asked(asked, asked.model)
-    if asked.ranks is not None:  # its ranks draw the same numbers from here on: those of rank 0
-        asked = with_seed(asked, lambda most: int(torch.randint(most, ())))
+    kept = 0 if asked.session is None else tokens_kept(asked.session)
+    asked = replace(asked, tokens=asked.tokens or kept + prompt_tokens + asked.max_new_tokens)
+    asked, model = _load(asked)
     guesses = draft_settings(
         asked.draft, tokenizer, asked.model, partial(load_asked, replace(asked, dtype="auto"))
     )
     check_tokens(asked.model, model, int(inputs["input_ids"].max()))
-    beyond = _warn_of_positions(model, prompt_tokens, asked.max_new_tokens)
+    beyond = _warn_of_positions(model, kept + prompt_tokens, asked.max_new_tokens)
     log.info("%s", describe_plan(pipeload.handle(model).plan))
+    talk = Conversation(model, tokenizer, asked)
+    if asked.session is not None:
+        talk.go_on()
     loaded = time.perf_counter()
     with traced(model, asked.trace), first_pass(model) as shown:
         answer = Answer(
@@ -133,7 +91,10 @@ def _run(asked: Arguments) -> None:
         if asked.seed is not None:
             torch.manual_seed(asked.seed)
         try:
-            generate_answer(model, tokenizer, inputs, answer, asked, more=guesses)
+            if asked.session is None:
+                generate_answer(model, tokenizer, inputs, answer, asked, more=guesses)
+            else:
+                prompt_tokens = talk.turn(asked.prompt, answer)
         except KeyboardInterrupt:  # what came until then is worth its figures
             if answer.tokens:
                 answer.end()
@@ -147,29 +108,18 @@ def _run(asked: Arguments) -> None:
                 f"ask for fewer tokens: --max-new-tokens {max(1, beyond - prompt_tokens)}."
             ) from error
     _report(asked, answer, prompt_tokens, loaded - started, loaded)
+    talk.write()
 
 
-def with_seed(asked: Arguments, draw: Callable[[int], int] = secrets.randbelow) -> Arguments:
-    """The same with a seed where tokens are drawn: one that is told, if none was given.
-
-    `draw`: a number below another.
-    """
-    if not asked.samples or asked.seed is not None:
-        return asked
-    seed = draw(1 << 32)
-    log.info("sampling, as --seed %d does again", seed)
-    return replace(asked, seed=seed)
-
-
-def load_asked(asked: Arguments, model: str) -> Any:
-    """A model under the limit, and with the options, that were asked for."""
-    return load_with(
-        model,
-        asked,
-        tokens=asked.tokens,
-        exact_inputs=asked.exact_inputs,
-        **({} if asked.ranks is None or model != asked.model else {"ranks": asked.ranks}),
-    )
+def _load(asked: Arguments) -> tuple[Arguments, Any]:
+    """The model, and what was asked for with the seed that its tokens are drawn with."""
+    if asked.ranks is None:
+        asked = with_seed(asked)
+        return asked, load_asked(asked, asked.model)
+    torch.seed()
+    model = load_asked(asked, asked.model)
+    # Its ranks draw the same numbers from here on: those of rank 0.
+    return with_seed(asked, lambda most: int(torch.randint(most, ()))), model
 
 
 def _warn_of_positions(model: Any, prompt_tokens: int, new_tokens: int) -> int:
@@ -185,34 +135,6 @@ def _warn_of_positions(model: Any, prompt_tokens: int, new_tokens: int) -> int:
         new_tokens,
     )
     return positions
-
-
-def generate_answer(
-    model: Any,
-    tokenizer: Any,
-    inputs: dict[str, torch.Tensor],
-    answer: Answer,
-    asked: Arguments,
-    *,
-    more: dict[str, Any],
-) -> Any:
-    """Have the library generate as it was asked for; `more` are further arguments of it.
-
-    Returns what it gives. Where it samples, the caller has set the seed.
-    """
-    settings = {"repetition_penalty": asked.repetition_penalty, **more}
-    if asked.samples:
-        settings |= {name: getattr(asked, name) for name in ("temperature", "top_p", "top_k")}
-    if asked.stop:
-        prompt_tokens = inputs["input_ids"].shape[1]
-        settings["stopping_criteria"] = [StopAt(tokenizer, asked.stop, prompt_tokens=prompt_tokens)]
-    return model.generate(
-        **{name: values.to(model.device) for name, values in inputs.items()},
-        **{name: value for name, value in settings.items() if value is not None},
-        max_new_tokens=asked.max_new_tokens,
-        do_sample=asked.samples,
-        streamer=answer,
-    )
 
 
 def _report(

@@ -15,11 +15,12 @@ import torch
 import transformers
 
 from pipeload.budget.usage_trial import CACHES
-from pipeload.cli import chat, conversation_file
+from pipeload.cli import conversation as conv
+from pipeload.cli import conversation_file
 from pipeload.cli.answer import Answer
-from pipeload.cli.chat import Conversation
+from pipeload.cli.asked import Arguments
+from pipeload.cli.conversation import Conversation
 from pipeload.cli.conversation_file import ConversationFile, Talk
-from pipeload.cli.run import Arguments
 from pipeload.errors import CheckpointError, OptionError, PipeloadError
 from pipeload.hf.cache_layers import made_cache
 from pipeload.weights.read_tensor import read_whole
@@ -44,15 +45,14 @@ def typed(folder: Path, *lines: str, more: tuple[object, ...] = ()) -> Any:
     return invoke("chat", folder, *options, stdin="".join(f"{line}\n" for line in lines))
 
 
-def plain_talk(folder: Path, lines: list[str]) -> list[str]:
+def plain_talk(folder: Path, lines: list[str], template: str = "<user>{}<answer>") -> list[str]:
     """The library's own, with the cache of each turn passed on to the next one."""
     model, tokenizer = load_plain(folder), tokenizer_of(folder)
     answers: list[str] = []
     kept: dict[str, Any] = {}
     ids = torch.empty((1, 0), dtype=torch.long)
     for line in lines:
-        text = f"<user>{line}<answer>"
-        new = tokenizer(text, return_tensors="pt")["input_ids"]
+        new = tokenizer(template.format(line), return_tensors="pt")["input_ids"]
         ids = torch.cat([ids, new], dim=1)
         output = model.generate(
             ids,
@@ -441,16 +441,49 @@ def test_an_adapter_is_another_model(
 ) -> None:
     """As is one with other settings; the library's version does not matter."""
     model = load_streamed(going_on)
-    base = chat._whose(model, str(going_on))
+    base = conv._whose(model, str(going_on))
     model.config.transformers_version = "0"
-    assert chat._whose(model, str(going_on)) == base
+    assert conv._whose(model, str(going_on)) == base
     adapter = tmp_path / "adapter"
     adapter.mkdir()
     (adapter / "adapter_config.json").write_text("{}")
     weights = adapter / "adapter_model.safetensors"
     weights.write_bytes(b"some")
-    first = chat._whose(model, str(adapter))
+    first = conv._whose(model, str(adapter))
     weights.write_bytes(b"more")
-    assert len({base, first, chat._whose(model, str(adapter))}) == 3
+    assert len({base, first, conv._whose(model, str(adapter))}) == 3
     monkeypatch.setattr(model.config, "rope_parameters", {"rope_type": "default", "rope_theta": 7})
-    assert chat._whose(model, str(going_on)) != base
+    assert conv._whose(model, str(going_on)) != base
+
+
+@pytest.mark.parametrize("template", ["<user>{}<answer>", "{}"])
+def test_run_goes_on(going_on: Path, tmp_path: Path, template: str) -> None:
+    """A run is the next turn of what the file holds; without a template, more of one text."""
+    more = () if template != "{}" else ("--no-chat-template",)
+    wanted, session = plain_talk(going_on, LINES, template), tmp_path / "talk"
+    for line, text in zip(LINES, wanted, strict=True):
+        options = ("--session", session, "--max-new-tokens", NEW, *more)
+        shown = invoke("run", going_on, line, *options)
+        assert (shown.exit_code, shown.stdout) == (0, f"{text}\n"), shown.output
+    held = session.read_bytes()
+    shown = invoke("run", going_on, "More", "--quiet", "--session", session, "--tokens", 9, *more)
+    assert_one_line(shown, 1, "memory is kept free for 9")
+    assert session.read_bytes() == held
+
+
+@pytest.mark.parametrize("option", [("--stop", "."), ("--draft", "lookup"), ("--ranks", 2)])
+def test_what_no_session_can_keep(talker: Path, tmp_path: Path, option: tuple[object, ...]) -> None:
+    """Tokens that are not shown, or that others have."""
+    shown = invoke("run", talker, "Hi", "--session", tmp_path / "talk", *option)
+    assert shown.exit_code == 2
+    assert "--session goes with no" in " ".join(shown.stderr.split())
+
+
+def test_tokens_of_no_conversation(tmp_path: Path) -> None:
+    """None are known of a file that is missing, or no conversation: others say so."""
+    path = tmp_path / "talk"
+    assert conversation_file.tokens_kept(path) == 0
+    path.write_text("no conversation")
+    assert conversation_file.tokens_kept(path) == 0
+    ConversationFile(path, "x").save(Talk([], "a", torch.tensor([[1, 2, 3]]), pairs(2)))
+    assert conversation_file.tokens_kept(path) == 2
