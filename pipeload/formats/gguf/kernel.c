@@ -80,15 +80,16 @@ TARGET static void q8_0(const uint8_t *restrict block, float *restrict out)
         out[i] = (float)(int8_t)block[2 + i] * d;
 }
 
+static const float iq4_levels[16] = {-127, -104, -83, -65, -49, -35, -22, -10,
+                                     1,    13,   25,  38,  53,  69,  89,  113};
+
 TARGET static void iq4_nl(const uint8_t *restrict block, float *restrict out)
 {
-    static const float levels[16] = {-127, -104, -83, -65, -49, -35, -22, -10,
-                                     1,    13,   25,  38,  53,  69,  89,  113};
     const float d = half(block);
     const uint8_t *q = block + 2;
     for (int i = 0; i < 16; i++) {
-        out[i] = d * levels[q[i] & 15];
-        out[i + 16] = d * levels[q[i] >> 4];
+        out[i] = d * iq4_levels[q[i] & 15];
+        out[i + 16] = d * iq4_levels[q[i] >> 4];
     }
 }
 
@@ -109,14 +110,18 @@ TARGET static void q2_k(const uint8_t *restrict block, float *restrict out)
     }
 }
 
+/* Six bits of the scale of one of sixteen parts, out of twelve bytes. */
+static inline int third_scale(const uint8_t *at, int part)
+{
+    return ((at[part % 8] >> part / 8 * 4 & 15) | (at[8 + part % 4] >> part / 4 * 2 & 3) << 4) - 32;
+}
+
 TARGET static void q3_k(const uint8_t *restrict block, float *restrict out)
 {
     const uint8_t *third = block, *q = block + 32, *scales = block + 96;
     const float d = half(block + 108);
     for (int part = 0; part < 16; part++) {
-        const int low = scales[part % 8] >> part / 8 * 4 & 15;
-        const int high = scales[8 + part % 4] >> part / 4 * 2 & 3;
-        const float scale = d * (float)((low | high << 4) - 32);
+        const float scale = d * (float)third_scale(scales, part);
         const uint8_t *bytes = q + part / 8 * 32 + part % 2 * 16;
         const uint8_t *bits = third + part % 2 * 16;
         const int shift = part / 2 % 4 * 2, bit = part / 2;
@@ -198,19 +203,238 @@ TARGET static inline __m256i rounded(__m256 values)
     return _mm256_blendv_epi8(sums, _mm256_set1_epi32(0x7fc0), no_number);
 }
 
+/* 16 values of two bytes each. */
+TARGET static inline __m256i two_bytes(__m256 a, __m256 b, int kind)
+{
+    if (kind == FLOAT16)
+        return _mm256_set_m128i(_mm256_cvtps_ph(b, _MM_FROUND_TO_NEAREST_INT),
+                                _mm256_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT));
+    return _mm256_permute4x64_epi64(_mm256_packus_epi32(rounded(a), rounded(b)), 0xD8);
+}
+
 /* count: a multiple of 16. */
 TARGET static void put(const float *values, int count, char *out, int kind)
 {
-    for (int i = 0; i < count; i += 16) {
-        const __m256 a = _mm256_loadu_ps(values + i), b = _mm256_loadu_ps(values + i + 8);
-        __m128i *at = (__m128i *)(out + 2 * i);
-        if (kind == FLOAT16) {
-            _mm_storeu_si128(at, _mm256_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT));
-            _mm_storeu_si128(at + 1, _mm256_cvtps_ph(b, _MM_FROUND_TO_NEAREST_INT));
-        } else {
-            const __m256i lanes = _mm256_packus_epi32(rounded(a), rounded(b));
-            _mm256_storeu_si256((__m256i *)at, _mm256_permute4x64_epi64(lanes, 0xD8));
+    for (int i = 0; i < count; i += 16)
+        _mm256_storeu_si256(
+            (__m256i *)(out + 2 * i),
+            two_bytes(_mm256_loadu_ps(values + i), _mm256_loadu_ps(values + i + 8), kind));
+}
+
+/* [Note: tables] Values that share a scale are of 4 to 32 kinds, fewer than there are of them: for
+   two-byte floats those are computed and rounded once, and looked up by bytes, 32 at a time. A half
+   of a register has a table of its own. */
+
+typedef struct {
+    __m256 first, last;
+} Levels;
+
+typedef struct {
+    __m256i low, high; /* bytes of 16 floats, for each half */
+} Table;
+
+/* scale * number, with a `least` value added: it is taken away where the package does so, which is
+   the same as to add what is its opposite. */
+TARGET static inline Levels levels_from(float scale, float number, float least)
+{
+    const __m256 ramp = _mm256_setr_ps(0, 1, 2, 3, 4, 5, 6, 7), times = _mm256_set1_ps(scale);
+    const __m256 first = _mm256_add_ps(ramp, _mm256_set1_ps(number));
+    const __m256 last = _mm256_add_ps(first, _mm256_set1_ps(8)), more = _mm256_set1_ps(least);
+    return (Levels){_mm256_add_ps(_mm256_mul_ps(times, first), more),
+                    _mm256_add_ps(_mm256_mul_ps(times, last), more)};
+}
+
+/* The same without a least value: a zero keeps its sign. */
+TARGET static inline Levels levels_of(float scale, float number)
+{
+    const __m256 ramp = _mm256_setr_ps(0, 1, 2, 3, 4, 5, 6, 7), times = _mm256_set1_ps(scale);
+    const __m256 first = _mm256_add_ps(ramp, _mm256_set1_ps(number));
+    const __m256 last = _mm256_add_ps(first, _mm256_set1_ps(8));
+    return (Levels){_mm256_mul_ps(times, first), _mm256_mul_ps(times, last)};
+}
+
+TARGET static inline Table tables_of(Levels one, Levels other, int kind)
+{
+    const __m256i byte = _mm256_set1_epi16(0xff);
+    const __m256i a = two_bytes(one.first, one.last, kind);
+    const __m256i b = two_bytes(other.first, other.last, kind);
+    const __m256i lows = _mm256_packus_epi16(_mm256_and_si256(a, byte), _mm256_and_si256(b, byte));
+    const __m256i highs = _mm256_packus_epi16(_mm256_srli_epi16(a, 8), _mm256_srli_epi16(b, 8));
+    return (Table){_mm256_permute4x64_epi64(lows, 0xD8), _mm256_permute4x64_epi64(highs, 0xD8)};
+}
+
+TARGET static inline Table table_of(Levels levels, int kind)
+{
+    return tables_of(levels, levels, kind);
+}
+
+/* The table of one half, for both. */
+TARGET static inline Table half_of(Table table, int half)
+{
+    if (half)
+        return (Table){_mm256_permute4x64_epi64(table.low, 0xEE),
+                       _mm256_permute4x64_epi64(table.high, 0xEE)};
+    return (Table){_mm256_permute4x64_epi64(table.low, 0x44),
+                   _mm256_permute4x64_epi64(table.high, 0x44)};
+}
+
+TARGET static inline void join(__m256i low, __m256i high, char *out)
+{
+    const __m256i a = _mm256_unpacklo_epi8(low, high), b = _mm256_unpackhi_epi8(low, high);
+    _mm256_storeu_si256((__m256i *)out, _mm256_permute2x128_si256(a, b, 0x20));
+    _mm256_storeu_si256((__m256i *)out + 1, _mm256_permute2x128_si256(a, b, 0x31));
+}
+
+/* which: below 16. */
+TARGET static inline void look_up(Table table, __m256i which, char *out)
+{
+    join(_mm256_shuffle_epi8(table.low, which), _mm256_shuffle_epi8(table.high, which), out);
+}
+
+/* upper: bytes of ones where the value is one of the second table. */
+TARGET static inline void look_up_two(Table first, Table second, __m256i which, __m256i upper,
+                                      char *out)
+{
+    const __m256i low = _mm256_blendv_epi8(_mm256_shuffle_epi8(first.low, which),
+                                           _mm256_shuffle_epi8(second.low, which), upper);
+    const __m256i high = _mm256_blendv_epi8(_mm256_shuffle_epi8(first.high, which),
+                                            _mm256_shuffle_epi8(second.high, which), upper);
+    join(low, high, out);
+}
+
+/* Some bits of each of 32 bytes, from `shift` on. */
+TARGET static inline __m256i bits_of(const uint8_t *bytes, int shift, char mask)
+{
+    const __m256i all = _mm256_loadu_si256((const __m256i *)bytes);
+    return _mm256_and_si256(_mm256_srl_epi16(all, _mm_cvtsi32_si128(shift)),
+                            _mm256_set1_epi8(mask));
+}
+
+/* The lower halves of 16 bytes, then the upper ones. */
+TARGET static inline __m256i halves_of(const uint8_t *bytes)
+{
+    const __m128i all = _mm_loadu_si128((const __m128i *)bytes);
+    const __m256i both = _mm256_set_m128i(_mm_srli_epi16(all, 4), all);
+    return _mm256_and_si256(both, _mm256_set1_epi8(15));
+}
+
+/* Bytes of ones where a bit is set. */
+TARGET static inline __m256i spread_bits(uint32_t bits)
+{
+    const __m256i bytes = _mm256_shuffle_epi8(
+        _mm256_set1_epi32((int)bits),
+        _mm256_setr_epi8(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1, 2, 2, 2, 2, 2, 2, 2, 2, 3,
+                         3, 3, 3, 3, 3, 3, 3));
+    const __m256i each = _mm256_set1_epi64x((int64_t)0x8040201008040201);
+    return _mm256_cmpeq_epi8(_mm256_and_si256(bytes, each), each);
+}
+
+TARGET static void two_bytes_by_32(const uint8_t *block, char *out, int type, int kind)
+{
+    const float d = half(block), m = half(block + 2);
+    const __m256 times = _mm256_set1_ps(d);
+    Levels levels;
+    switch (type) {
+    case Q4_0: look_up(table_of(levels_of(d, -8), kind), halves_of(block + 2), out); break;
+    case Q4_1: look_up(table_of(levels_from(d, 0, m), kind), halves_of(block + 4), out); break;
+    case IQ4_NL:
+        levels.first = _mm256_mul_ps(times, _mm256_loadu_ps(iq4_levels));
+        levels.last = _mm256_mul_ps(times, _mm256_loadu_ps(iq4_levels + 8));
+        look_up(table_of(levels, kind), halves_of(block + 2), out);
+        break;
+    case Q5_0:
+        look_up_two(table_of(levels_of(d, -16), kind), table_of(levels_of(d, 0), kind),
+                    halves_of(block + 6), spread_bits(word(block + 2)), out);
+        break;
+    default: /* Q5_1 */
+        look_up_two(table_of(levels_from(d, 0, m), kind), table_of(levels_from(d, 16, m), kind),
+                    halves_of(block + 8), spread_bits(word(block + 4)), out);
+    }
+}
+
+/* Of 256 values, parts `part` and `part + 1`, which are the halves of the same 32 bytes. */
+TARGET static inline void two_parts(const uint8_t *block, int part, float *scale, float *least)
+{
+    const float d = half(block), dmin = half(block + 2);
+    for (int i = 0; i < 2; i++) {
+        int times, minus;
+        six_bits(block + 4, part + i, &times, &minus);
+        scale[i] = d * (float)times;
+        least[i] = -(dmin * (float)minus);
+    }
+}
+
+TARGET static void two_bytes_q4_k(const uint8_t *block, char *out, int kind)
+{
+    for (int part = 0; part < 8; part += 2) {
+        float scale[2], least[2];
+        two_parts(block, part, scale, least);
+        const Table both = tables_of(levels_from(scale[0], 0, least[0]),
+                                     levels_from(scale[1], 0, least[1]), kind);
+        for (int i = 0; i < 2; i++)
+            look_up(half_of(both, i), bits_of(block + 16 + part / 2 * 32, 4 * i, 15),
+                    out + 64 * (part + i));
+    }
+}
+
+TARGET static void two_bytes_q5_k(const uint8_t *block, char *out, int kind)
+{
+    for (int part = 0; part < 8; part += 2) {
+        float scale[2], least[2];
+        two_parts(block, part, scale, least);
+        const Table first = tables_of(levels_from(scale[0], 0, least[0]),
+                                      levels_from(scale[1], 0, least[1]), kind);
+        const Table second = tables_of(levels_from(scale[0], 16, least[0]),
+                                       levels_from(scale[1], 16, least[1]), kind);
+        for (int i = 0; i < 2; i++) {
+            const __m256i one = _mm256_set1_epi8(1);
+            const __m256i upper = _mm256_cmpeq_epi8(bits_of(block + 16, part + i, 1), one);
+            const __m256i which = bits_of(block + 48 + part / 2 * 32, 4 * i, 15);
+            look_up_two(half_of(first, i), half_of(second, i), which, upper, out + 64 * (part + i));
         }
+    }
+}
+
+TARGET static void two_bytes_q2_k(const uint8_t *block, char *out, int kind)
+{
+    const float d = half(block + 80), dmin = half(block + 82);
+    for (int part = 0; part < 16; part += 2) {
+        Levels levels[2];
+        for (int i = 0; i < 2; i++) {
+            const uint8_t scales = block[part + i];
+            levels[i] = levels_from(d * (float)(scales & 15), 0, -(dmin * (float)(scales >> 4)));
+        }
+        const __m256i which = bits_of(block + 16 + part / 8 * 32, part / 2 % 4 * 2, 3);
+        look_up(tables_of(levels[0], levels[1], kind), which, out + 32 * part);
+    }
+}
+
+TARGET static void two_bytes_q3_k(const uint8_t *block, char *out, int kind)
+{
+    const float d = half(block + 108);
+    for (int part = 0; part < 16; part += 2) {
+        const Levels first = levels_of(d * (float)third_scale(block + 96, part), -4);
+        const Levels second = levels_of(d * (float)third_scale(block + 96, part + 1), -4);
+        const __m256i low = bits_of(block + 32 + part / 8 * 32, part / 2 % 4 * 2, 3);
+        const __m256i third = _mm256_slli_epi16(bits_of(block, part / 2, 1), 2);
+        look_up(tables_of(first, second, kind), _mm256_or_si256(low, third), out + 32 * part);
+    }
+}
+
+/* Values of two bytes; 0 where there are as many levels as values. */
+TARGET static int by_table(const uint8_t *block, char *out, int type, int kind)
+{
+    switch (type) {
+    case Q4_0:
+    case Q4_1:
+    case Q5_0:
+    case Q5_1:
+    case IQ4_NL: two_bytes_by_32(block, out, type, kind); return 1;
+    case Q2_K: two_bytes_q2_k(block, out, kind); return 1;
+    case Q3_K: two_bytes_q3_k(block, out, kind); return 1;
+    case Q4_K: two_bytes_q4_k(block, out, kind); return 1;
+    case Q5_K: two_bytes_q5_k(block, out, kind); return 1;
+    default: return 0;
     }
 }
 
@@ -251,7 +475,7 @@ TARGET int fill(const uint8_t *stored, char *out, const int64_t *order, int64_t 
         for (int64_t block = 0; block < blocks; block++) {
             if (kind == FLOAT32) {
                 unpack(in, (float *)to);
-            } else {
+            } else if (!by_table(in, to, type, kind)) {
                 unpack(in, made);
                 put(made, (int)values, to, kind);
             }
