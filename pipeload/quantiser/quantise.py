@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import math
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import transformers
@@ -22,13 +24,14 @@ from pipeload.errors import (
 from pipeload.hf.takeover import peek
 from pipeload.quantiser import calibration, experts, model_card
 from pipeload.quantiser.calibration_text import find_text
-from pipeload.quantiser.folder import Origin, complete, write_weights
+from pipeload.quantiser.folder import Origin, complete, copy_rest, write_weights
 from pipeload.quantiser.options import choose, make_form, make_head_form
 from pipeload.quantiser.resumable_shards import Output, divide
 from pipeload.quantiser.tensor import ROUNDED_BYTES_PER_ITEM, Reading, copied, items_at_once
 
 if TYPE_CHECKING:
     import os
+    from collections.abc import Mapping
 
     from pipeload.hf.pending_load import PendingLoad
     from pipeload.quantiser.calibration import Importances
@@ -118,6 +121,8 @@ class Made(NamedTuple):
 
     folder: Path
     floats: Floats
+    rounded: Mapping[str, int] = MappingProxyType({})
+    """How many Linears of integers had to be rounded again, by what those were."""
 
 
 def make(
@@ -201,7 +206,8 @@ def make(
             floats,
             pending.checkpoint.total_bytes,
         )
-        complete(output, origin, changes, making, source.parts)
+        rest = partial(copy_rest, origin.files[0].parent, changes)
+        complete(output, origin, rest, making, source.parts)
     if floats.share > _MOST_FLOATS:
         _log.warning("%s of %s stayed floats", floats.described(), pretrained)
     return Made(Path(target), floats)

@@ -177,6 +177,15 @@ class Output:
                 os.fsync(file.fileno())
             part.replace(self.folder / name)
 
+    def save(self, save: Callable[[Path], object]) -> None:
+        """Have something write its files into the folder.
+
+        Raises:
+            OptionError: the disk is full, or cannot be written to.
+        """
+        with _writing(self.folder):
+            save(self.folder)
+
     def copy(self, file: Path) -> None:
         """Copy a file under its own name.
 
