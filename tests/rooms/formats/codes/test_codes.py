@@ -47,6 +47,12 @@ ORIGINAL = {
 }
 
 
+def intx(dtype: str, packing: str) -> dict[str, Any]:
+    """What torchao says of integers of any bits."""
+    data = {"weight_dtype": {"_data": dtype}, "intx_packing_format": {"_data": packing}}
+    return {"quant_type": {"default": {"_type": "IntxWeightOnlyConfig", "_data": data}}}
+
+
 def find(settings: dict[str, Any], tensors: dict[str, torch.Tensor]) -> list[CodedWeight]:
     """What a format finds."""
     named = settings if "quant_method" in settings else {"quant_method": "mlx", **settings}
@@ -139,6 +145,10 @@ def test_ragged_groups(group_of: list[int], groups: int) -> None:
         ("compressed-tensors", {"config_groups": {}}, "bits"),
         ("compressed-tensors", {"sparsity_config": {"format": "sparse"}}, "sparse"),
         ("mlx", {"mode": "mxfp4"}, "mode 'mxfp4'"),
+        ("torchao, int8", {"quant_type": "int8_weight_only"}, "quant_type 'int8_weight_only'"),
+        ("torchao, int8", {"quant_type": {"default": {"_type": "Int4WeightOnlyConfig"}}}, "Int4W"),
+        ("torchao, int8", intx("int4", "OPAQUE_ATEN"), "packing format 'OPAQUE_ATEN'"),
+        ("torchao, int8", intx("int3", "UNPACKED_TO_INT8"), "its codes are 'int3'"),
         ("mlx", {"model.layers.0": {"bits": 8, "group_size": 64}}, "'model.layers.0' has 8 bits"),
     ],
 )
@@ -190,7 +200,7 @@ def test_tensors_that_do_not_fit(name: str) -> None:
     """One that is missing, of another length or dtype is named, with what was wanted."""
     way = WAYS[name]
     tensors = way.pack("w.", random_codes((48, 256), way, torch.Generator(), torch.float16))
-    known_by = ("qweight", "weight_packed", "scales", "weight_scale")
+    known_by = ("qweight", "weight_packed", "scales", "w.weight_scale", "W_q", "_weight_qdata")
     for key in tensors:
         other = {**tensors, key: torch.zeros(3, 3, 3, dtype=torch.float64)}
         with pytest.raises(CheckpointError, match=f"'{key}'.*wanted"):
@@ -207,6 +217,50 @@ def test_what_config_says_and_what_is_stored() -> None:
     tensors["w.weight_shape"] = torch.tensor([64, 60])
     with pytest.raises(CheckpointError, match="said to be"):
         decoded(WAYS["compressed-tensors"].settings, tensors)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("axis", 0, "'w.weight' has axis 0, not 1"),
+        ("quant_zero", 1, "has quant_zero 1"),
+        ("view_as_float", 1, "has view_as_float 1"),
+        ("packing", [*b"3bit_32"], "is packed as '3bit_32'"),
+    ],
+)
+def test_what_hqq_says_beside_a_weight(key: str, value: Any, words: str) -> None:
+    """Groups along columns, and other packings, are refused by name."""
+    tensors = WAYS["hqq"].pack("w.", known_codes())
+    tensors[f"w.{key}"] = torch.tensor(value, dtype=tensors[f"w.{key}"].dtype)
+    with pytest.raises(UnsupportedModelError, match=words):
+        find(WAYS["hqq"].settings, tensors)
+
+
+def test_a_shape_that_hqq_does_not_hold() -> None:
+    """As many codes as it says, or it is no whole file."""
+    tensors = WAYS["hqq"].pack("w.", known_codes())
+    tensors["w.shape"] = torch.tensor([64, 60])
+    with pytest.raises(CheckpointError, match=r"of \[64, 60\], and its codes are 128 groups of 32"):
+        find(WAYS["hqq"].settings, tensors)
+
+
+def test_hqq_of_8_bits() -> None:
+    """A group in each line."""
+    tensors = WAYS["hqq"].pack("w.", known_codes())
+    codes = torch.arange(64 * 64).view(128, 32) % 251
+    tensors["w.W_q"] = codes.to(torch.uint8)
+    tensors["w.packing"] = torch.tensor([*b"8bit_u8"], dtype=torch.uint8)
+    found = decoded(WAYS["hqq"].settings, tensors)
+    assert torch.equal(found.rows(8, 24), tensors["w.W_q"].view(64, 64)[8:24])
+
+
+def test_codes_of_torchao_that_are_too_large() -> None:
+    """They are stored in bytes, and have to be of the bits that the settings say."""
+    way = WAYS["torchao, int4"]
+    tensors = way.pack("w.", known_codes())
+    tensors["w._weight_qdata"][3, 3] = 8
+    with pytest.raises(CheckpointError, match="other values than -8 to 7"):
+        decoded(way.settings, tensors).rows(0, 64)
 
 
 def test_names() -> None:
