@@ -297,7 +297,7 @@ def convert(
     quiet: opt.Quiet = False,
     debug: opt.Debug = False,
 ) -> None:
-    """Write a GPTQ, AWQ or other 4-bit checkpoint for pipeload's kernels, code for code."""
+    """Write a GGUF file, or a GPTQ, AWQ or other 4-bit checkpoint, for pipeload's kernels."""
     with reported(debug=debug, quiet=quiet or json):
         load("convert")
         from pipeload.cli import quantise

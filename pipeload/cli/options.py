@@ -333,10 +333,13 @@ CodedSource = Annotated[
     str,
     typer.Argument(
         metavar="SRC",
-        help="Folder or hub id: GPTQ, AWQ, AutoRound, compressed-tensors or MLX, of 4 bits.",
+        help="Folder or hub id: GPTQ, AWQ, AutoRound, compressed-tensors, MLX, HQQ or torchao; or "
+        "a GGUF file.",
     ),
 ]
 ConvertedDtype = Annotated[
     Dtype,
-    typer.Option(help="Of scales and floats. bf16 is fast; auto is what the checkpoint says."),
+    typer.Option(
+        help="Of scales and floats. bf16 is fast; auto is what the checkpoint says (GGUF: fp32)."
+    ),
 ]

@@ -13,6 +13,7 @@ from pipeload._sizes import format_size
 from pipeload.cli.load_model import DTYPES, check_model, explained
 from pipeload.cli.log_lines import silence_libraries
 from pipeload.cli.progress_bar import BytesBar, LateBar, ProgressBar
+from pipeload.formats.form_names import INT8
 from pipeload.quantiser import convert as take_over
 from pipeload.quantiser import quantise
 from pipeload.quantiser.gguf_tensor import listed
@@ -70,5 +71,5 @@ def _report(made: Made, are_floats: str, *, json: bool) -> None:
         figures |= {"rounded_again": dict(rounded)} if rounded else {}
         typer.echo(json_text.dumps(figures))
     else:
-        again = f"; {listed(rounded)} became int8, rounded again" if rounded else ""
+        again = f"; {listed(rounded)} became {INT8}, rounded again" if rounded else ""
         typer.echo(f"{folder}: {format_size(nbytes)}; {floats.described()} {are_floats}{again}")

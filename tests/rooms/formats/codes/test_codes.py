@@ -20,6 +20,7 @@ from tests.support.packers import (
     gptq_v2,
     known_codes,
     random_codes,
+    sawtooth,
 )
 
 if TYPE_CHECKING:
@@ -53,6 +54,12 @@ def intx(dtype: str, packing: str) -> dict[str, Any]:
     return {"quant_type": {"default": {"_type": "IntxWeightOnlyConfig", "_data": data}}}
 
 
+# By torchao 0.18: codes of `sawtooth`, in bits, with so many groups.
+# `python -m tests.tools.original_checkpoints` prints them, and that of hqq 0.2.8 below.
+TORCHAO = {"torchao, int8": ("e35d5dcfa93c0343", 127.5), "torchao, int4": ("cdf7ae5def257239", 7.5)}
+HQQ = "ad410587738b3bb4"
+
+
 def find(settings: dict[str, Any], tensors: dict[str, torch.Tensor]) -> list[CodedWeight]:
     """What a format finds."""
     named = settings if "quant_method" in settings else {"quant_method": "mlx", **settings}
@@ -73,6 +80,30 @@ def test_the_packers_are_the_makers(name: str) -> None:
     pack = {"gptq": gptq, "gptq_v2": gptq_v2, "awq": awq}[name]
     tensors = pack("", known_codes(shuffled=name == "gptq_v2"))
     assert {key: digest(tensor) for key, tensor in tensors.items()} == ORIGINAL[name]
+
+
+def test_the_packer_is_hqq() -> None:
+    """So does it what hqq makes."""
+    assert digest(WAYS["hqq"].pack("", known_codes())["W_q"]) == HQQ
+
+
+@pytest.mark.parametrize("name", TORCHAO)
+def test_numbers_of_torchao(name: str) -> None:
+    """Its codes, which are made here as it makes them, stand for the numbers they were made of."""
+    wanted, most = TORCHAO[name]
+    way, numbers = WAYS[name], sawtooth()
+    grouped = numbers.view(64, -1, way.group or 64)
+    scale = grouped.abs().amax(-1) / most
+    codes = (grouped / scale[..., None]).round().clamp(-most - 0.5, most - 0.5).view(64, 64)
+    tensors = {
+        "w._weight_qdata": codes.to(torch.int8),
+        "w._weight_scale": scale,
+        "w._weight_zero_point": torch.zeros(scale.shape, dtype=torch.int8),
+    }
+    assert digest(tensors["w._weight_qdata"]) == wanted
+    found = decoded(way.settings, tensors)
+    error = (found.grid.numbers(found.rows(0, 64), 0) - numbers).abs()
+    assert bool((error.view(grouped.shape) <= 0.51 * scale[..., None]).all())
 
 
 @pytest.mark.parametrize("name", WAYS)
