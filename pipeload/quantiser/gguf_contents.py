@@ -15,6 +15,7 @@ from pipeload.entry.sources import check_source
 from pipeload.entry.texts import load_tokenizer
 from pipeload.errors import CheckpointError
 from pipeload.formats.gguf.format import Gguf
+from pipeload.hf.gguf import end_tokens
 from pipeload.hf.takeover import peek
 from pipeload.quantiser import model_card
 from pipeload.quantiser.contents import Contents, changed, with_head
@@ -103,17 +104,20 @@ def _write_rest(
     changes: Mapping[str, Any],
     output: Output,
 ) -> None:
-    """Write what the library makes of the file's metadata.
+    """Write what the library makes of the file's metadata; end tokens that it loses, as well.
 
     Raises:
-        CheckpointError: the library knows no such tokenizer.
         OptionError: the disk is full, or cannot be written to.
     """
     model: Any = pending.model
     told = json.loads(model.config.to_json_string(use_diff=True))
     write_config(told | {"architectures": [type(model).__name__]}, changes, output)
     if model.generation_config is not None:
-        output.write_text("generation_config.json", model.generation_config.to_json_string())
+        said = json.loads(model.generation_config.to_json_string())
+        if len(ends := end_tokens(pending.files[0], model)) > 1:
+            said["eos_token_id"] = ends
+            said.pop("_from_model_config", None)  # else it is made anew, of config.json
+        output.write_text("generation_config.json", json.dumps(said, indent=2) + "\n")
     try:
         tokenizer = load_tokenizer(pretrained, **kwargs)
     except CheckpointError as error:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
 
 import pipeload
@@ -143,6 +144,24 @@ def test_configuration(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None
     assert (folder / "generation_config.json").exists()
     card = (folder / "README.md").read_text(encoding="utf-8")
     assert f"`{file.name}`" in card
+
+
+def test_tokenizer_and_ends(tmp_path: Path) -> None:
+    """Both are there, and an answer ends where the file says that it does."""
+    said = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.merges": ["t 1", "t1 2"],
+        "tokenizer.ggml.eos_token_id": 7,
+        "tokenizer.ggml.eot_token_id": 9,
+        "tokenizer.chat_template": "{{ messages[0].content }}",
+    }
+    file = save_gguf(tmp_path, "llama", USUAL, extra=said)
+    folder = pipeload.convert(file, tmp_path / "made")
+    auto: Any = transformers.AutoTokenizer
+    mine, theirs = auto.from_pretrained(folder), auto.from_pretrained(tmp_path, gguf_file=file.name)
+    assert mine("t12t1")["input_ids"] == theirs("t12t1")["input_ids"] == [0, 2, 3, 0, 2]
+    assert mine.chat_template == theirs.chat_template == said["tokenizer.chat_template"]
+    assert load_plain(folder).generation_config.eos_token_id == [7, 9]
 
 
 def test_little_memory_makes_the_same(tmp_path: Path) -> None:
