@@ -316,6 +316,9 @@ Calibrate = Annotated[
 CalibrationTokens = Annotated[
     int | None, typer.Option(min=1, help="The most tokens of that text; 4096 by default.")
 ]
+GptqOption = Annotated[
+    bool, typer.Option("--gptq", help="Of int4 with a text: columns make up for others' errors.")
+]
 DoubleQuant = Annotated[
     bool, typer.Option("--double-quant", help="Of nf4 and fp4: scales are quantised, too.")
 ]

@@ -73,6 +73,12 @@ class Integers(NamedTuple):
     bits: int
     group: int
     order: str
+    prepare: Callable[[], Rounding] | None = None
+    """Makes what rounds in the end, with what is in memory meanwhile alone."""
+
+    def ready(self) -> Integers:
+        """The same, prepared."""
+        return self if self.prepare is None else self._replace(rounding=self.prepare())
 
 
 def copied(entry: TensorEntry, files: FileSet) -> Step:
@@ -156,6 +162,7 @@ def _integer_pieces(
     parts: Sequence[RowRange],
     rows: Callable[[int, int], Iterator[torch.Tensor]],
 ) -> Iterator[memoryview]:
+    how = how.ready()
     for start, stop in parts:
         extras: list[torch.Tensor] = []
         yield from codes_of(rows(start, stop), how, extras)
