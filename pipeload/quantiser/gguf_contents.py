@@ -14,7 +14,6 @@ import transformers
 from pipeload.entry.sources import check_source
 from pipeload.entry.texts import load_tokenizer
 from pipeload.errors import CheckpointError
-from pipeload.formats.gguf.format import Gguf
 from pipeload.hf.gguf import end_tokens
 from pipeload.hf.takeover import peek
 from pipeload.quantiser import model_card
@@ -56,19 +55,16 @@ def gguf_contents(
     reading = Reading(source.files, items)
     steps: list[Step] = []
     for entry in source.entries:
-        if head is not None and entry.name == head.source:
-            steps.append(source.integers(entry, head.name, config, reading))
-        if head is None or entry.name != head.source or head.is_tied:
-            whole = entry.name not in source.linears
-            steps.append(
-                source.floats(entry, reading)
-                if whole
-                else source.integers(entry, entry.name, config, reading)
-            )
+        of = None if head is None or entry.name != head.source else head
+        if of is not None:
+            steps.append(source.integers(entry, of.name, config, reading))
+        if entry.name in source.linears:
+            steps.append(source.integers(entry, entry.name, config, reading))
+        elif of is None or of.is_tied:
+            steps.append(source.floats(entry, reading))
     made = {*source.linears, *([] if head is None else [head.name])}
     counts = {entry.name: math.prod(entry.shape) for entry in source.entries}
-    local = Path(pretrained).is_dir()
-    file = Path(pretrained, kwargs["gguf_file"]) if local else pretrained
+    file = pending.files[0] if Path(pretrained).is_dir() else pretrained
     changes = changed(config, source.dtype, head)
     return Contents(
         origin=Origin(file, pending.files),
@@ -92,8 +88,7 @@ def _open(pretrained: str | os.PathLike[str], dtype: str, kwargs: dict[str, Any]
     named = {"dtype": "float32" if dtype == "auto" else dtype, **kwargs}
     passed_on = check_source(pretrained, named)
     pending = peek(lambda: auto.from_pretrained(pretrained, **passed_on))
-    if pending is None or not isinstance(pending.format, Gguf):
-        raise CheckpointError(f"{kwargs['gguf_file']!r} holds no weights. Name a file that does.")
+    assert pending is not None  # noqa: S101 - such a load has weights, or raises
     return pending
 
 

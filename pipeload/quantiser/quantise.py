@@ -175,7 +175,7 @@ def make(
         packed[0].shape.dtype if packed else None,
     )
     source = _Source(pending, form, choice)
-    _items(memory_limit, source, products=gptq)  # refuses before anything is made
+    _items(memory_limit, source, gptq)  # refuses before anything is made
     floats = source.floats()
     origin = Origin(pretrained, pending.files)
     request = origin.request() | {
@@ -194,7 +194,7 @@ def make(
                 advance=calibrating,
                 **kwargs,
             )
-        steps = source.steps(_items(memory_limit, source, products=gptq), known)
+        steps = source.steps(_items(memory_limit, source, gptq), known)
         write_weights(output, divide(steps, shard_bytes), progress)
         rows = {"Calibration": known.read} if known.read else {}
         if packed:
@@ -295,7 +295,7 @@ def _open(pretrained: str | os.PathLike[str], kwargs: dict[str, Any]) -> Pending
     return pending
 
 
-def _items(memory_limit: int | str | None, source: _Source, *, products: bool) -> int:
+def _items(memory_limit: int | str | None, source: _Source, products: bool) -> int:
     """How many weights to quantise at once. Raises what `items_at_once` does.
 
     `products`: whether those of inputs are there meanwhile.

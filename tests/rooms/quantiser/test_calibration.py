@@ -120,7 +120,7 @@ def test_the_inputs_of_the_plain_model(
     windows = torch.tensor(ids)[: 6 * 27].view(6, 27)
     wanted = plain_sums(source, windows)
     least = smallest_limit(source, tokens=512)
-    monkeypatch.setattr("pipeload.quantiser.quantise._items", lambda *_, **__: 1 << 20)
+    monkeypatch.setattr("pipeload.quantiser.quantise._items", lambda *_: 1 << 20)
     units: list[str] = []
     real = calibration._read
 
