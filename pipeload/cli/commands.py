@@ -262,6 +262,7 @@ def quantize(
     head: opt.HeadOption = choices.Head.FLOAT,
     calibrate: opt.Calibrate = "off",
     calibration_tokens: opt.CalibrationTokens = None,
+    gptq: opt.GptqOption = False,
     memory_limit: opt.MemoryLimit = "auto",
     max_shard_size: opt.ShardSize = "2GB",
     json: opt.Json = False,
@@ -283,6 +284,7 @@ def quantize(
             head=head.value,
             calibrate=calibrate,
             calibration_tokens=calibration_tokens,
+            gptq=gptq,
             memory_limit=memory_limit,
             max_shard_size=max_shard_size,
             json=json,
@@ -303,7 +305,7 @@ def convert(
     quiet: opt.Quiet = False,
     debug: opt.Debug = False,
 ) -> None:
-    """Write a GPTQ, AWQ or other 4-bit checkpoint for pipeload's kernels, code for code."""
+    """Write a GGUF file, or a GPTQ, AWQ or other 4-bit checkpoint, for pipeload's kernels."""
     with reported(debug=debug, quiet=quiet or json):
         load("convert")
         from pipeload.cli import quantise

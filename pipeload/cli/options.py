@@ -316,6 +316,9 @@ Calibrate = Annotated[
 CalibrationTokens = Annotated[
     int | None, typer.Option(min=1, help="The most tokens of that text; 4096 by default.")
 ]
+GptqOption = Annotated[
+    bool, typer.Option("--gptq", help="Of int4 with a text: columns make up for others' errors.")
+]
 DoubleQuant = Annotated[
     bool, typer.Option("--double-quant", help="Of nf4 and fp4: scales are quantised, too.")
 ]
@@ -333,10 +336,13 @@ CodedSource = Annotated[
     str,
     typer.Argument(
         metavar="SRC",
-        help="Folder or hub id: GPTQ, AWQ, AutoRound, compressed-tensors or MLX, of 4 bits.",
+        help="Folder or hub id: GPTQ, AWQ, AutoRound, compressed-tensors, MLX, HQQ or torchao; or "
+        "a GGUF file.",
     ),
 ]
 ConvertedDtype = Annotated[
     Dtype,
-    typer.Option(help="Of scales and floats. bf16 is fast; auto is what the checkpoint says."),
+    typer.Option(
+        help="Of scales and floats. bf16 is fast; auto is what the checkpoint says (GGUF: fp32)."
+    ),
 ]

@@ -13,8 +13,10 @@ from pipeload._sizes import format_size
 from pipeload.cli.load_model import DTYPES, check_model, explained
 from pipeload.cli.log_lines import silence_libraries
 from pipeload.cli.progress_bar import BytesBar, LateBar, ProgressBar
+from pipeload.formats.form_names import INT8
 from pipeload.quantiser import convert as take_over
 from pipeload.quantiser import quantise
+from pipeload.quantiser.gguf_tensor import listed
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -47,7 +49,7 @@ def convert(
         PipeloadError: as `pipeload.convert`, and for a source that the library cannot load.
     """
     silence_libraries(debug=debug)
-    check_model(source)
+    check_model(source, files=True)
     shown = LateBar(lambda: BytesBar("converting"))
     with explained(source, "convert"), closing(shown):
         made = take_over.make(
@@ -62,10 +64,12 @@ def convert(
 
 
 def _report(made: Made, are_floats: str, *, json: bool) -> None:
-    folder, floats = made
+    folder, floats, rounded = made
     nbytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     if json:
         figures = {"folder": str(folder), "bytes": nbytes, "float_share": floats.share}
+        figures |= {"rounded_again": dict(rounded)} if rounded else {}
         typer.echo(json_text.dumps(figures))
     else:
-        typer.echo(f"{folder}: {format_size(nbytes)}; {floats.described()} {are_floats}")
+        again = f"; {listed(rounded)} became {INT8}, rounded again" if rounded else ""
+        typer.echo(f"{folder}: {format_size(nbytes)}; {floats.described()} {are_floats}{again}")

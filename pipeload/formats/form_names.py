@@ -9,5 +9,9 @@ INT4: Final = "int4"
 NF4: Final = "nf4"
 FP4: Final = "fp4"
 FORMS: Final = (INT8, INT4, NF4, FP4)
-CONVERTED: Final = ("gptq", "awq", "auto-round", "compressed-tensors", "mlx", "metal")
+CONVERTED: Final = (
+    *("gptq", "awq", "auto-round", "compressed-tensors", "mlx", "metal", "hqq", "torchao"),
+)
 """Methods of others whose integers `pipeload convert` takes over."""
+GGUF: Final = "gguf"
+"""llama.cpp's files: `convert` takes some of their integers over, and rounds the others."""

@@ -29,13 +29,11 @@ REFUSED: Final[Mapping[str, str]] = {
     "fp_quant": _needs_gpu("fp_quant"),
     "gemma": "its Linears hold packed integers, for which there is no streaming yet",
     "higgs": _needs_gpu("flute-kernel"),
-    "hqq": "transformers does not load what the package hqq has saved",
     "nvfp4": "transformers does not load what is quantised so already",
     "quanto": _own_tensors("optimum-quanto"),
     "quark": _own_modules("amd-quark"),
     "sinq": _own_modules("sinq"),
     "spqr": _needs_gpu("spqr_quant"),
-    "torchao": _own_tensors("torchao"),
     "vptq": _needs_gpu("vptq"),
 }
 """The reason by `quant_method`."""

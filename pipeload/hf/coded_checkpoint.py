@@ -172,17 +172,10 @@ class CodedCheckpoint:
 
     def _linears(self) -> dict[str, str]:
         """Paths of Linears that may hold integers, by the names of their stored weights."""
-        model = self.pending.model
-        head = model.get_output_embeddings()
-        ties = model.all_tied_weights_keys or {}
-        tied = {*ties, *ties.values()}
-        return {
-            name: path
-            for name, (path, module) in self.pending.plain_linears().items()
-            if module is not head
-            and f"{path}.weight" not in tied
-            and self.pending.dtype(f"{path}.weight") == model.dtype  # else it is kept in fp32
-        }
+        found = inner_linears(self.pending).items()
+        dtype = self.pending.dtype
+        # Of another dtype: it is kept in fp32.
+        return {n: path for n, (path, _) in found if dtype(f"{path}.weight") == self.dtype}
 
     def _is_reordered(self, weight: CodedWeight) -> bool:
         entry = weight.group_of
@@ -243,6 +236,18 @@ class CodedCheckpoint:
                 "library joins, as experts are, or of another shape. Use the float checkpoint."
             )
         return floats
+
+
+def inner_linears(pending: PendingLoad) -> dict[str, tuple[str, nn.Linear]]:
+    """Find Linears that are no head and share no weight: see `PendingLoad.plain_linears`."""
+    model = pending.model
+    head, ties = model.get_output_embeddings(), model.all_tied_weights_keys or {}
+    tied = {*ties, *ties.values()}
+    return {
+        name: (path, module)
+        for name, (path, module) in pending.plain_linears().items()
+        if module is not head and f"{path}.weight" not in tied
+    }
 
 
 def taken_over(settings: Mapping[str, Any], asked: Any, *, on_cpu: bool) -> CodesFormat | None:

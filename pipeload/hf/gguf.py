@@ -199,15 +199,32 @@ def _warn(opened: GgufCheckpoint, model: PreTrainedModel) -> None:
 
 
 def _warn_of_end(said: Mapping[str, Any], model: PreTrainedModel) -> None:
-    config = getattr(model, "generation_config", None)
-    found = getattr(config, "eos_token_id", None)
-    known = [*found] if isinstance(found, list) else [] if found is None else [found]
-    named = (said.get(f"tokenizer.ggml.{word}_token_id") for word in _ENDS)
-    lost = [end for end in dict.fromkeys(named) if isinstance(end, int) and end not in known]
-    if config is not None and lost:
+    known, lost = _ends(said, model)
+    if lost:
         _log.warning(
             "the file ends answers with token %s, which transformers does not know of, here as in "
             "a plain load: set model.generation_config.eos_token_id = %s to have them end there",
             " and ".join(map(str, lost)),
             known + lost,
         )
+
+
+def end_tokens(file: Path, model: PreTrainedModel) -> list[int]:
+    """List the tokens that end an answer: those that the library knows, and the file's others.
+
+    Raises:
+        CheckpointError: the file is malformed.
+        ReadError: the system could not read it.
+    """
+    known, lost = _ends(open_gguf(file).metadata, model)
+    return known + lost
+
+
+def _ends(said: Mapping[str, Any], model: PreTrainedModel) -> tuple[list[int], list[int]]:
+    """Tokens that end an answer to the library, and to the file beside those."""
+    config = getattr(model, "generation_config", None)
+    found = getattr(config, "eos_token_id", None)
+    known = [*found] if isinstance(found, list) else [] if found is None else [found]
+    named = (said.get(f"tokenizer.ggml.{word}_token_id") for word in _ENDS)
+    lost = [end for end in dict.fromkeys(named) if isinstance(end, int) and end not in known]
+    return known, lost if config is not None else []

@@ -30,6 +30,8 @@ from pipeload.entry.api import from_pretrained
 from pipeload.errors import MemoryLimitError
 from pipeload.quantiser import expert_inputs
 from pipeload.quantiser.calibration_text import WINDOW
+from pipeload.quantiser.forms import Inputs
+from pipeload.quantiser.input_products import InputProducts
 from pipeload.quantiser.resumable_shards import SUMS_FILE
 from pipeload.quantiser.tensor import bytes_of
 from pipeload.weights.arena import DTYPE_CODES
@@ -66,6 +68,14 @@ class Importances(NamedTuple):
     """How that was found, for people."""
     few_rows: int = 0
     """Experts that have seen too few rows."""
+    products: Callable[[str], list[torch.Tensor]] | None = None
+    """Sums of products of each two inputs of the Linear at a path: see `InputProducts.of`."""
+
+    def of(self, path: str) -> Inputs | None:
+        """What is known of those of the Linear at `path`."""
+        found = self.mean_squares.get(path)
+        products = None if self.products is None else partial(self.products, path)
+        return None if found is None else Inputs(found, products)
 
 
 class Sums:
@@ -77,6 +87,8 @@ class Sums:
         request: Mapping[str, Any],
         columns: Mapping[str, int],
         experts: Sequence[Experts],
+        *,
+        products: bool,
     ) -> None:
         """Go on with what the same request has left in the folder, or begin with nothing.
 
@@ -85,8 +97,10 @@ class Sums:
             request: what its file has to belong to; JSON.
             columns: of each Linear, by its path.
             experts: the modules whose experts are quantised.
+            products: whether those of each two inputs of a Linear are wanted as well.
         """
         self._output = output
+        self._products = InputProducts(output, columns) if products else None
         self._digest = hashlib.sha256(
             json.dumps([_FORMAT, request], sort_keys=True).encode()
         ).hexdigest()
@@ -105,6 +119,13 @@ class Sums:
     def add(self, path: str, inputs: torch.Tensor) -> None:
         """Add rows of input, [..., columns], of the Linear at `path`."""
         _add(self.by_path[path], inputs)
+        if self._products is not None:
+            self._products.add(path, inputs)
+
+    def begin(self) -> None:
+        """Begin a pass over what is left of the text."""
+        if self._products is not None:
+            self._products.begin(self.windows_done)
 
     def add_expert(self, one: Experts, index: int, expert: int, rows: torch.Tensor) -> None:
         """Add rows of input, [..., columns], of one of the two matrices of an expert."""
@@ -123,6 +144,8 @@ class Sums:
         Raises:
             OptionError: the disk is full, or cannot be written to.
         """
+        if self._products is not None:
+            self._products.end()
         self.windows_done = windows_done
         done = torch.tensor([windows_done, self.windows, self.tokens])
         named = {f"sums.{path}": sums for path, sums in self.by_path.items()} | {_KEY: done}
@@ -144,7 +167,9 @@ class Sums:
                 sums = self.by_path[weight.name]
                 found[weight.name] = sums.div_(rows.clamp(min=1)[:, None])
                 sums[few] = 0
-        return Importances(found, "", few_rows)
+        products = self._products
+        of = None if products is None else partial(products.of, windows_done=self.windows_done)
+        return Importances(found, "", few_rows, of)
 
     def _read(self, file: Path) -> None:
         try:
@@ -244,6 +269,7 @@ def _read(model: Any, windows: torch.Tensor, sums: Sums, advance: Advance | None
             hooks.callback(hook.remove)
         for start in range(done, count, batch):
             some = windows[start : start + batch]
+            sums.begin()
             model(**_arguments(model, some))
             sums.write(start + len(some))
 

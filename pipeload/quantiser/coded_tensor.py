@@ -10,9 +10,8 @@ import torch
 from pipeload.checkpoint.writer import Tensor
 from pipeload.formats.codes.coded_weight import statistics
 from pipeload.formats.codes.repack import float_rows, packed_rows
-from pipeload.formats.integers.order import BLOCK_ROWS
 from pipeload.quantiser.resumable_shards import Step
-from pipeload.quantiser.tensor import bytes_of, copied, made, part_stems
+from pipeload.quantiser.tensor import bytes_of, copied, made, part_stems, row_blocks
 from pipeload.weights.arena import DTYPE_CODES, DTYPES
 from pipeload.weights.read_tensor import read_pieces, read_whole
 
@@ -68,7 +67,7 @@ def _float_pieces(
     weight: CodedWeight, reading: Reading, dtype: torch.dtype
 ) -> Iterator[memoryview]:
     codes = _decode(weight, reading.files)
-    for start, stop in _blocks(0, weight.shape[0], weight.shape[1], reading):
+    for start, stop in row_blocks(0, weight.shape[0], weight.shape[1], reading):
         yield bytes_of(float_rows(codes, start, stop).to(dtype))
 
 
@@ -93,7 +92,7 @@ def _integer_pieces(
     groups = weight.shape[1] // kernel.group if kernel.group else 0
     beside = statistics(weight, codes.grid, groups, kernel.dtype)
     for first, last in parts:
-        for start, stop in _blocks(first, last, weight.shape[1], reading):
+        for start, stop in row_blocks(first, last, weight.shape[1], reading):
             yield bytes_of(packed_rows(codes, kernel.bits, kernel.order, start, stop))
         yield bytes_of(beside[..., first:last, :].contiguous())
         if kernel.reordered:
@@ -103,10 +102,3 @@ def _integer_pieces(
 
 def _decode(weight: CodedWeight, files: FileSet) -> Codes:
     return weight.decode({key: read_whole(entry, files) for key, entry in weight.parts.items()})
-
-
-def _blocks(first: int, last: int, columns: int, reading: Reading) -> Iterator[tuple[int, int]]:
-    """Ranges of rows: whole tiles, then what is left."""
-    step = max(BLOCK_ROWS, reading.items // columns // BLOCK_ROWS * BLOCK_ROWS)
-    for start in range(first, last, step):
-        yield start, min(start + step, last)

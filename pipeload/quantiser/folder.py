@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 Progress = Callable[[int, int], None]
 """Called with the bytes that are done and those of all, again and again."""
+Rest = Callable[[Output], None]
+"""Writes all but the weights and the card."""
 
 _COPIED = {".json", ".jinja", ".txt", ".model", ".tiktoken", ".py"}
 _COPIED_NAMES = ("LICENSE", "NOTICE", "USE_POLICY")
@@ -57,18 +59,18 @@ class Origin(NamedTuple):
     """Of what a checkpoint is made."""
 
     pretrained: str | os.PathLike[str]
-    """As it was named: a folder or a hub id."""
+    """As it was named: a folder, a file or a hub id."""
     files: Sequence[Path]
     """Its tensors'."""
 
     @property
     def from_hub(self) -> bool:
         """Whether it was named by a hub id."""
-        return not Path(self.pretrained).is_dir()
+        return not Path(self.pretrained).exists()
 
     @property
     def name(self) -> str:
-        """The hub id, or only the name of the folder."""
+        """The hub id, or only the name of the folder or file."""
         return str(self.pretrained) if self.from_hub else Path(self.pretrained).resolve().name
 
     def request(self) -> dict[str, Any]:
@@ -79,15 +81,13 @@ class Origin(NamedTuple):
         return {"source": str(named), "files": files}
 
 
-def complete(
-    output: Output, origin: Origin, changes: Mapping[str, Any], making: Making, count: int
-) -> None:
+def complete(output: Output, origin: Origin, rest: Rest, making: Making, count: int) -> None:
     """Write all but the weights, see that the library finds these, and give the folder its name.
 
     Args:
         output: with its weights.
         origin: what it is made of.
-        changes: keys of config.json; None takes one out.
+        rest: writes configuration, tokenizer and the like.
         making: for the card.
         count: of quantised weights.
 
@@ -95,7 +95,7 @@ def complete(
         OptionError: the disk is full, or cannot be written to.
         UnsupportedModelError: the library does not find the weights.
     """
-    _write_rest(output, origin.files[0].parent, changes)
+    rest(output)
     nbytes = sum(file.stat().st_size for file in output.folder.glob("*.safetensors"))
     card = model_card.write(
         making,
@@ -109,18 +109,21 @@ def complete(
     output.finish()
 
 
-def _write_rest(output: Output, source: Path, changes: Mapping[str, Any]) -> None:
+def copy_rest(source: Path, changes: Mapping[str, Any], output: Output) -> None:
+    """Copy what is beside the weights in a folder; None among `changes` takes a key out."""
     for file in sorted(source.iterdir()):
         wanted = file.suffix in _COPIED or file.name.startswith(_COPIED_NAMES)
         wanted = wanted and not file.name.endswith(".index.json") and file.name != "config.json"
         if wanted and file.is_file() and file.stat().st_size <= _COPIED_BYTES:
             output.copy(file)
-    told: dict[str, Any] = json.loads((source / "config.json").read_text(encoding="utf-8"))
-    for name, value in changes.items():
-        told[name] = value
-        if value is None:
-            del told[name]
-    output.write_text("config.json", json.dumps(told, indent=2) + "\n")
+    write_config(json.loads((source / "config.json").read_text(encoding="utf-8")), changes, output)
+
+
+def write_config(told: Mapping[str, Any], changes: Mapping[str, Any], output: Output) -> None:
+    """Write config.json; None among `changes` takes a key out."""
+    both = {**told, **changes}
+    kept = {n: value for n, value in both.items() if value is not None or n not in changes}
+    output.write_text("config.json", json.dumps(kept, indent=2) + "\n")
 
 
 def check_result(folder: Path, loaded_by: str, count: int) -> None:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from transformers import BitsAndBytesConfig
 from transformers.pytorch_utils import Conv1D
 
 from pipeload.formats.bitsandbytes.format import BITSANDBYTES
 from pipeload.formats.bitsandbytes.tiles import TILE_ROWS
+from pipeload.formats.integers.compensation import BLOCK, factor
 from pipeload.formats.integers.expert_matrices import shape_of
 from pipeload.formats.integers.format import INTEGERS
 from pipeload.formats.integers.order import BY_ROWS
 from pipeload.formats.integers.quantizer import PipeloadConfig
 from pipeload.formats.integers.rounding import (
+    GPTQ,
     IMPORTANCE,
     Rounding,
     to_int4,
@@ -26,13 +28,14 @@ from pipeload.quantiser import four_bits
 from pipeload.quantiser.tensor import Integers, quantised
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     import torch
     from torch import nn
 
     from pipeload.checkpoint.headers import TensorEntry
     from pipeload.formats.integers.expert_matrices import ExpertShape
+    from pipeload.formats.integers.rounding import Int4, Int8
     from pipeload.quantiser.resumable_shards import Step
     from pipeload.quantiser.tensor import Reading
 
@@ -49,6 +52,8 @@ _HOW = {
     "hqq": "zero points optimised without data (half-quadratic)",
     "search": "the least squared error of weights",
     IMPORTANCE: "the least squared error, weighed by the mean squares of inputs",
+    GPTQ: "the least squared error, weighed by the mean squares of inputs, then GPTQ in blocks of "
+    f"{BLOCK} columns",
 }
 
 
@@ -60,6 +65,15 @@ class ExpertsForm(Protocol):
 
     def integers(self, mean_squares: torch.Tensor | None) -> Integers:
         """How a matrix is quantised whose inputs have these mean squares; None: if unknown."""
+
+
+class Inputs(NamedTuple):
+    """What is known of the inputs of a Linear."""
+
+    mean_squares: torch.Tensor
+    """Of [columns]."""
+    products: Callable[[], list[torch.Tensor]] | None
+    """Sums of products of each two, by blocks of columns, where those are known."""
 
 
 class Form(Protocol):
@@ -88,12 +102,9 @@ class Form(Protocol):
         entry: TensorEntry,
         module: nn.Linear,
         reading: Reading,
-        mean_squares: torch.Tensor | None,
+        inputs: Inputs | None,
     ) -> Step:
-        """A weight's tensors, as they come from the source.
-
-        `mean_squares`, [columns], are those of the inputs that it has had; None if none are known.
-        """
+        """A weight's tensors, as they come from the source; `inputs` that it has had, if known."""
 
     def parts(self, module: nn.Linear) -> int:
         """In how many its weight is stored."""
@@ -116,13 +127,19 @@ class IntegerForm:
 
     loaded_by = INTEGERS.method
 
-    def __init__(self, bits: int, *, group: int, zero_points: str, calibrated: bool) -> None:
-        """`group` and `zero_points` are int4's; `calibrated` says that inputs will be known."""
+    def __init__(
+        self, bits: int, *, group: int, zero_points: str, calibrated: bool, gptq: bool = False
+    ) -> None:
+        """`group` and `zero_points` are int4's; `calibrated` says that inputs will be known.
+
+        `gptq`: that products of each two of them will.
+        """
         int4 = bits == 4
         self.name = f"int{bits}"
         self.order = BY_ROWS if int4 else None
         self._zero_points = zero_points
-        how = IMPORTANCE if calibrated else zero_points if int4 else "rtn"
+        known = GPTQ if gptq else IMPORTANCE
+        how = known if calibrated else zero_points if int4 else "rtn"
         self._config = PipeloadConfig(
             bits=bits,
             group_size=group if int4 else None,
@@ -151,12 +168,13 @@ class IntegerForm:
         entry: TensorEntry,
         module: nn.Linear,
         reading: Reading,
-        mean_squares: torch.Tensor | None,
+        inputs: Inputs | None,
     ) -> Step:
         """Quantise the weight from the dtype that it is stored in."""
-        return quantised(
-            entry, self.integers(mean_squares), self._config.parts(*entry.shape), reading
-        )
+        how = self.integers(None if inputs is None else inputs.mean_squares)
+        if inputs is not None and inputs.products is not None:
+            how = how._replace(prepare=partial(_with_factors, how.rounding, inputs.products))
+        return quantised(entry, how, self._config.parts(*entry.shape), reading)
 
     def experts_as(self, module: nn.Module, dtype: str) -> ExpertShape | None:
         """Take those that the library multiplies in a way that is known, and the kernels take."""
@@ -190,6 +208,12 @@ class IntegerForm:
         return self._config.to_dict()
 
 
+def _with_factors(
+    rounding: Callable[..., Int8 | Int4], products: Callable[[], list[torch.Tensor]]
+) -> Rounding:
+    return partial(rounding, factors=[factor(one) for one in products()])
+
+
 class FourBitForm:
     """NF4 or FP4 of bitsandbytes, as the library saves what it quantises."""
 
@@ -218,7 +242,7 @@ class FourBitForm:
         entry: TensorEntry,
         module: nn.Linear,
         reading: Reading,
-        mean_squares: torch.Tensor | None,
+        inputs: Inputs | None,
     ) -> Step:
         """Quantise the weight from the dtype that the library would load it in."""
         how = four_bits.FourBits(self.name, self._double, module.weight.dtype)

@@ -74,6 +74,7 @@ def make_form(
     zero_points: str | None,
     double_quant: bool,
     calibrate: str | None,
+    gptq: bool,
 ) -> Form:
     """What the options ask for.
 
@@ -84,7 +85,9 @@ def make_form(
     _check("group_size", group_size, (None, *GROUPS))
     _check("zero_points", zero_points, (None, *ZERO_POINTS))
     if method != "int4":
-        _refuse_given(method, "int4", group_size=group_size, zero_points=zero_points)
+        _refuse_given(
+            method, "int4", group_size=group_size, zero_points=zero_points, gptq=gptq or None
+        )
     if method in KINDS:
         _refuse_given(method, "int4 and int8", calibrate=calibrate)
         return FourBitForm(method, double=double_quant)
@@ -95,8 +98,14 @@ def make_form(
             f"zero_points={zero_points!r} looks at no data, so calibrate={calibrate!r} would "
             "change nothing. Leave one of them out."
         )
+    if gptq and calibrate is None:
+        raise OptionError(
+            "gptq=True would change nothing without a text, which tells how inputs go together. "
+            'Give calibrate="builtin", or a file.'
+        )
     return IntegerForm(
         bits,
+        gptq=gptq,
         group=group_size or 64,
         zero_points=zero_points or ZERO_POINTS[0],
         calibrated=calibrate is not None,

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 MANIFEST = "pipeload-quantise.json"
 SUMS_FILE = "pipeload-importance.bin"
 """What calibration has found so far; it goes with the manifest."""
+PRODUCTS = "pipeload-products-"
+"""What names of files with products of inputs begin with; they go, too."""
 _SPARE_BYTES = 16 << 20  # for everything beside the shards
 
 
@@ -106,9 +108,10 @@ class Output:
     def __exit__(self, *_: object) -> None:
         """Let the next one go on with it, or begin another."""
         if self.folder == self.target:
-            for name in (SUMS_FILE, MANIFEST):
+            products = sorted(self.folder.glob(f"{PRODUCTS}*"))
+            for path in (*products, self.folder / SUMS_FILE, self.folder / MANIFEST):
                 with contextlib.suppress(OSError):
-                    (self.folder / name).unlink()
+                    path.unlink()
         self._lock.release(self.folder)
 
     def _others(self) -> list[Path]:
@@ -176,6 +179,32 @@ class Output:
                 file.flush()
                 os.fsync(file.fileno())
             part.replace(self.folder / name)
+
+    def write_at(self, name: str, place: int, content: memoryview) -> None:
+        """Write a part of a file, from that byte on; it may be lost until `sync`.
+
+        Raises:
+            OptionError: the disk is full, or cannot be written to.
+        """
+        with _writing(self.folder):
+            path = self.folder / name
+            with path.open("r+b" if path.exists() else "wb") as file:
+                file.seek(place)
+                file.write(content)
+
+    def sync(self, name: str) -> None:
+        """Have a file outlive a power cut. Raises what `write_at` does."""
+        with _writing(self.folder), (self.folder / name).open("r+b") as file:
+            os.fsync(file.fileno())
+
+    def save(self, save: Callable[[Path], object]) -> None:
+        """Have something write its files into the folder.
+
+        Raises:
+            OptionError: the disk is full, or cannot be written to.
+        """
+        with _writing(self.folder):
+            save(self.folder)
 
     def copy(self, file: Path) -> None:
         """Copy a file under its own name.

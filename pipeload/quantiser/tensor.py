@@ -17,14 +17,14 @@ from pipeload.quantiser.resumable_shards import Step
 from pipeload.system.memory import parse_limit, rss_bytes
 from pipeload.weights.arena import DTYPES
 from pipeload.weights.read_tensor import PIECE_BYTES, read_pieces
+from pipeload.weights.row_cuts import RowRange
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from pipeload.checkpoint.file_reads import FileSet
     from pipeload.checkpoint.headers import TensorEntry
     from pipeload.formats.integers.rounding import Rounding
-    from pipeload.weights.row_cuts import RowRange
 
 
 ROUNDED_BYTES_PER_ITEM = 40
@@ -73,6 +73,12 @@ class Integers(NamedTuple):
     bits: int
     group: int
     order: str
+    prepare: Callable[[], Rounding] | None = None
+    """Makes what rounds in the end, with what is in memory meanwhile alone."""
+
+    def ready(self) -> Integers:
+        """The same, prepared."""
+        return self if self.prepare is None else self._replace(rounding=self.prepare())
 
 
 def copied(entry: TensorEntry, files: FileSet) -> Step:
@@ -85,13 +91,38 @@ def quantised(
     entry: TensorEntry, how: Integers, parts: Sequence[RowRange], reading: Reading
 ) -> Step:
     """A weight of [rows, columns] as integers, and what goes with it; one after the other part."""
-    rows = [_rows(entry, *part) for part in parts]
+
+    def rows(start: int, stop: int) -> Iterator[torch.Tensor]:
+        return read_weight(_rows(entry, start, stop), reading)
+
+    return integers(entry.name, entry.shape[1], entry.dtype, how, parts=parts, rows=rows)
+
+
+def integers(
+    name: str,
+    columns: int,
+    dtype: str,
+    how: Integers,
+    *,
+    parts: Sequence[RowRange],
+    rows: Callable[[int, int], Iterator[torch.Tensor]],
+) -> Step:
+    """The same of rows that come from anywhere.
+
+    Args:
+        name: of the weight.
+        columns: of it.
+        dtype: of scales and zeros, its code.
+        how: integers are made of rows.
+        parts: that it is stored in.
+        rows: those from one to before another, some at a time: multiples of 64, and then the rest.
+    """
     tensors = [
         tensor
-        for part, stem in zip(rows, part_stems(entry.name, len(parts)), strict=True)
-        for tensor in made(stem, (part.shape[0], part.shape[1]), how.bits, how.group, entry.dtype)
+        for (start, stop), stem in zip(parts, part_stems(name, len(parts)), strict=True)
+        for tensor in made(stem, (stop - start, columns), how.bits, how.group, dtype)
     ]
-    return Step(tuple(tensors), partial(_quantised_pieces, rows, how, reading))
+    return Step(tuple(tensors), partial(_integer_pieces, how, parts, rows))
 
 
 def part_stems(name: str, count: int) -> list[str]:
@@ -126,12 +157,15 @@ def made(
     return weight, Tensor(f"{stem}{Int4Linear.statistics}", dtype, sizes, nbytes)
 
 
-def _quantised_pieces(
-    parts: Sequence[TensorEntry], how: Integers, reading: Reading
+def _integer_pieces(
+    how: Integers,
+    parts: Sequence[RowRange],
+    rows: Callable[[int, int], Iterator[torch.Tensor]],
 ) -> Iterator[memoryview]:
-    for part in parts:
+    how = how.ready()
+    for start, stop in parts:
         extras: list[torch.Tensor] = []
-        yield from codes_of(read_weight(part, reading), how, extras)
+        yield from codes_of(rows(start, stop), how, extras)
         yield statistics_of(extras, how)
 
 
@@ -160,12 +194,23 @@ def read_weight(entry: TensorEntry, reading: Reading) -> Iterator[torch.Tensor]:
         ReadError: as `read_pieces`.
     """
     _, columns = entry.shape
-    step = max(BLOCK_ROWS, reading.items // columns // BLOCK_ROWS * BLOCK_ROWS)
+    step = _block_rows(columns, reading)
     dtype = DTYPES[entry.dtype]
     for piece in read_pieces(entry, reading.files, step * columns * dtype.itemsize):
         weight = torch.frombuffer(piece, dtype=dtype).view(-1, columns)
         check_finite(weight, entry)
         yield weight
+
+
+def row_blocks(first: int, last: int, columns: int, reading: Reading) -> Iterator[RowRange]:
+    """Ranges of rows, about so many items each: whole tiles, then what is left."""
+    step = _block_rows(columns, reading)
+    for start in range(first, last, step):
+        yield RowRange(start, min(start + step, last))
+
+
+def _block_rows(columns: int, reading: Reading) -> int:
+    return max(BLOCK_ROWS, reading.items // columns // BLOCK_ROWS * BLOCK_ROWS)
 
 
 def check_finite(values: torch.Tensor, entry: TensorEntry) -> None:

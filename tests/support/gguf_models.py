@@ -116,13 +116,16 @@ def save_gguf(
     writer = gguf.GGUFWriter(str(folder / name), architecture, split_max_tensors=split)
     writer.add_file_type(2)
     writer.add_vocab_size(made.vocab_size)
-    writer.add_token_list([f"t{number}" for number in range(made.vocab_size)])
+    letters = [*"t0123456789"]  # that the others can be merged from
+    others = [f"t{number}" for number in range(made.vocab_size - len(letters))]
+    writer.add_token_list(letters + others)
     _add_config(writer, architecture, made)
     for key, value in (extra or {}).items():
         if isinstance(value, np.ndarray):
             tensors[key] = value
         else:
             add = {bool: writer.add_bool, int: writer.add_uint32, str: writer.add_string}
+            add[list] = writer.add_array
             add.get(type(value), writer.add_float32)(key, value)
     random, turn = np.random.default_rng(9), 0
     for theirs, value in tensors.items():

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import itertools
 import json
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -149,6 +152,45 @@ def mlx(stem: str, packed: Packed) -> dict[str, torch.Tensor]:
     }
 
 
+def hqq(stem: str, packed: Packed) -> dict[str, torch.Tensor]:
+    """As HQQLinear's state dict has it, encoded for safetensors."""
+    rows, groups = len(packed.codes), len(packed.scale)
+    lines = packed.codes.reshape(rows * groups, -1)
+    half = len(lines) // 2
+    flags = ("view_as_float", "quant_scale", "quant_zero")
+    return {
+        f"{stem}W_q": lines[:half] << 4 | lines[half:],
+        f"{stem}scale": packed.scale.t().reshape(-1, 1),
+        f"{stem}zero": packed.zero.t().reshape(-1, 1).to(packed.scale.dtype),
+        f"{stem}shape": torch.tensor(packed.codes.shape),
+        f"{stem}axis": torch.tensor(1, dtype=torch.int32),
+        f"{stem}packing": torch.tensor([*b"4bit_u8"], dtype=torch.uint8),
+        **{f"{stem}{flag}": torch.tensor(0, dtype=torch.uint8) for flag in flags},
+    }
+
+
+def torchao(stem: str, packed: Packed) -> dict[str, torch.Tensor]:
+    """As transformers save torchao's tensors."""
+    middle = 8 if int(packed.codes.max()) < 16 else 128
+    return {
+        f"{stem}_weight_qdata": (packed.codes.int() - middle).to(torch.int8),
+        f"{stem}_weight_scale": packed.scale.t().contiguous(),
+        f"{stem}_weight_zero_point": (packed.zero.t() - middle).to(torch.int8).contiguous(),
+    }
+
+
+def _torchao(kind: str, **data: Any) -> dict[str, Any]:
+    settings = {"_type": kind, "_version": 2, "_data": data}
+    return {"quant_method": "torchao", "quant_type": {"default": settings}}
+
+
+def _intx(dtype: str) -> dict[str, Any]:
+    return {
+        "weight_dtype": {"_type": "torch.dtype", "_data": dtype},
+        "intx_packing_format": {"_type": "IntxPackingFormat", "_data": "UNPACKED_TO_INT8"},
+    }
+
+
 def _settings(method: str, **more: Any) -> dict[str, Any]:
     return {"quant_method": method, "bits": 4, "group_size": 64, **more}
 
@@ -192,6 +234,11 @@ WAYS: dict[str, Way] = {
         _scheme(8, "channel", "int-quantized"), integers, bits=8, group=0, symmetric=True
     ),
     "mlx": Way({"bits": 4, "group_size": 64}, mlx),
+    "hqq": Way(_settings("hqq"), hqq),
+    "torchao, int8": Way(
+        _torchao("Int8WeightOnlyConfig"), torchao, bits=8, group=0, symmetric=True
+    ),
+    "torchao, int4": Way(_torchao("IntxWeightOnlyConfig", **_intx("int4")), torchao, group=32),
 }
 
 
@@ -206,19 +253,35 @@ def known_codes(*, shuffled: bool = False) -> Packed:
     return Packed(codes.to(torch.uint8), scale, zero.to(torch.int32), group_of)
 
 
+def sawtooth() -> torch.Tensor:
+    """64 x 64 numbers that are the same everywhere, each exact in fp32."""
+    return ((torch.arange(64 * 64) * 37) % 101 - 50).view(64, 64) / 64
+
+
 def digest(tensor: torch.Tensor) -> str:
     """What a tensor's bytes are known by."""
     return hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
 
 
 def entries_of(tensors: dict[str, torch.Tensor]) -> dict[str, TensorEntry]:
-    """Entries as a file would have them."""
-    return {
-        name: TensorEntry(
-            name, Path("model.safetensors"), DTYPE_CODES[t.dtype], tuple(t.shape), 0, t.nbytes
-        )
-        for name, t in tensors.items()
-    }
+    """Entries of a file that is there: some formats say in tensors how others are packed."""
+    file = Path(_files().name, f"{next(_COUNT)}")
+    found, start = {}, 0
+    with file.open("wb") as opened:
+        for name, t in tensors.items():
+            opened.write(t.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+            code, stop = DTYPE_CODES[t.dtype], start + t.nbytes
+            found[name] = TensorEntry(name, file, code, tuple(t.shape), start, stop)
+            start = stop
+    return found
+
+
+_COUNT = itertools.count()
+
+
+@functools.cache
+def _files() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory()  # until the process ends
 
 
 def random_codes(

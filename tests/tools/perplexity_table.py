@@ -32,13 +32,14 @@ import tempfile
 import time
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from safetensors import safe_open
 from transformers import AutoModel, AutoTokenizer
 
 import pipeload
+from pipeload.formats.integers.compensation import Factor, blocks_of, factor
 from pipeload.formats.integers.rounding import from_int4, to_int4, to_int8, weigh_columns
 from pipeload.quantiser.calibration_text import find_text
 from tests.support.models import smollm2
@@ -63,6 +64,15 @@ FORMS: dict[str, dict[str, Any]] = {
             "method": "int4",
             "group_size": group,
             "calibrate": "builtin",
+        }
+        for group in (32, 64, 128)
+    },
+    **{
+        f"int4, groups of {group}, gptq": {
+            "method": "int4",
+            "group_size": group,
+            "calibrate": "builtin",
+            "gptq": True,
         }
         for group in (32, 64, 128)
     },
@@ -177,39 +187,47 @@ def print_errors(folder: Path) -> None:
     wanted = model(ids).last_hidden_state
     linears = [m for m in model.modules() if type(m) is torch.nn.Linear]
     weights = [linear.weight.data.clone() for linear in linears]
-    columns = [weigh_columns(found) for found in input_squares(model, linears, tokenizer)]
+    told = inputs_of(model, linears, tokenizer)
     print(f"\n| {type(model).__name__}, {folder.name} | error of the last hidden states |")
     print("|---|--:|")
     for name, rounded in {"bf16": lambda weight, _: weight.float(), **roundings()}.items():
-        for linear, weight, weighed in zip(linears, weights, columns, strict=True):
-            linear.weight.data = rounded(weight.bfloat16(), weighed).view(weight.shape)
+        for linear, weight, one in zip(linears, weights, told, strict=True):
+            linear.weight.data = rounded(weight.bfloat16(), one).view(weight.shape)
         error = (model(ids).last_hidden_state - wanted).norm() / wanted.norm()
         print(f"| {name} | {error:.4f} |", flush=True)
 
 
-def input_squares(model: Any, linears: list[Any], tokenizer: Any) -> list[torch.Tensor]:
-    """Mean squares of the inputs of each Linear, while the float model reads the built-in text."""
+class Told(NamedTuple):
+    """What the built-in text tells of the inputs of a Linear."""
+
+    weighed: torch.Tensor
+    factors: list[Factor]
+
+
+def inputs_of(model: Any, linears: list[Any], tokenizer: Any) -> list[Told]:
+    """Find it while the float model reads that."""
     text = find_text("builtin", None)
     assert text is not None
     ids = tokenizer(text.text, return_tensors="pt", verbose=False).input_ids[0]
     ids = ids[: len(ids) // 256 * 256].view(-1, 256)
-    found: dict[Any, torch.Tensor] = {}
+    found: dict[Any, Told] = {}
 
     def look(module: Any, args: Any) -> None:
-        found[module] = (
-            args[0].square().mean((0, 1)) if args[0].dim() == 3 else args[0].square().mean(0)
-        )
+        rows = args[0].flatten(0, -2)
+        blocks = [rows[:, block.start : block.stop] for block in blocks_of(rows.shape[1])]
+        factors = [factor(some.t() @ some) for some in blocks]
+        found[module] = Told(weigh_columns(rows.square().mean(0)), factors)
 
     hooks = [linear.register_forward_pre_hook(look) for linear in linears]
     model(ids)
     for hook in hooks:
         hook.remove()
-    return [found.get(linear, torch.ones(linear.in_features)) for linear in linears]
+    return [found.get(linear, Told(torch.ones(linear.in_features), [])) for linear in linears]
 
 
-def roundings() -> dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]]:
-    """What each form makes of a weight and of what its columns weigh, as fp32."""
-    made: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {}
+def roundings() -> dict[str, Callable[[torch.Tensor, Told], torch.Tensor]]:
+    """What each form makes of a weight and of what is told of its inputs, as fp32."""
+    made: dict[str, Callable[[torch.Tensor, Told], torch.Tensor]] = {}
     for name, form in FORMS.items():
         if form["method"] == "int8":
             made[name] = through_int8
@@ -222,20 +240,19 @@ def roundings() -> dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor
     return made
 
 
-def through_int8(weight: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+def through_int8(weight: torch.Tensor, _: Told) -> torch.Tensor:
     values, scale = to_int8(weight)
     return values.float() * scale.float()[:, None]
 
 
-def through_int4(
-    weight: torch.Tensor, weighed: torch.Tensor, *, form: dict[str, Any]
-) -> torch.Tensor:
+def through_int4(weight: torch.Tensor, told: Told, *, form: dict[str, Any]) -> torch.Tensor:
     zero_points = form.get("zero_points", "search")
-    weights = weighed if "calibrate" in form else None
-    return from_int4(*to_int4(weight, form["group_size"], zero_points, weights))
+    weights = told.weighed if "calibrate" in form else None
+    factors = told.factors if "gptq" in form else []
+    return from_int4(*to_int4(weight, form["group_size"], zero_points, weights, factors))
 
 
-def through_4bit(weight: torch.Tensor, _: torch.Tensor, *, kind: str, double: bool) -> torch.Tensor:
+def through_4bit(weight: torch.Tensor, _: Told, *, kind: str, double: bool) -> torch.Tensor:
     from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 
     packed, state = quantize_4bit(weight, compress_statistics=double, quant_type=kind)

@@ -8,7 +8,9 @@ from pipeload.formats.codes.auto_round import AutoRound
 from pipeload.formats.codes.awq import Awq
 from pipeload.formats.codes.compressed_tensors import CompressedTensors
 from pipeload.formats.codes.gptq import Gptq
+from pipeload.formats.codes.hqq import Hqq
 from pipeload.formats.codes.mlx import Mlx
+from pipeload.formats.codes.torchao import TorchAo
 from pipeload.formats.format import named
 
 if TYPE_CHECKING:
@@ -23,6 +25,8 @@ CODES: Final[list[CodesFormat]] = [
     CompressedTensors(),
     Mlx("mlx"),
     Mlx("metal"),
+    Hqq(),
+    TorchAo(),
 ]
 """A format is added by its line here, and in `CONVERTED` of `formats.forms`."""
 

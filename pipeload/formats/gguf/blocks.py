@@ -54,8 +54,11 @@ class Blocks:
 
     def fill(self, stored: torch.Tensor, out: torch.Tensor) -> None:
         """Fill `out` with the floats of `stored`, which is bytes."""
-        places = None
-        if self.order:
-            group, rows = len(self.order), range(self.skipped, self.skipped + out.shape[0])
-            places = [row - row % group + self.order[row % group] for row in rows]
-        unpack(stored, self.kind, out, places)
+        unpack(stored, self.kind, out, self.places(out.shape[0]))
+
+    def places(self, rows: int) -> list[int] | None:
+        """Say which stored row each of the first rows is; None: they are in order."""
+        if not self.order:
+            return None
+        group, wanted = len(self.order), range(self.skipped, self.skipped + rows)
+        return [row - row % group + self.order[row % group] for row in wanted]

@@ -31,6 +31,10 @@ class Gguf(Format):
         """`orders` are those of weights whose rows are not the model's, by name: see `Blocks`."""
         self._orders = orders or {}
 
+    def order_of(self, name: str) -> tuple[int, ...]:
+        """Find the order of a weight's rows; none where it is the model's."""
+        return self._orders.get(name, ())
+
     def find(self, stored: Stored) -> Mapping[str, PackedWeight]:
         """Find the weights that are in blocks, or to be put in order, or cast as tables are.
 
@@ -45,7 +49,7 @@ class Gguf(Format):
             if any(self._is_ours(name, entry, stored) for entry in entries):
                 self._check(name, entries, stored)
                 if entries[0].shape == tuple(parameter.shape):
-                    order = self._orders.get(name, ())
+                    order = self.order_of(name)
                     found[name] = BlockWeight(name, stored.dtype(name), entries[0], order)
         return found
 
@@ -64,7 +68,7 @@ class Gguf(Format):
         read, made = stored.reader(), {}
         dtype: Any = stored.model.dtype  # as a plain load: first to this, then to its own
         for entry in entries:
-            order = self._orders.get(entry.name, ())
+            order = self.order_of(entry.name)
             rows = entry.shape[0] if len(entry.shape) > 1 else 1
             width = entry.nbytes // max(1, rows)
             values = torch.empty(entry.shape)

@@ -5,11 +5,12 @@ What its columns weigh may be given: their inputs' mean squares. No other data i
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeAlias
 
 import torch
 
+from pipeload.formats.integers.compensation import Factor, compensate
 from pipeload.formats.integers.search import search
 
 GROUPS = (32, 64, 128)
@@ -18,6 +19,8 @@ ZERO_POINTS = ("search", "rtn", "hqq")
 """How scales and zero points of int4 are found; the first by default."""
 IMPORTANCE = "importance"
 """As "search", with what columns weigh."""
+GPTQ = "gptq"
+"""As that, and columns make up for each other's errors."""
 _ROUNDS = 20
 _CHUNK_ITEMS = 1 << 18  # temporaries that stay in the cache: several times as fast
 _NORM = 0.7
@@ -70,6 +73,7 @@ def to_int4(
     group: int,
     zero_points: str = "search",
     column_weights: torch.Tensor | None = None,
+    factors: Sequence[Factor] = (),
 ) -> Int4:
     """Round to the nearest of 16 evenly spread values of each group.
 
@@ -80,13 +84,15 @@ def to_int4(
             the largest value of a group are the outer ones of the 16, with "hqq" the zero moves
             from there: see `_move_zeros`.
         column_weights: of "search", [columns], as `weigh_columns` makes them; None is all alike.
+        factors: of "search", of each block of columns: they make up for each other's errors.
     """
     rows, columns = weight.shape
     if zero_points == "search":
         alike = torch.ones(columns) if column_weights is None else column_weights
         found = search(weight, alike, group, 4)
         both = torch.stack((found.scale, found.zero), -1).transpose(0, 1).to(weight.dtype)
-        return Int4(found.codes.add_(8).view(torch.uint8), both.contiguous())
+        codes = compensate(weight, found, factors) if factors else found.codes
+        return Int4(codes.add_(8).view(torch.uint8), both.contiguous())
     exact = weight.float().view(rows, columns // group, group)
     least, most = exact.amin(-1, keepdim=True), exact.amax(-1, keepdim=True)
     scale = _storable((most - least) / 15, weight.dtype).float()

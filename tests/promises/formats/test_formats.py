@@ -19,7 +19,7 @@ import pipeload
 from pipeload import UnsupportedModelError
 from pipeload.budget import cut
 from pipeload.budget.shared_limit import ACCOUNTANT
-from pipeload.formats.form_names import CONVERTED
+from pipeload.formats.form_names import CONVERTED, GGUF
 from pipeload.formats.format import PUT_IN_ORDER
 from pipeload.formats.refused import REFUSED
 from pipeload.formats.registry import FORMATS, FROM_FLOATS
@@ -349,7 +349,7 @@ def rows() -> list[str]:
         made = one.unpacking
         packed = made is not None and made.packed_on_cpu
         needs = f"pass `{made.config}(dequantize=True)`" if made and packed else "-"
-        if one.method in CONVERTED:
+        if one.method in {*CONVERTED, GGUF}:
             needs = (
                 f"4 and 8 bits as `gptq`; floats: {needs}" if packed else "also `pipeload convert`"
             )

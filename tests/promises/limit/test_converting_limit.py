@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -27,14 +28,30 @@ print(limit, peak_rss_bytes())
 """
 
 
-@pytest.mark.parametrize("kind", few(["gptq", "compressed-tensors"], ["gptq"]))
+SIZES = {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 4, "vocab_size": 4096}
+
+
+def make_source(kind: str, folder: Path) -> Path:
+    """A model whose floats are several times as large as what is free below the limit."""
+    if kind == "gguf":
+        more = {"num_attention_heads": 16, "max_position_embeddings": 512, "rms_norm_eps": 1e-6}
+        (folder / "config.json").write_text(json.dumps(SIZES | more), encoding="utf-8")
+        tool = [sys.executable, str(ROOT / "tests/tools/make_gguf.py"), str(folder)]
+        subprocess.run([*tool, str(folder / "source.gguf"), "Q4_K"], check=True)
+        return folder / "source.gguf"
+    tool = [sys.executable, str(ROOT / "tests/tools/make_packed.py"), str(folder / "source")]
+    hidden, intermediate, layers, vocabulary = map(str, SIZES.values())
+    sizes = ["--layers", layers, "--hidden", hidden, "--intermediate", intermediate]
+    subprocess.run([*tool, "--kind", kind, *sizes, "--vocabulary", vocabulary], check=True)
+    return folder / "source"
+
+
+@pytest.mark.parametrize("kind", few(["gptq", "compressed-tensors", "gguf"], ["gptq"]))
 def test_the_peak_is_within_the_limit(kind: str, tmp_path: Path) -> None:
-    """Of a model whose floats are several times as large as what is free below the limit."""
-    tool = [sys.executable, str(ROOT / "tests/tools/make_packed.py"), str(tmp_path / "source")]
-    sizes = ["--layers", "4", "--hidden", "2048", "--intermediate", "5632", "--vocabulary", "4096"]
-    subprocess.run([*tool, "--kind", kind, *sizes], check=True)
+    """Also with the whole of a large weight unpacked, and with its statistics."""
+    source = make_source(kind, tmp_path)
     with memory_cgroup(900_000_000) as group:
-        command = [sys.executable, "-c", CHILD, str(tmp_path / "source"), str(tmp_path / "made")]
+        command = [sys.executable, "-c", CHILD, str(source), str(tmp_path / "made")]
         done = group.run(command, cwd=ROOT)
         assert done.returncode == 0, done.stderr
         assert group.oom_kills() == 0

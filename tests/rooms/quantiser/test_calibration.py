@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -21,10 +22,13 @@ import pipeload
 from pipeload.budget import cut as budget_cut
 from pipeload.cli.commands import app
 from pipeload.errors import CheckpointError, MemoryLimitError, OptionError
+from pipeload.formats.integers import compensation
+from pipeload.formats.integers.compensation import blocks_of
 from pipeload.formats.integers.rounding import to_int8, weigh_columns
-from pipeload.quantiser import calibration, calibration_text
+from pipeload.quantiser import calibration, calibration_text, input_products
 from pipeload.quantiser.calibration_text import CalibrationText, find_text
-from pipeload.quantiser.resumable_shards import SUMS_FILE
+from pipeload.quantiser.input_products import InputProducts
+from pipeload.quantiser.resumable_shards import PRODUCTS, SUMS_FILE
 from tests.rooms.quantiser.test_quantise import ROOT, SIZES
 from tests.support.commands import save_tokenizer
 from tests.support.exact import assert_same, smallest_limit, steady_floor
@@ -243,7 +247,7 @@ def calibrating(done, total):
     if done == passes * 28 + 5:
         os.kill(os.getpid(), signal.SIGKILL)
 make(source, target, method="int4", group_size=None, zero_points=None, double_quant=False,
-     head=None, calibrate=text, calibration_tokens=None, memory_limit=None,
+     head=None, calibrate=text, calibration_tokens=None, gptq=True, memory_limit=None,
      max_shard_size="2GB", progress=None, calibrating=calibrating)
 """
 
@@ -272,8 +276,8 @@ def test_a_killed_pass_goes_on(
         passes.append(model.pipeload.stats().passes)
 
     monkeypatch.setattr(calibration, "_read", count)
-    pipeload.quantize(source, target, method="int4", calibrate=text)
-    pipeload.quantize(source, tmp_path / "fresh", method="int4", calibrate=text)
+    pipeload.quantize(source, target, method="int4", calibrate=text, gptq=True)
+    pipeload.quantize(source, tmp_path / "fresh", method="int4", calibrate=text, gptq=True)
     assert passes == [2, 6]
     names = {file.name for file in target.iterdir()}
     assert names == {file.name for file in (tmp_path / "fresh").iterdir()}
@@ -311,6 +315,40 @@ def test_what_was_found_is_used_again(
     assert reads[3:] == ["40"]
 
 
+def test_products_of_inputs(
+    source: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of the plain model, of all passes together, in blocks; none is left in the end."""
+    monkeypatch.setattr(calibration, "_batch", lambda *_: 4)
+    monkeypatch.setattr(calibration, "_fast_bf16", lambda: True)
+    monkeypatch.setattr(compensation, "BLOCK", 40)
+    monkeypatch.setattr(input_products, "BLOCK", 40)
+    monkeypatch.setattr(input_products, "_ROWS", 50)
+    model, given = load_plain(source), list[torch.Tensor]()
+    path = "model.layers.1.mlp.down_proj"
+    model.get_submodule(path).register_forward_pre_hook(lambda _, args: given.append(args[0]))
+    ids = AutoTokenizer.from_pretrained(source)(TEXT).input_ids
+    with torch.no_grad():
+        model(torch.tensor(ids)[: 6 * 27].view(6, 27))
+    options: dict[str, Any] = {"method": "int4", "gptq": True}
+    kept_sums(source, tmp_path / "made", text, monkeypatch, **options)
+    folder: Any = SimpleNamespace(folder=tmp_path / ".made.partial")
+    assert len([*folder.folder.glob(f"{PRODUCTS}*")]) == 2
+    columns = {
+        name: module.in_features
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear) and name != "lm_head"
+    }
+    found = InputProducts(folder, columns).of(path, 6)
+    rows = given[0].flatten(0, 1).float()
+    for block, one in zip(blocks_of(columns[path]), found, strict=True):
+        mine = rows[:, block.start : block.stop]
+        torch.testing.assert_close(one, mine.t() @ mine, rtol=1e-4, atol=1e-4)
+    assert len(found) > 1
+    made = pipeload.quantize(source, tmp_path / "made", calibrate=text, **options)
+    assert not [*made.glob(f"{PRODUCTS}*")]
+
+
 # -- what is refused -------------------------------------------------------------------------------
 
 
@@ -319,6 +357,8 @@ def test_what_means_nothing(source: Path, text: Path, tmp_path: Path) -> None:
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"method": "nf4", "calibrate": text}, "calibrate=.*text.txt' is of int4 and int8"),
         ({"method": "int4", "zero_points": "hqq", "calibrate": text}, "'hqq' looks at no data"),
+        ({"method": "int4", "gptq": True}, "gptq=True would change nothing without a text"),
+        ({"gptq": True, "calibrate": text}, "gptq=True is of int4"),
         ({"calibration_tokens": 64}, "would change nothing without a text"),
         ({"calibrate": "off", "calibration_tokens": 64}, "would change nothing without a text"),
         ({"calibrate": text, "calibration_tokens": 0}, "no text at all"),
@@ -351,16 +391,18 @@ def test_the_command(source: Path, text: Path, tmp_path: Path) -> None:
     words = ["quantize", str(source), "--method", "int4", "--memory-limit", "50GB"]
     for name, more in {
         "read": ["--calibrate", str(text), "--calibration-tokens", "100"],
+        "gptq": ["--calibrate", str(text), "--calibration-tokens", "100", "--gptq"],
         "off": ["--calibrate", "off"],
         "none": [],
     }.items():
         done = runner.invoke(app, [*words, *more, str(tmp_path / name)])
         assert done.exit_code == 0, done.output
-        assert ("calibrating: 100 tokens of text.txt" in done.stderr) == (name == "read")
-    read, off, none = (
-        (tmp_path / n / "model.safetensors").read_bytes() for n in ("read", "off", "none")
-    )
-    assert read != off == none
+        read = name in {"read", "gptq"}
+        assert ("calibrating: 100 tokens of text.txt" in done.stderr) == read
+    found = {n: (tmp_path / n / "model.safetensors").read_bytes() for n in ("read", "gptq", "off")}
+    assert len({*found.values()}) == 3
+    assert (tmp_path / "none" / "model.safetensors").read_bytes() == found["off"]
+    assert "then GPTQ in blocks" in (tmp_path / "gptq" / "README.md").read_text()
 
 
 # -- what it gains ---------------------------------------------------------------------------------

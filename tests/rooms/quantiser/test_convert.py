@@ -123,7 +123,7 @@ def test_streamed_is_plain(name: str, family: str, tmp_path: Path) -> None:
 
 def test_large_weights_come_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each with its own scales and its own order of columns."""
-    monkeypatch.setattr("pipeload.quantiser.convert.PART_BYTES", 16 << 10)
+    monkeypatch.setattr("pipeload.quantiser.coded_contents.PART_BYTES", 16 << 10)
     packed = save_packed(tmp_path / "source", WAYS["gptq, desc_act"])
     folder = pipeload.convert(tmp_path / "source", tmp_path / "made")
     model = load_plain(folder)

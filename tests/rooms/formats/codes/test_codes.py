@@ -20,6 +20,7 @@ from tests.support.packers import (
     gptq_v2,
     known_codes,
     random_codes,
+    sawtooth,
 )
 
 if TYPE_CHECKING:
@@ -47,6 +48,18 @@ ORIGINAL = {
 }
 
 
+def intx(dtype: str, packing: str) -> dict[str, Any]:
+    """What torchao says of integers of any bits."""
+    data = {"weight_dtype": {"_data": dtype}, "intx_packing_format": {"_data": packing}}
+    return {"quant_type": {"default": {"_type": "IntxWeightOnlyConfig", "_data": data}}}
+
+
+# By torchao 0.18: codes of `sawtooth`, in bits, with so many groups.
+# `python -m tests.tools.original_checkpoints` prints them, and that of hqq 0.2.8 below.
+TORCHAO = {"torchao, int8": ("e35d5dcfa93c0343", 127.5), "torchao, int4": ("cdf7ae5def257239", 7.5)}
+HQQ = "ad410587738b3bb4"
+
+
 def find(settings: dict[str, Any], tensors: dict[str, torch.Tensor]) -> list[CodedWeight]:
     """What a format finds."""
     named = settings if "quant_method" in settings else {"quant_method": "mlx", **settings}
@@ -67,6 +80,30 @@ def test_the_packers_are_the_makers(name: str) -> None:
     pack = {"gptq": gptq, "gptq_v2": gptq_v2, "awq": awq}[name]
     tensors = pack("", known_codes(shuffled=name == "gptq_v2"))
     assert {key: digest(tensor) for key, tensor in tensors.items()} == ORIGINAL[name]
+
+
+def test_the_packer_is_hqq() -> None:
+    """So does it what hqq makes."""
+    assert digest(WAYS["hqq"].pack("", known_codes())["W_q"]) == HQQ
+
+
+@pytest.mark.parametrize("name", TORCHAO)
+def test_numbers_of_torchao(name: str) -> None:
+    """Its codes, which are made here as it makes them, stand for the numbers they were made of."""
+    wanted, most = TORCHAO[name]
+    way, numbers = WAYS[name], sawtooth()
+    grouped = numbers.view(64, -1, way.group or 64)
+    scale = grouped.abs().amax(-1) / most
+    codes = (grouped / scale[..., None]).round().clamp(-most - 0.5, most - 0.5).view(64, 64)
+    tensors = {
+        "w._weight_qdata": codes.to(torch.int8),
+        "w._weight_scale": scale,
+        "w._weight_zero_point": torch.zeros(scale.shape, dtype=torch.int8),
+    }
+    assert digest(tensors["w._weight_qdata"]) == wanted
+    found = decoded(way.settings, tensors)
+    error = (found.grid.numbers(found.rows(0, 64), 0) - numbers).abs()
+    assert bool((error.view(grouped.shape) <= 0.51 * scale[..., None]).all())
 
 
 @pytest.mark.parametrize("name", WAYS)
@@ -139,6 +176,10 @@ def test_ragged_groups(group_of: list[int], groups: int) -> None:
         ("compressed-tensors", {"config_groups": {}}, "bits"),
         ("compressed-tensors", {"sparsity_config": {"format": "sparse"}}, "sparse"),
         ("mlx", {"mode": "mxfp4"}, "mode 'mxfp4'"),
+        ("torchao, int8", {"quant_type": "int8_weight_only"}, "quant_type 'int8_weight_only'"),
+        ("torchao, int8", {"quant_type": {"default": {"_type": "Int4WeightOnlyConfig"}}}, "Int4W"),
+        ("torchao, int8", intx("int4", "OPAQUE_ATEN"), "packing format 'OPAQUE_ATEN'"),
+        ("torchao, int8", intx("int3", "UNPACKED_TO_INT8"), "its codes are 'int3'"),
         ("mlx", {"model.layers.0": {"bits": 8, "group_size": 64}}, "'model.layers.0' has 8 bits"),
     ],
 )
@@ -190,7 +231,7 @@ def test_tensors_that_do_not_fit(name: str) -> None:
     """One that is missing, of another length or dtype is named, with what was wanted."""
     way = WAYS[name]
     tensors = way.pack("w.", random_codes((48, 256), way, torch.Generator(), torch.float16))
-    known_by = ("qweight", "weight_packed", "scales", "weight_scale")
+    known_by = ("qweight", "weight_packed", "scales", "w.weight_scale", "W_q", "_weight_qdata")
     for key in tensors:
         other = {**tensors, key: torch.zeros(3, 3, 3, dtype=torch.float64)}
         with pytest.raises(CheckpointError, match=f"'{key}'.*wanted"):
@@ -207,6 +248,50 @@ def test_what_config_says_and_what_is_stored() -> None:
     tensors["w.weight_shape"] = torch.tensor([64, 60])
     with pytest.raises(CheckpointError, match="said to be"):
         decoded(WAYS["compressed-tensors"].settings, tensors)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("axis", 0, "'w.weight' has axis 0, not 1"),
+        ("quant_zero", 1, "has quant_zero 1"),
+        ("view_as_float", 1, "has view_as_float 1"),
+        ("packing", [*b"3bit_32"], "is packed as '3bit_32'"),
+    ],
+)
+def test_what_hqq_says_beside_a_weight(key: str, value: Any, words: str) -> None:
+    """Groups along columns, and other packings, are refused by name."""
+    tensors = WAYS["hqq"].pack("w.", known_codes())
+    tensors[f"w.{key}"] = torch.tensor(value, dtype=tensors[f"w.{key}"].dtype)
+    with pytest.raises(UnsupportedModelError, match=words):
+        find(WAYS["hqq"].settings, tensors)
+
+
+def test_a_shape_that_hqq_does_not_hold() -> None:
+    """As many codes as it says, or it is no whole file."""
+    tensors = WAYS["hqq"].pack("w.", known_codes())
+    tensors["w.shape"] = torch.tensor([64, 60])
+    with pytest.raises(CheckpointError, match=r"of \[64, 60\], and its codes are 128 groups of 32"):
+        find(WAYS["hqq"].settings, tensors)
+
+
+def test_hqq_of_8_bits() -> None:
+    """A group in each line."""
+    tensors = WAYS["hqq"].pack("w.", known_codes())
+    codes = torch.arange(64 * 64).view(128, 32) % 251
+    tensors["w.W_q"] = codes.to(torch.uint8)
+    tensors["w.packing"] = torch.tensor([*b"8bit_u8"], dtype=torch.uint8)
+    found = decoded(WAYS["hqq"].settings, tensors)
+    assert torch.equal(found.rows(8, 24), tensors["w.W_q"].view(64, 64)[8:24])
+
+
+def test_codes_of_torchao_that_are_too_large() -> None:
+    """They are stored in bytes, and have to be of the bits that the settings say."""
+    way = WAYS["torchao, int4"]
+    tensors = way.pack("w.", known_codes())
+    tensors["w._weight_qdata"][3, 3] = 8
+    with pytest.raises(CheckpointError, match="other values than -8 to 7"):
+        decoded(way.settings, tensors).rows(0, 64)
 
 
 def test_names() -> None:
