@@ -136,7 +136,8 @@ def make_plan(
     cut, choice, smallest = _choose(cuttings, measured, options, memory, spent)
     units, share = memory.share(cut, cut.residency.plans(choice))
     experts = _experts_share(cut.parts, choice.cache_bytes)
-    streamed = sum(unit.streamed_bytes for unit in units if not unit.hosted)
+    # With what stays as it is stored: that may change.
+    streamed = sum(unit.streamed.read_bytes for unit in units if not unit.hosted)
     if experts is not None:
         streamed += experts.total_bytes - experts.cache_bytes
     room = measured.page_cache_bytes - max(0, options.memory_limit - measured.floor_bytes)
@@ -145,8 +146,7 @@ def make_plan(
     )
     kept = [layout for unit in units for layout in unit.resident]
     mapped = memory.may_map and all(map(can_map, (lay_out(cut.parts.pinned), *kept)))
-    streams = streamed or any(unit.stored for unit in units)
-    fits = options.io_mode == "auto" and not streams and mapped
+    fits = options.io_mode == "auto" and not streamed and mapped
     plan = Plan(
         memory_limit=memory.limit,
         smallest_limit=smallest,
@@ -204,10 +204,11 @@ def _choose(
     budget = memory.limit - spent
     coarse, (finest,) = costed(cuttings.coarse), costed([cuttings.finest])
     cuts = [*coarse, finest]
+    chosen = _cheapest(coarse, budget)
     # What buffers do not take holds more where it is kept as it is stored: so fine cuts may pay.
     packs = any(cut.residency.packs for cut in coarse)
-    chosen = None if packs else _cheapest(coarse, budget)
-    chosen = chosen or _cheapest([*(coarse if packs else ()), *costed(cuttings.fine())], budget)
+    if chosen is None or (packs and chosen[1].slot_bytes):
+        chosen = _cheapest([*coarse, *costed(cuttings.fine())], budget)
     anyhow = cuttings.anyhow() if measured.zeros_are_free else None
     if anyhow is not None:  # slower than all others, so the last
         cuts += costed([anyhow])

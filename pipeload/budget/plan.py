@@ -123,6 +123,11 @@ class Plan(Tabled):
         return sum(unit.stored_bytes for unit in self.units)
 
     @property
+    def made_per_pass(self) -> int:
+        """Bytes of weights that are unpacked from them in one pass."""
+        return sum(unit.streamed.nbytes for unit in self.units if unit.stored)
+
+    @property
     def bytes_per_pass(self) -> int:
         """Bytes read from disk in one pass; of experts, what one token is likely to need."""
         experts = 0 if self.experts is None else self.experts.bytes_per_token

@@ -12,6 +12,9 @@ class Counters:
     bytes_read: int = 0
     reads: int = 0
     read_seconds: float = 0.0
+    made_bytes: int = 0
+    """Bytes of weights that were made of what is stored while nothing was read."""
+    make_seconds: float = 0.0
     hits: int = 0
     misses: int = 0
     resident_bytes: int = 0

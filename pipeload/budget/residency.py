@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from pipeload.budget.plan import UnitPlan
 from pipeload.budget.unit_menus import (
@@ -122,7 +122,8 @@ class Residency:
         elif budget < self.smallest:
             picks = None
         elif self.packs:
-            picks, packed = _best_packed(menus, budget, self._slots)
+            experts = self.everything > self._units_bytes
+            picks, packed = _best_packed(menus, budget, self._slots, more=not experts)
         else:
             picks = _best_picks(menus, budget, self._slots)
         if picks is None:
@@ -206,34 +207,66 @@ def _best_picks(menus: Sequence[Menu], budget: int, slots: int) -> list[int] | N
     return min(near)[2] if near else None
 
 
+class _Packing(NamedTuple):
+    """A split in which some units stay as they are stored."""
+
+    read_bytes: int
+    seconds: float
+    picks: list[int]
+    packed: frozenset[int]
+
+
 def _best_packed(
-    menus: Sequence[Menu], budget: int, slots: int
+    menus: Sequence[Menu], budget: int, slots: int, *, more: bool
 ) -> tuple[list[int], frozenset[int]]:
-    """The split whose passes take least time where units can be kept as they are stored, and which.
+    """The split whose passes take least time, of those that read hardly more than the least.
+
+    Also which units of it stay as they are stored. `more`: whether they may stay as floats after
+    all, where all of them are there: nothing else has a use for that memory.
 
     [Note: packed first] A byte of what is stored saves the reading of itself, one of what is made
     of it that of a fraction; so what is resident otherwise comes last, and saves the unpacking.
     """
-    found: list[tuple[float, list[int], frozenset[int]]] = []
-    tried = 0.0
-    for slot_bytes in slot_sizes(menus):
-        if found and slot_bytes < tried * _PACKED_SLOT_STEP:
+    found: list[_Packing] = []
+    tried = math.inf
+    for slot_bytes in reversed(slot_sizes(menus)):
+        if slots * slot_bytes > budget or (found and slot_bytes * _PACKED_SLOT_STEP > tried):
             continue
-        tried, picks = slot_bytes, [menu.fit(slot_bytes) for menu in menus]
+        picks = [menu.fit(slot_bytes) for menu in menus]
         spare = budget - memory_bytes(menus, picks, slots)
-        if spare < 0:
-            continue
-        packed = set()
-        for index in spread(len(menus)):
-            takes = menus[index].stored[picks[index]] if menus[index].packs else 0
-            if 0 < takes <= spare:
-                packed.add(index)
-                spare -= takes
-        if all(index in packed or not menu.packs for index, menu in enumerate(menus)):
-            spend(menus, picks, spare, packed)
-        packed = {index for index in packed if picks[index]}
-        found.append((pass_seconds(menus, picks, slots, packed), picks, frozenset(packed)))
-    return min(found, key=lambda each: each[0])[1:]
+        if spare >= 0:
+            tried = slot_bytes
+            found.append(_packing(menus, picks, spare, slots, more=more))
+    if (picks := _best_picks(menus, budget, slots)) is not None:
+        reads = sum(menu.reads[pick] for menu, pick in zip(menus, picks, strict=True))
+        seconds = pass_seconds(menus, picks, slots)
+        found.append(_Packing(reads, seconds, picks, frozenset()))
+    least = min(each.read_bytes for each in found)
+    near = [each for each in found if each.read_bytes <= least * _HARDLY_MORE]
+    best = min(near, key=lambda each: each.seconds)
+    return best.picks, best.packed
+
+
+def _packing(
+    menus: Sequence[Menu], picks: list[int], spare: int, slots: int, *, more: bool
+) -> _Packing:
+    """Spend what is left: on stored bytes, then on what streams still, then on floats of those."""
+    packed = set()
+    for index in spread(len(menus)):
+        takes = menus[index].stored[picks[index]] if menus[index].packs else 0
+        if 0 < takes <= spare:
+            packed.add(index)
+            spare -= takes
+    spare = spend(menus, picks, spare, of={*range(len(menus))} - packed)
+    if more:
+        spend(menus, picks, spare, of=packed, packed=True)
+    packed = {index for index in packed if picks[index]}
+    reads = sum(
+        menu.reads[pick]
+        for index, (menu, pick) in enumerate(zip(menus, picks, strict=True))
+        if index not in packed
+    )
+    return _Packing(reads, pass_seconds(menus, picks, slots, packed), picks, frozenset(packed))
 
 
 def is_tiny(weight: Weight) -> bool:

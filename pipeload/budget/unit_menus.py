@@ -36,6 +36,8 @@ class Piece:
 
     weights: tuple[Weight, ...]
     hold_bytes: int
+    read_bytes: int
+    """Bytes read from disk for it."""
     stored: tuple[Layout, ...]
     """What all of it can be unpacked from; none where something of it cannot."""
 
@@ -62,6 +64,8 @@ class Menu:
         stored = (sum(piece.stored_bytes for piece in chosen(pieces, m)) for m in self.masks)
         self.stored = [*stored]
         """What that takes for each of these."""
+        self.reads = [sum(p.read_bytes for p in chosen(pieces, m)) for m in self.masks]
+        """Bytes read from disk for each of these."""
 
     def fit(self, slot_bytes: int) -> int:
         """Index of the largest streamed part that fits a slot."""
@@ -89,7 +93,8 @@ def pieces_of(weights: Sequence[Weight], takes: Takes | None) -> list[Piece]:
         stored = tuple(itertools.chain.from_iterable(piece.stored for piece in tail))
         whole = all(piece.stored for piece in tail)
         nbytes = sum(piece.hold_bytes for piece in tail)
-        head.append(Piece(merged, nbytes, stored if whole else ()))
+        reads = sum(piece.read_bytes for piece in tail)
+        head.append(Piece(merged, nbytes, reads, stored if whole else ()))
     return head
 
 
@@ -97,7 +102,8 @@ def _piece(group: Sequence[Weight], takes: Takes | None) -> Piece:
     nbytes = max(hold_bytes(group), 0 if takes is None else takes(group))
     stored = [weight.as_stored() for weight in group]
     layouts = tuple(lay_out([weight]) for weight in stored if weight is not None)
-    return Piece(tuple(group), nbytes, layouts if len(layouts) == len(group) else ())
+    reads = group[0].read_bytes if group[0].group else sum(w.read_bytes for w in group)
+    return Piece(tuple(group), nbytes, reads, layouts if len(layouts) == len(group) else ())
 
 
 def hold_bytes(group: Sequence[Weight]) -> int:
@@ -155,8 +161,10 @@ def pass_seconds(
         for index, (menu, pick) in enumerate(zip(menus, picks, strict=True)):
             size = menu.sizes[pick]
             if size:
-                rate = _UNPACK_RATE if index in packed else READ_RATE
-                read = max(read, freed[turn]) + size / rate + _UNIT_SECONDS
+                seconds = size / _UNPACK_RATE if menu.packs else size / READ_RATE
+                if menu.packs and index not in packed:
+                    seconds = max(seconds, menu.reads[pick] / READ_RATE)
+                read = max(read, freed[turn]) + seconds + _UNIT_SECONDS
                 clock = max(clock, read)
             clock += menu.total / _COMPUTE_RATE
             if size:
@@ -171,11 +179,17 @@ def spread(count: int) -> list[int]:
 
 
 def spend(
-    menus: Sequence[Menu], picks: list[int], spare: int, packed: Collection[int] = ()
-) -> None:
+    menus: Sequence[Menu],
+    picks: list[int],
+    spare: int,
+    *,
+    of: Collection[int] | None = None,
+    packed: bool = False,
+) -> int:
     """Make more resident with what is left, of the unit that streams most of itself first.
 
-    What one of `packed` was kept as, as it is stored, goes for it.
+    Of units whose numbers are in `of`, if it is not None. What they were kept as, as they are
+    stored, goes for it where they are `packed`. Returns what is left then.
     """
 
     def entry(index: int) -> tuple[float, float, int]:
@@ -183,13 +197,14 @@ def spend(
         # Units alike are taken in an order that spreads them over the pass.
         return -menu.sizes[picks[index]] / max(1, menu.total), index * _GOLDEN % 1.0, index
 
-    heap = [entry(index) for index, pick in enumerate(picks) if pick]
+    which = range(len(picks)) if of is None else of
+    heap = [entry(index) for index in which if picks[index]]
     heapq.heapify(heap)
     while heap:
         index = heapq.heappop(heap)[2]
         menu, pick = menus[index], picks[index]
         step = menu.sizes[pick] - menu.sizes[pick - 1]
-        if index in packed:
+        if packed:
             step -= menu.stored[pick] - menu.stored[pick - 1]
         if step > spare:
             continue  # nor will it fit later
@@ -197,3 +212,4 @@ def spend(
         spare -= step
         if pick > 1:
             heapq.heappush(heap, entry(index))
+    return spare

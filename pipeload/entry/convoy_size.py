@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from pipeload.budget.governor import Governor
+    from pipeload.budget.plan import Plan
     from pipeload.budget.read_counters import Counters
     from pipeload.engine.convoy import Convoy
 
@@ -51,7 +52,8 @@ def sizes_of(model: Any, arguments: Mapping[str, Any]) -> Sizes:
 class ConvoySize:
     """Says whether one more request helps. In bytes and seconds.
 
-    [Note: as many as help] A round takes as long as its reading, or its computing if that is more:
+    [Note: as many as help] A round takes as long as its reading, or its computing if that is more
+    (what is unpacked from memory counts as read):
     more requests than fill the time of reading add nothing. Each takes its cache from the
     residents, which are then read in every round: that is worth it as long as this adds less than
     the share of the reading that it takes over from the others.
@@ -69,25 +71,27 @@ class ConvoySize:
         """Whether `more` helps beside the requests that are `running`."""
         if not running:
             return True
-        streamed = self._governor.plan.bytes_per_pass
-        if len(running) >= self._most(streamed):
+        plan = self._governor.plan
+        shared = plan.bytes_per_pass + plan.made_per_pass
+        if len(running) >= self._most(plan):
             return False
         wanted = [self._bytes_of(sizes_of(model, each)) for each in (*running, more)]
         caches, passes = zip(*wanted, strict=True)
         fits = sum(caches) + max(passes) <= self._spare
-        return fits and bool(caches[-1] * len(running) < streamed)
+        return fits and bool(caches[-1] * len(running) < shared)
 
     def _bytes_of(self, sizes: Sizes) -> tuple[int, int]:
         if sizes not in self._known:  # to find out may take a trial
             self._known[sizes] = self._governor.bytes_alone(*sizes)
         return self._known[sizes]
 
-    def _most(self, streamed: int) -> int:
-        """How many fill the time of reading, and one more."""
+    def _most(self, plan: Plan) -> int:
+        """How many fill the time of reading and unpacking, and one more."""
         computing, counters = self._convoy.seconds_per_pass, self._counters
-        if not streamed:
+        if not (plan.bytes_per_pass or plan.made_per_pass):
             return 1
         if not computing or not counters.read_seconds:
             return _AT_FIRST
-        reading = streamed * counters.read_seconds / counters.bytes_read
-        return math.ceil(reading / computing) + 1
+        shared = plan.bytes_per_pass * counters.read_seconds / counters.bytes_read
+        shared += plan.made_per_pass * counters.make_seconds / max(1, counters.made_bytes)
+        return math.ceil(shared / computing) + 1

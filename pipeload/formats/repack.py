@@ -20,6 +20,7 @@ class Repack(abc.ABC):
     """Puts bytes from one order into another. Equal ones do the same."""
 
     unpacks: ClassVar[bool] = False
+    quick: ClassVar[bool] = True
 
     @staticmethod
     def rows(width: int) -> int:

@@ -68,7 +68,10 @@ class Reads:
         if not self._jobs:
             self._counted_to = time.perf_counter()
         self._jobs += len(jobs)
-        self._reading += 0 if load.converting else len(jobs)
+        if load.converting:
+            self._counters.made_bytes += sum(place.nbytes for place in load.placements)
+        else:
+            self._reading += len(jobs)
         load.pending = len(jobs)
         assert self._pool is not None  # noqa: S101 - nothing is read before `open`
         for job in jobs:
@@ -82,5 +85,9 @@ class Reads:
         self._counters.reads += outcome.nbytes > 0
         self._counters.bytes_read += outcome.nbytes
         if outcome.finished > self._counted_to:  # readers may report out of order
-            self._counters.read_seconds += (outcome.finished - self._counted_to) if read else 0.0
+            seconds = outcome.finished - self._counted_to
+            if read:
+                self._counters.read_seconds += seconds
+            else:
+                self._counters.make_seconds += seconds
             self._counted_to = outcome.finished

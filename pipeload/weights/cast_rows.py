@@ -20,6 +20,7 @@ class CastRows:
     """Casts rows as they are read, each by itself. A `Repacking`."""
 
     unpacks: ClassVar[bool] = True
+    quick: ClassVar[bool] = True
 
     dtype: str
     """What is stored, as a safetensors code."""

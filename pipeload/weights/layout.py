@@ -36,6 +36,10 @@ class Repacking(Protocol):
     unpacks: ClassVar[bool]
     """Whether it makes numbers of bytes, one row by itself. Else it only changes their order."""
 
+    @property
+    def quick(self) -> bool:
+        """Whether that takes less time than reading mostly does."""
+
     def steps(self, rows: int, row_bytes: int) -> Iterable[tuple[int, int]]:
         """Say which of so many rows to take at once, each of `row_bytes`: at most 4 MB stored."""
 
@@ -102,9 +106,11 @@ class Weight:
         return self.raw or (self.repacked is not None and self.repacked.unpacks)
 
     def as_stored(self) -> Weight | None:
-        """Give the bytes that it is unpacked from; None for one that is not, or hardly smaller."""
-        unpacks = self.repacked is not None and self.repacked.unpacks
-        if not unpacks or self.read_bytes > _MUCH_SMALLER * self.nbytes:
+        """Give the bytes that it is quickly unpacked from; None for others, or hardly smaller."""
+        repacked = self.repacked
+        if repacked is None or not (repacked.unpacks and repacked.quick):
+            return None
+        if self.read_bytes > _MUCH_SMALLER * self.nbytes:
             return None
         (source,) = self.sources
         shape = source.shape[0], source.nbytes // source.shape[0]

@@ -56,7 +56,9 @@ class ResidentMemory:
     def _region(self, layout: Layout) -> Region:
         first = layout.weights[0] if layout.nbytes else None
         if first is None or first.whole is None:
-            return Arena(layout.nbytes, device=_CPU, huge=False).take(layout.nbytes)
+            # Sparse: many small ones must not take a huge page each.
+            arena = Arena(layout.nbytes, device=_CPU, huge=False, sparse=True)
+            return arena.take(layout.nbytes)
         arena, whole = self._arena(first.whole), self._wholes[first.whole]
         rows_at = first.first_row * (whole.nbytes // whole.shape[0])
         # A page border where it is read as it is: both offsets are the file's, modulo the page.

@@ -189,6 +189,7 @@ class Doubled:
     """Makes two bytes of each that is stored, some rows at a time. A `Repacking`."""
 
     unpacks: ClassVar[bool] = True
+    quick: ClassVar[bool] = True
 
     def steps(self, rows: int, _row_bytes: int) -> Iterator[tuple[int, int]]:
         return ((start, min(start + 3, rows)) for start in range(0, rows, 3))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
-from pipeload.formats.gguf.kernel import unpack
+from pipeload.formats.gguf.kernel import is_quick, unpack
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -34,6 +34,11 @@ class Blocks:
     """Which stored row of each group of so many the rows of it are; none: the same."""
     skipped: int = 0
     """Rows of the first group that are read but not wanted."""
+
+    @property
+    def quick(self) -> bool:
+        """Whether the compiled kernel makes them."""
+        return is_quick(self.kind)
 
     def steps(self, rows: int, _row_bytes: int) -> Iterator[tuple[int, int]]:
         """Say which rows to take at once: whole groups, about 1 MB."""

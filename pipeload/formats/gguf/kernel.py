@@ -88,9 +88,7 @@ def unpack_by_package(
 @functools.cache
 def can_unpack(kind: str) -> bool:
     """Whether a type is known here, or to the package that is installed; says if it takes long."""
-    if kind in FLOATS:
-        return True
-    if kind in COMPILED and compiled() is not None:
+    if is_quick(kind):
         return True
     try:
         block = BLOCKS[kind]
@@ -102,6 +100,11 @@ def can_unpack(kind: str) -> bool:
     why = "" if kind not in COMPILED else ": there is no C compiler, or the processor lacks AVX2"
     _log.info("GGUF's %s is unpacked by the package gguf, which takes long%s", kind, why)
     return True
+
+
+def is_quick(kind: str) -> bool:
+    """Whether a type is unpacked by the compiled kernel, or is floats already."""
+    return kind in FLOATS or (kind in COMPILED and compiled() is not None)
 
 
 @functools.cache
