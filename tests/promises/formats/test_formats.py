@@ -17,7 +17,7 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 import pipeload
 from pipeload import UnsupportedModelError
-from pipeload.budget import cut
+from pipeload.budget import expert_banks
 from pipeload.budget.shared_limit import ACCOUNTANT
 from pipeload.formats.form_names import CONVERTED
 from pipeload.formats.format import PUT_IN_ORDER
@@ -161,7 +161,7 @@ def test_experts_are_unpacked_one_by_one(
     name: str, made: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those of a token alone; a plain load unpacks all."""
-    monkeypatch.setattr(cut, "_BANK_BYTES", 1)
+    monkeypatch.setattr(expert_banks, "_BANK_BYTES", 1)
     folder = made(name)
     reference = plain(folder, name)
     token = torch.tensor([[7]])

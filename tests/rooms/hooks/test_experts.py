@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from pipeload_hooks import (
+    COUNTS,
     ServeExperts,
     attach_experts,
     experts_in_order,
@@ -100,7 +101,7 @@ def test_told_how_many_rows_each_gets() -> None:
             raise LookupError
 
     module, source = Counted(), Source()
-    attach_experts(module, source, counted=True)
+    attach_experts(module, source, told_by=COUNTS)
     module(torch.ones(4, NARROW), [1, 0, 3])
     assert source.wanted == [[0, 2, 2, 2], []]
     for other in (torch.tensor([1, 0, 3]), [1.5, 2.5], None):
