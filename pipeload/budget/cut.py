@@ -109,8 +109,7 @@ class Divider:
                 "checkpoint, so there is nothing to stream. Load it without pipeload."
             )
         inside = {w.name for _, streamed in self._blocks for w in streamed}
-        tables = () if blocks_alone else self._find_tables()
-        self._tables = [table for table in tables if table.weight.name not in inside]
+        self._tables = [] if blocks_alone else [*self._find_tables(inside)]
         self._head_weight = None if blocks_alone else self._find_head_weight(inside)
 
     def divide(self, grain: Grain, touched: Touched) -> Parts:
@@ -122,8 +121,17 @@ class Divider:
         """
         cutter = _Cutter(grain)
         together = touched.outside | touched.idle
+        # An adapter reads all of a head or a table beside what it gives: they are in memory then.
+        # One of a tower that was not tried may be used whole, as positions of a picture are.
+        whole = {
+            table.weight.name
+            for table in self._tables
+            if table.weight.name in touched.outside or touched.idle.issuperset(table.names)
+        }
+        tables = [table for table in self._tables if table.weight.name not in whole]
+        not_theirs = touched.past_block.union(table.weight.name for table in tables)
         for block, all_streamed in self._blocks:
-            streamed = [w for w in all_streamed if w.name not in touched.past_block]
+            streamed = [w for w in all_streamed if w.name not in not_theirs]
             if len(streamed) < len(all_streamed):
                 streamed = _whole_groups(streamed, self._weights)
             if not streamed:
@@ -133,14 +141,6 @@ class Divider:
                 cutter.modules(block.name, block.module, mine)
             else:
                 cutter.whole(block.name, block.module, streamed)
-        # An adapter reads all of a head or a table beside what it gives: they are in memory then.
-        # One of a tower that was not tried may be used whole, as positions of a picture are.
-        whole = {
-            table.weight.name
-            for table in self._tables
-            if table.weight.name in touched.outside or touched.idle.issuperset(table.names)
-        }
-        tables = [table for table in self._tables if table.weight.name not in whole]
         head, weight = self._head, self._head_weight
         if head is not None and weight is not None and weight.name not in touched.outside | whole:
             # No range of the head is to be the reason for the size of the buffers.
@@ -186,7 +186,7 @@ class Divider:
         safe = made or (not is_tiny(weight) if weight.guarded else _is_large_float(weight))
         return weight.name not in self._tied and safe
 
-    def _find_tables(self) -> Iterator[Table]:
+    def _find_tables(self, inside: Collection[str]) -> Iterator[Table]:
         """Weights that embeddings take rows of, and nobody else uses but a head that is split."""
         for weight in self._weights.values():
             if not weight.rows_alone or weight.nbytes < _TABLE_BYTES or not _is_large_float(weight):
@@ -198,8 +198,11 @@ class Divider:
             owners = {name: self._owner(name) for name in (weight.name, *aliases)}
             users = {name: module for name, module in owners.items() if module is not head}
             modules = tuple(users.values())
+            in_block = weight.name in inside
+            if weight.name in self._away or (in_block and len(owners) > 1):
+                continue
             if modules and all(isinstance(m, nn.Embedding) and takes_ids(m) for m in modules):
-                yield Table(weight, modules, tuple(users))
+                yield Table(weight, modules, tuple(users), in_block)
 
     def _owner(self, parameter: str) -> nn.Module:
         return self._model.get_submodule(parameter.rpartition(".")[0])

@@ -53,6 +53,9 @@ class Table(NamedTuple):
     """The embeddings that share it; a tied head is a site of its own."""
     names: tuple[str, ...]
     """What it is called in each of them."""
+    in_block: bool = False
+    """Whether it lies in a block, as the experts of Doge do: its rows go at once then, and a call
+    may ask for any of them."""
 
 
 class ExpertsModule(NamedTuple):
@@ -128,6 +131,12 @@ class Parts:
     def experts_bytes(self) -> int:
         """What all experts of all banks take in memory."""
         return sum(bank.experts * bank.expert_bytes for bank in self.banks)
+
+    @property
+    def passing_bytes(self) -> int:
+        """What is read and goes in the midst of a pass: experts, and rows of tables in blocks."""
+        rows = (table.weight.nbytes for table in self.tables if table.in_block)
+        return self.expert_window_bytes + max(rows, default=0)
 
     @property
     def expert_window_bytes(self) -> int:

@@ -11,7 +11,13 @@ from transformers import AutoConfig, AutoModelForSeq2SeqLM
 from pipeload.budget import expert_banks
 from tests.support.experts import experts_of
 from tests.support.models import DTYPES, load_plain, save_random
-from tests.support.streaming import assert_nothing_held, generated, load_streamed, logits
+from tests.support.streaming import (
+    assert_nothing_held,
+    generated,
+    load_streamed,
+    logits,
+    session_of,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -74,6 +80,18 @@ _KINDS: dict[str, dict[str, Any]] = {
         "num_experts": EXPERTS,
         "max_position_embeddings": 256,
         "decoder_start_token_id": 2,
+    },
+    # Rows of two tables in each block.
+    "doge": {
+        "hidden_size": 128,
+        "intermediate_size": 96,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 256,
+        "is_moe": True,
+        "num_experts": 4096,
+        "num_experts_per_tok": 8,
     },
     # All in one batched product.
     "llama4_text": {
@@ -222,6 +240,30 @@ def _translated(model: Any) -> torch.Tensor:
     with torch.no_grad():
         given: torch.Tensor = model(input_ids=WORDS, decoder_input_ids=WORDS[:, :4]).logits
     return given
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp16"])
+def test_rows_of_tables_in_blocks(folder: Callable[..., Path], dtype: str) -> None:
+    """Doge: a token reads a few rows; those of a prompt are planned, whichever they are."""
+    made = folder("doge")
+    plain = load_plain(made, dtype=DTYPES[dtype])
+    expected = [logits(plain, ids) for ids in (WORDS, WORDS[:, :1])]
+    tokens = generated(plain, WORDS)
+    for spare in CACHES:
+        model = load_streamed(made, spare=spare, modules=True, dtype=DTYPES[dtype])
+        logits(model, WORDS[:, :1])
+        tables = [t for t in session_of(model).streamer.tables if "mlp" in next(iter(t.parameters))]
+        assert len(tables) == 2 * LAYERS
+        # A row's one or two pages, and gaps that are read with them; all is 2 MB.
+        assert all(0 < table.bytes_read <= 8 * 5 * 4096 for table in tables)
+        assert not any(table.table.held_bytes for table in tables)
+        for _ in range(2):
+            for ids, wanted in zip((WORDS, WORDS[:, :1]), expected, strict=True):
+                assert torch.equal(logits(model, ids), wanted), spare
+        assert generated(model, WORDS) == tokens
+        assert_nothing_held(model)
+    model.pipeload.remove()
+    assert torch.equal(logits(model, WORDS), expected[0])
 
 
 def test_a_plan_says_which_are_read_whole(folder: Callable[..., Path]) -> None:
