@@ -11,7 +11,8 @@ first run. `--python` is an interpreter that has the package xllamacpp. Caps are
 model takes on disk. Contenders run in turn (A B A B ...), each in a process of its own in a control
 group of that size, with its files' pages dropped before. Experts are chosen by each model's own
 router; tokens after the prompt are drawn at random, since what a random model chooses by itself
-soon repeats. Times do not count loading. Needs root.
+soon repeats. `rate` is tokens/s after the prompt, `work` the processor's seconds for each of them.
+Times do not count loading. Needs root.
 """
 
 from __future__ import annotations
@@ -48,11 +49,14 @@ words = torch.randint(5, 30000, (1, prompt + tokens), generator=draw)
 times, cache = [], transformers.DynamicCache(config=model.config)
 with torch.no_grad():
     for given in (words[:, :prompt], *words[:, prompt:].split(1, 1)):
+        begun = time.process_time() if len(times) < 2 else begun
         started = time.perf_counter()
         model(input_ids=given, past_key_values=cache, logits_to_keep=1)
         times.append(time.perf_counter() - started)
 stats = model.pipeload.stats()
-print(json.dumps({"prompt": times[0], "steps": times[1:], "hits": stats.expert_hit_rate}))
+work = time.process_time() - begun
+print(json.dumps({"prompt": times[0], "steps": times[1:], "work": work,
+    "hits": stats.expert_hit_rate}))
 """
 
 # Parameters are handed over by value: of the model's, those that are set, and of the context's the
@@ -93,12 +97,14 @@ draw = random.Random(1)
 words = [draw.randrange(5, 30000) for _ in range(prompt + tokens)]
 times = []
 for given in (words[:prompt], *([word] for word in words[prompt:])):
+    begun = time.process_time() if len(times) < 2 else begun
     started = time.perf_counter()
     array = (c_int32 * len(given))(*given)
     assert library.llama_decode(context, library.llama_batch_get_one(array, len(given))) == 0
     library.llama_get_logits(context)[0]
     times.append(time.perf_counter() - started)
-print(json.dumps({"prompt": times[0], "steps": times[1:]}))
+work = time.process_time() - begun
+print(json.dumps({"prompt": times[0], "steps": times[1:], "work": work}))
 """
 
 
@@ -204,7 +210,8 @@ def measure(command: list[str], path: Path, cap: int, *counts: int) -> dict[str,
         why = "killed by the kernel" if done.returncode == -9 else done.stderr.strip()[-300:]
         return {"failed": why}
     told: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    told["rate"] = len(told["steps"]) / sum(told.pop("steps"))
+    steps = told.pop("steps")
+    told |= {"rate": len(steps) / sum(steps), "work": told["work"] / len(steps)}
     return told
 
 
