@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForSeq2SeqLM
 
+import pipeload
 from pipeload.budget import expert_banks
 from tests.support.experts import experts_of
 from tests.support.models import DTYPES, load_plain, save_random
@@ -264,6 +265,27 @@ def test_rows_of_tables_in_blocks(folder: Callable[..., Path], dtype: str) -> No
         assert_nothing_held(model)
     model.pipeload.remove()
     assert torch.equal(logits(model, WORDS), expected[0])
+
+
+@pytest.mark.parametrize(
+    ("limit", "value", "reason"),
+    [
+        ("_BANK_BYTES", 1 << 30, "all of a layer are less than 1.07 GB"),
+        ("_MOST_OWN", 2, "a layer has more than 2, each a module of its own"),
+    ],
+)
+def test_why_they_are_read_whole(
+    folder: Callable[..., Path],
+    limit: str,
+    value: int,
+    reason: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(expert_banks, limit, value)
+    made = folder("switch_transformers")
+    plan = pipeload.plan(made, memory_limit="2GB", auto_class=AutoModelForSeq2SeqLM)
+    assert plan.experts is None
+    assert plan.whole_experts == (reason,)
 
 
 def test_a_plan_says_which_are_read_whole(folder: Callable[..., Path]) -> None:
