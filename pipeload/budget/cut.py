@@ -88,11 +88,12 @@ class Divider:
         self._beside_bytes = beside_bytes
         self._tied = frozenset(tied) | frozenset(tied.values())
         self._head = head if (head := output_head(model)) and head[0] not in away else None
+        self._away = {n: w for n, w in weights.items() if _is_inside(n, away)}
+        read = weights if not away else {n: w for n, w in weights.items() if n not in self._away}
         here = [found for found in experts if not _is_inside(found.name, away)]
         self._banks, self._whole_experts = find_banks(
-            model, weights, self._tied, here, blocks_alone=blocks_alone
+            model, read, self._tied, here, blocks_alone=blocks_alone
         )
-        self._away = {n: w for n, w in weights.items() if _is_inside(n, away)}
         banked = {weight.name for bank in self._banks for weight in bank.weights}
         self._blocks = []
         for block in find_blocks(model):
