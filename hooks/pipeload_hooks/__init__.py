@@ -26,16 +26,21 @@ from pipeload_hooks._callers import Caller, Callers, Mark, arguments_of
 from pipeload_hooks._crossing import Crossing, find_crossing
 from pipeload_hooks._elsewhere import answer, guard
 from pipeload_hooks._evicted import BESIDE, OnUse, note_changes, plain_kind
+from pipeload_hooks._expert_code import (
+    names_of_others,
+    takes_slices_alone,
+    views_slices_alone,
+)
 from pipeload_hooks._experts import (
+    COUNTS,
+    IDS,
+    MARKS,
     ExpertSource,
     ServeExperts,
     Service,
     attach_experts,
     empty_grouped,
     experts_in_order,
-    names_of_others,
-    takes_slices_alone,
-    views_slices_alone,
 )
 from pipeload_hooks._growth import TreeWatch
 from pipeload_hooks._lookup import takes_ids
@@ -56,6 +61,9 @@ from pipeload_hooks._watch import EvictedWeightWatch
 
 __all__ = [
     "BESIDE",
+    "COUNTS",
+    "IDS",
+    "MARKS",
     "MOST_COMPUTED",
     "Attachment",
     "AttentionAside",

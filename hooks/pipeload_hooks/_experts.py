@@ -10,17 +10,12 @@ of one expert after the other. A grouped product on the CPU is one product for e
 into its rows of the output, in the order of the experts; it is computed here in the same way, in
 whichever order experts come, which changes nothing in the values of any. A batched one copies the
 slice of each row of input; here it is copied as it comes. All three are seen by a function mode,
-and only while the module runs.
+and only while the module runs. Where each expert is a module of its own, so is any function that is
+given a parameter of one.
 """
 
 from __future__ import annotations
 
-import ast
-import functools
-import inspect
-import sys
-import textwrap
-from types import FunctionType
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import torch
@@ -33,7 +28,7 @@ from pipeload_hooks._ids import attach_ids
 from pipeload_hooks._modes import PassMode
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from torch.utils.hooks import RemovableHandle
 
@@ -53,6 +48,8 @@ _VIEWS = BESIDE | {
     torch.Tensor.detach,
 }
 """What may be asked of a parameter whose slices are not all there: its views have its address."""
+IDS, COUNTS, MARKS = "ids", "counts", "marks"
+"""What tells an experts module which experts a call is sent to."""
 _MATRICES = 2
 _STACKED = 3  # dimensions
 _INTEGERS = frozenset({torch.int32, torch.int64})
@@ -98,11 +95,12 @@ def experts_in_order(parameter: torch.Tensor, experts: Sequence[int]) -> Sequenc
 
 
 def attach_experts(
-    module: nn.Module, source: ExpertSource, *, counted: bool = False
+    module: nn.Module, source: ExpertSource, *, told_by: str = IDS
 ) -> tuple[RemovableHandle, ...]:
     """Have `source` called around every call of `module`, whose second argument are ids.
 
-    If `counted`, that says instead how many rows each expert gets, one behind the other.
+    Or, if `told_by` is COUNTS, how many rows each expert gets, one behind the other; if MARKS,
+    numbers of `[rows, .., experts]`, which are 0 where a row is not sent to an expert.
 
     `experts_done` also runs when the forward raises an Exception, but not for a KeyboardInterrupt:
     torch skips its hooks then, so the source must recover by itself at the next `experts_wanted`.
@@ -112,9 +110,8 @@ def attach_experts(
         if torch.is_grad_enabled() and recording((*args, *kwargs.values())):
             source.refuse_recording()
 
-    read = _ids_of_counts if counted else None
     wanted, done = source.experts_wanted, source.experts_done
-    return attach_ids(module, 1, wanted, done, before=before, read=read)
+    return attach_ids(module, 1, wanted, done, before=before, read=_READS[told_by])
 
 
 def _ids_of_counts(given: object) -> torch.Tensor | None:
@@ -124,12 +121,29 @@ def _ids_of_counts(given: object) -> torch.Tensor | None:
     return torch.arange(len(given)).repeat_interleave(torch.tensor(given, dtype=torch.int64))
 
 
+def _ids_of_marks(given: object) -> torch.Tensor | None:
+    """The expert of each mark."""
+    return given.nonzero()[:, -1] if isinstance(given, torch.Tensor) and given.dim() else None
+
+
+_READS = {IDS: None, COUNTS: _ids_of_counts, MARKS: _ids_of_marks}
+
+
 class ServeExperts(PassMode):
     """While active in a thread, products with the given parameters have their experts come."""
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], service: Service) -> None:
-        """`parameters` are an experts module's, by name, bound to where slices come to."""
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        service: Service,
+        owners: Mapping[str, int] | None = None,
+    ) -> None:
+        """`parameters` are an experts module's, by name, bound to where slices come to.
+
+        `owners`: of those that are one expert's own, whose.
+        """
         super().__init__()
+        self._owners = owners or {}
         self._by_id = {id(parameter): name for name, parameter in parameters.items()}
         with torch._C.DisableTorchFunction():
             self._by_address = {p.data_ptr(): name for name, p in parameters.items()}
@@ -161,9 +175,13 @@ class ServeExperts(PassMode):
         elif func not in _VIEWS:
             for value in (*args, *kwargs.values()):
                 if id(value) in self._by_id:
-                    name = self._by_id[id(value)]
-                    self._service.refuse(getattr(func, "__name__", str(func)), name)
+                    self._whole(self._by_id[id(value)], func)
         return func(*args, **kwargs)
+
+    def _whole(self, name: str, func: Callable[..., Any]) -> None:
+        if name not in self._owners:
+            self._service.refuse(getattr(func, "__name__", str(func)), name)
+        self._service.need(name, self._owners[name])
 
     def _stack(self, name: str, stack: torch.Tensor) -> torch.Tensor:
         if stack.dim() != _STACKED:
@@ -219,113 +237,3 @@ def empty_grouped(given: torch.Tensor, columns: int) -> torch.Tensor:
     strides = (columns + -columns % step, 1)
     size = (given.size(0), columns)
     return torch.empty_strided(size, strides, dtype=given.dtype, device=given.device)
-
-
-# -- told by the code ----------------------------------------------------------------------------
-
-
-@functools.lru_cache(maxsize=256)
-def takes_slices_alone(forward: Callable[..., Any], names: Collection[str]) -> bool:
-    """Whether a forward uses the parameters `names` of self only as `self.name[index]`.
-
-    Or compares them to None, or asks for their dtype, device or shape. False when unsure.
-    """
-    function = inspect.unwrap(forward)
-    if not isinstance(function, FunctionType):
-        return False
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
-    except (OSError, TypeError, SyntaxError):
-        return False
-    (body,) = tree.body
-    if not isinstance(body, ast.FunctionDef) or not body.args.args:
-        return False
-    me = body.args.args[0].arg
-    allowed = {id(node) for parent in ast.walk(body) for node in _allowed_under(parent)}
-    sliced = False
-    for node in ast.walk(body):
-        match node:
-            case ast.Attribute(value=ast.Name(id=owner), attr=attribute) if owner == me:
-                if attribute in names:
-                    if id(node) not in allowed:
-                        return False
-                    sliced = True
-            case ast.Call(func=ast.Name(id="getattr" | "vars" | "eval" | "exec" | "locals")):
-                return False
-    return sliced
-
-
-@functools.lru_cache(maxsize=256)
-def views_slices_alone(forward: Callable[..., Any], child: str, names: Collection[str]) -> bool:
-    """Whether the code of a Python module uses `names` of a child only as its `forward` does.
-
-    That is as `self.child.name.view(shape)[index]`; the child itself does not. What initialises
-    weights does not count. False when unsure.
-    """
-    function = inspect.unwrap(forward)
-    try:
-        tree = ast.parse(inspect.getsource(sys.modules[function.__module__]))
-    except (OSError, TypeError, SyntaxError, KeyError):
-        return False
-    passed_over = {id(node) for node in _initialising(tree)}
-    sliced = {
-        id(stack.func.value)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Load)
-        for stack in [node.value]
-        if isinstance(node.slice, ast.Name)
-        and isinstance(stack, ast.Call)
-        and isinstance(stack.func, ast.Attribute)
-        and stack.func.attr == "view"
-    }
-    used = [
-        node
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Attribute) and node.attr in names and id(node) not in passed_over
-    ]
-    return bool(used) and all(
-        id(node) in sliced and isinstance(node.value, ast.Attribute) and node.value.attr == child
-        for node in used
-    )
-
-
-def _initialising(tree: ast.AST) -> Iterable[ast.AST]:
-    """What makes parameters, and gives them their first values."""
-    for function in ast.walk(tree):
-        if isinstance(function, ast.FunctionDef) and function.name in {"_init_weights", "__init__"}:
-            yield from ast.walk(function)
-
-
-@functools.lru_cache(maxsize=256)
-def names_of_others(module: str, names: Collection[str]) -> bool:
-    """Whether the code of a Python module has `other.name` for one of these, of all but self.
-
-    What it does to initialise weights does not count. True when unsure.
-    """
-    try:
-        tree = ast.parse(inspect.getsource(sys.modules[module]))
-    except (OSError, TypeError, SyntaxError, KeyError):
-        return True
-    initialising = {
-        id(node)
-        for function in ast.walk(tree)
-        if isinstance(function, ast.FunctionDef) and function.name == "_init_weights"
-        for node in ast.walk(function)
-    }
-    return any(
-        isinstance(node, ast.Attribute)
-        and node.attr in names
-        and not (isinstance(node.value, ast.Name) and node.value.id == "self")
-        and id(node) not in initialising
-        for node in ast.walk(tree)
-    )
-
-
-def _allowed_under(parent: ast.AST) -> Iterable[ast.expr]:
-    match parent:
-        case ast.Subscript(value=value, ctx=ast.Load(), slice=ast.Name()):
-            yield value
-        case ast.Attribute(value=value, attr="dtype" | "device" | "shape"):
-            yield value
-        case ast.Compare(left=value, ops=[ast.Is() | ast.IsNot()]):
-            yield value

@@ -8,18 +8,16 @@ read in ranges of rows, and an embedding table by the rows that are asked for.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from torch import nn
 
-from pipeload.budget.grouped_products import products_are_grouped
-from pipeload.budget.model_parts import Bank, Parts, Site, Table
+from pipeload.budget.expert_banks import find_banks
+from pipeload.budget.model_parts import Parts, Site, Table
 from pipeload.budget.output_head import output_head
 from pipeload.budget.residency import UnitSpec, is_tiny
 from pipeload.errors import UnsupportedModelError
 from pipeload.weights.arena import DTYPES
-from pipeload.weights.layout import Slices
 from pipeload.weights.row_cuts import ROW_STEP, Cut, RowRange, best_cut
 from pipeload.weights.whole_shape import KERNEL_ALIGN
 from pipeload_hooks import can_split, find_blocks, takes_ids
@@ -31,7 +29,6 @@ if TYPE_CHECKING:
     from pipeload.weights.layout import Weight
 
 _TABLE_BYTES = 1 << 20
-_BANK_BYTES = 1 << 20
 CHUNKS = (64 << 20, 32 << 20, 16 << 20, 8 << 20)
 """Sizes of row ranges worth trying, in bytes."""
 
@@ -91,9 +88,12 @@ class Divider:
         self._beside_bytes = beside_bytes
         self._tied = frozenset(tied) | frozenset(tied.values())
         self._head = head if (head := output_head(model)) and head[0] not in away else None
-        here = (found for found in experts if not _is_inside(found.name, away))
-        self._banks = () if blocks_alone else self._whole_banks(self._find_banks(here))
         self._away = {n: w for n, w in weights.items() if _is_inside(n, away)}
+        read = weights if not away else {n: w for n, w in weights.items() if n not in self._away}
+        here = [found for found in experts if not _is_inside(found.name, away)]
+        self._banks, self._whole_experts = find_banks(
+            model, read, self._tied, here, blocks_alone=blocks_alone
+        )
         banked = {weight.name for bank in self._banks for weight in bank.weights}
         self._blocks = []
         for block in find_blocks(model):
@@ -110,8 +110,7 @@ class Divider:
                 "checkpoint, so there is nothing to stream. Load it without pipeload."
             )
         inside = {w.name for _, streamed in self._blocks for w in streamed}
-        tables = () if blocks_alone else self._find_tables()
-        self._tables = [table for table in tables if table.weight.name not in inside]
+        self._tables = [] if blocks_alone else [*self._find_tables(inside)]
         self._head_weight = None if blocks_alone else self._find_head_weight(inside)
 
     def divide(self, grain: Grain, touched: Touched) -> Parts:
@@ -123,8 +122,17 @@ class Divider:
         """
         cutter = _Cutter(grain)
         together = touched.outside | touched.idle
+        # An adapter reads all of a head or a table beside what it gives: they are in memory then.
+        # One of a tower that was not tried may be used whole, as positions of a picture are.
+        whole = {
+            table.weight.name
+            for table in self._tables
+            if table.weight.name in touched.outside or touched.idle.issuperset(table.names)
+        }
+        tables = [table for table in self._tables if table.weight.name not in whole]
+        not_theirs = touched.past_block.union(table.weight.name for table in tables)
         for block, all_streamed in self._blocks:
-            streamed = [w for w in all_streamed if w.name not in touched.past_block]
+            streamed = [w for w in all_streamed if w.name not in not_theirs]
             if len(streamed) < len(all_streamed):
                 streamed = _whole_groups(streamed, self._weights)
             if not streamed:
@@ -134,14 +142,6 @@ class Divider:
                 cutter.modules(block.name, block.module, mine)
             else:
                 cutter.whole(block.name, block.module, streamed)
-        # An adapter reads all of a head or a table beside what it gives: they are in memory then.
-        # One of a tower that was not tried may be used whole, as positions of a picture are.
-        whole = {
-            table.weight.name
-            for table in self._tables
-            if table.weight.name in touched.outside or touched.idle.issuperset(table.names)
-        }
-        tables = [table for table in self._tables if table.weight.name not in whole]
         head, weight = self._head, self._head_weight
         if head is not None and weight is not None and weight.name not in touched.outside | whole:
             # No range of the head is to be the reason for the size of the buffers.
@@ -166,7 +166,8 @@ class Divider:
             if name not in taken and name not in self._tied
         )
         uncut = frozenset(cutter.uncut)
-        return Parts(sites, specs, tables, pinned, others, uncut, self._banks, tuple(away))
+        found = self._banks, tuple(away), self._whole_experts
+        return Parts(sites, specs, tables, pinned, others, uncut, *found)
 
     def unknown(self) -> Touched:
         """What to take for touched where nothing could be tried: tables but those of token ids."""
@@ -186,31 +187,7 @@ class Divider:
         safe = made or (not is_tiny(weight) if weight.guarded else _is_large_float(weight))
         return weight.name not in self._tied and safe
 
-    def _find_banks(self, experts: Iterable[ExpertsModule]) -> Iterator[Bank]:
-        """Experts whose every matrix can be read by itself, and used without the others."""
-        for found in experts:
-            named = (self._weights.get(f"{found.name}.{name}") for name in found.parameters)
-            weights = [weight for weight in named if weight is not None]
-            if found.number:
-                slices = Slices(made=False, number=found.number)
-                weights = [replace(w, slices=slices) for w in weights if w.group is None]
-            if (
-                len(weights) == len(found.parameters)
-                and all(w.sliceable and w.name not in self._tied for w in weights)
-                and sum(weight.nbytes for weight in weights) >= _BANK_BYTES
-                and not (found.sweeps and any(map(_is_one_product, weights)))
-            ):
-                yield Bank(found, tuple(weights))
-
-    def _whole_banks(self, banks: Iterable[Bank]) -> tuple[Bank, ...]:
-        """Those whose conversions make nothing that is in no bank."""
-        found = tuple(banks)
-        banked = {weight.name for bank in found for weight in bank.weights}
-        broken = {w.group for w in self._weights.values() if w.group and w.name not in banked}
-        whole = tuple(b for b in found if broken.isdisjoint(w.group for w in b.weights))
-        return whole if len(whole) == len(found) else self._whole_banks(whole)
-
-    def _find_tables(self) -> Iterator[Table]:
+    def _find_tables(self, inside: Collection[str]) -> Iterator[Table]:
         """Weights that embeddings take rows of, and nobody else uses but a head that is split."""
         for weight in self._weights.values():
             if not weight.rows_alone or weight.nbytes < _TABLE_BYTES or not _is_large_float(weight):
@@ -222,8 +199,11 @@ class Divider:
             owners = {name: self._owner(name) for name in (weight.name, *aliases)}
             users = {name: module for name, module in owners.items() if module is not head}
             modules = tuple(users.values())
+            in_block = weight.name in inside
+            if weight.name in self._away or (in_block and len(owners) > 1):
+                continue
             if modules and all(isinstance(m, nn.Embedding) and takes_ids(m) for m in modules):
-                yield Table(weight, modules, tuple(users))
+                yield Table(weight, modules, tuple(users), in_block)
 
     def _owner(self, parameter: str) -> nn.Module:
         return self._model.get_submodule(parameter.rpartition(".")[0])
@@ -330,13 +310,6 @@ def _rows_in(weight: Weight, nbytes: int) -> int:
 def _is_inside(name: str, paths: Iterable[str]) -> bool:
     """Whether a module or weight is, or lies in, one of these modules."""
     return any(f"{name}.".startswith(f"{path}.") for path in paths)
-
-
-def _is_one_product(weight: Weight) -> bool:
-    """Whether a grouped product with it is another one than a product for each group."""
-    if weight.guarded:  # integers, which their own module multiplies with one by one
-        return False
-    return not products_are_grouped(DTYPES[weight.dtype], weight.shape[1], weight.shape[2])
 
 
 def _is_large_float(weight: Weight) -> bool:

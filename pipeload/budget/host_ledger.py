@@ -36,7 +36,7 @@ class HostLedger:
         self._gauge = PressureGauge(plan.memory_limit) if pressure else None
         self._floor = plan.floor_bytes - ACCOUNTANT.promised_to_others(None)
         self.fixed_bytes = plan.pinned_bytes + plan.scratch_bytes + build.parts.conversion_bytes
-        self.fixed_bytes += build.parts.expert_window_bytes
+        self.fixed_bytes += build.parts.passing_bytes
         self.correction = Correction()
         self._other_at_begin = self._other_peak = 0
         self._held_at_begin = 0

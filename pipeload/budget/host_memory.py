@@ -18,12 +18,17 @@ if TYPE_CHECKING:
     from pipeload.budget.device_in_plan import DeviceShare
     from pipeload.budget.make_plan import CostedCut
     from pipeload.budget.measured_host import Measured
-    from pipeload.budget.model_parts import Parts
+    from pipeload.budget.model_parts import Parts, Table
     from pipeload.budget.plan import UnitPlan
     from pipeload.budget.plan_options import Options
 
 TABLE_KEEP_BYTES = 4 << 20
 """How much of an embedding table stays once its rows were read."""
+
+
+def kept_bytes(table: Table) -> int:
+    """How much of a table may stay while no row is in use. In bytes."""
+    return 0 if table.in_block else TABLE_KEEP_BYTES
 
 
 class HostMemory:
@@ -43,12 +48,12 @@ class HostMemory:
     def costs(self, parts: Parts, readers: int) -> Costs:
         """What a model that is cut like this takes, whatever is streamed."""
         scratch = scratch_bytes(readers) if parts.needs_scratch else 0
-        tables = sum(min(table.weight.nbytes, TABLE_KEEP_BYTES) for table in parts.tables)
+        tables = sum(min(table.weight.nbytes, kept_bytes(table)) for table in parts.tables)
         pinned = lay_out(parts.pinned).nbytes + tables + parts.others_bytes
         ranges = (parts.specs[i] for site in parts.sites if site.whole for i in site.units)
         window = max((weight.nbytes for spec in ranges for weight in spec.weights), default=0)
         working = parts.conversion_bytes + HUGE_PAGE + min(window, WINDOW_BYTES)
-        working += parts.expert_window_bytes
+        working += parts.passing_bytes
         return Costs(pinned, working, scratch)
 
     def smallest_limit(self, needed: int) -> int:

@@ -159,6 +159,7 @@ def make_plan(
         io_mode=MAPPED if fits else stream_mode,  # see [Note: mapped or copied]
         disk_rate=options.disk_rate,
         experts=experts,
+        whole_experts=cut.parts.whole_experts,
         device_share=share,
     )
     device = options.device

@@ -12,7 +12,9 @@ from pipeload.weights.expert_bank import (
     held_bytes,
     making_bytes,
     scratch_bytes,
+    slice_bytes,
 )
+from pipeload_hooks import IDS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -51,6 +53,9 @@ class Table(NamedTuple):
     """The embeddings that share it; a tied head is a site of its own."""
     names: tuple[str, ...]
     """What it is called in each of them."""
+    in_block: bool = False
+    """Whether it lies in a block, as the experts of Doge do: its rows go at once then, and a call
+    may ask for any of them."""
 
 
 class ExpertsModule(NamedTuple):
@@ -67,9 +72,10 @@ class ExpertsModule(NamedTuple):
     """Experts that one row of input is sent to; None if nobody says."""
     number: int = 0
     """How many experts lie one below the other in parameters of two dimensions; 0: in three."""
-    counted: bool = False
-    """Whether it is told how many rows each expert gets, and takes the slices of all, also of those
-    that get none; else it is given ids."""
+    told_by: str = IDS
+    """What tells it which experts a call is sent to: see `attach_experts`."""
+    own: tuple[tuple[str, ...], ...] = ()
+    """Names of the parameters of each expert, where each has its own; () where they share them."""
 
 
 class Bank(NamedTuple):
@@ -81,12 +87,25 @@ class Bank(NamedTuple):
     @property
     def experts(self) -> int:
         """How many there are; some that compute nothing may have a part in one parameter alone."""
-        return min(weight.slice_count for weight in self.weights)
+        return len(self.held_by.own) or min(weight.slice_count for weight in self.weights)
+
+    @property
+    def of_each(self) -> Sequence[Sequence[Weight]]:
+        """What each expert has a slice of, or all of; once, where that is the same of all."""
+        found = {weight.name: weight for weight in self.weights}
+        start = self.held_by.name
+        own = [[found[f"{start}.{name}"] for name in names] for names in self.held_by.own]
+        return own or [self.weights]
 
     @property
     def expert_bytes(self) -> int:
         """The most that one expert takes in memory."""
-        return sum(map(held_bytes, self.weights))
+        return max(sum(map(held_bytes, weights)) for weights in self.of_each)
+
+    @property
+    def slice_bytes(self) -> int:
+        """The most that one expert's values are."""
+        return max(sum(map(slice_bytes, weights)) for weights in self.of_each)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,11 +124,19 @@ class Parts:
     """Experts that are read as they are routed to, in the order of the model."""
     away: tuple[Weight, ...] = ()
     """Those of modules that another rank runs: never read here."""
+    whole_experts: tuple[str, ...] = ()
+    """Why some experts are read whole, with their block; none if all are read one by one."""
 
     @property
     def experts_bytes(self) -> int:
         """What all experts of all banks take in memory."""
         return sum(bank.experts * bank.expert_bytes for bank in self.banks)
+
+    @property
+    def passing_bytes(self) -> int:
+        """What is read and goes in the midst of a pass: experts, and rows of tables in blocks."""
+        rows = (table.weight.nbytes for table in self.tables if table.in_block)
+        return self.expert_window_bytes + max(rows, default=0)
 
     @property
     def expert_window_bytes(self) -> int:
@@ -160,7 +187,8 @@ class Parts:
 
 def window_matrices(banks: Sequence[Bank]) -> int:
     """How many matrices of experts may be on their way at once: one in use, others being read."""
-    together = max(len(bank.weights) for bank in banks)  # a loop may hold all of one expert
+    # A loop may hold all of one expert.
+    together = max(len(weights) for bank in banks for weights in bank.of_each)
     return max(together, 1 + min(_MOST_AHEAD, max(1, _AHEAD_BYTES // _largest_matrix(banks))))
 
 

@@ -91,6 +91,9 @@ class Plan(Tabled):
     """Bytes per second that `seconds_per_pass` assumes; None when nobody measured."""
     experts: ExpertsShare | None = field(default=None, repr=False)
     """What is kept of experts that are read as they are routed to; None without any."""
+    whole_experts: tuple[str, ...] = field(default=(), repr=False)
+    """Why experts are read whole, with the block around them: each reason once; () where all are
+    read as they are routed to, and where there are none."""
     device_share: DeviceShare | None = field(default=None, repr=False)
     """What a device adds: the host's limit and what is in host memory; None on the CPU."""
 
@@ -316,6 +319,11 @@ class Plan(Tabled):
         return "all weights fit" if self.fits else "smaller than the smallest piece"
 
     def _caption(self) -> str:
+        whole = "; ".join(self.whole_experts)
+        note = f"\nExperts are read whole, with their blocks: {whole}." if whole else ""
+        return self._reading() + note
+
+    def _reading(self) -> str:
         """What is read in each pass, and copied, and how."""
         how = f"({self.io_mode}, {counted(self.readers, 'reader')})"
         about = "" if self.experts is None else "about "

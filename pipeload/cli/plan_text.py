@@ -76,6 +76,7 @@ def _figures(plan: Plan, *, batch: int, probed: bool) -> dict[str, object]:
         "seconds_per_pass": plan.seconds_per_pass,
         "tokens_per_second": _tokens_per_second(plan, batch),
         "experts": None if plan.experts is None else asdict(plan.experts),
+        "whole_experts": list(plan.whole_experts),
         **plan.host_figures(),
     }
 

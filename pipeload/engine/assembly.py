@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from pipeload.budget.governor import Governor
-from pipeload.budget.host_memory import TABLE_KEEP_BYTES
+from pipeload.budget.host_memory import kept_bytes
 from pipeload.budget.make_plan import MAPPED, Build
 from pipeload.checkpoint.file_reads import FileSet
 from pipeload.checkpoint.headers import stamps_of
@@ -204,7 +204,7 @@ class Assembly:
                 table.modules,
                 table.weight.name,
                 self._filled[table.weight.name][0],
-                RowTable(table.weight, self._files, keep_bytes=TABLE_KEEP_BYTES),
+                RowTable(table.weight, self._files, keep_bytes=kept_bytes(table)),
             )
             for table in self._build.parts.tables
         ]

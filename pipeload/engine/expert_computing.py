@@ -10,13 +10,12 @@ behind it.
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections import deque
 from typing import TYPE_CHECKING, NoReturn
 
 from pipeload.engine.expert_reads import ExpertReads, Slice
 from pipeload.errors import UnsupportedOperationError
-from pipeload_hooks import ServeExperts
+from pipeload_hooks import COUNTS, ServeExperts
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
@@ -46,13 +45,13 @@ class ExpertLayer:
         """By number: what is there, and what is read and stays."""
         self._serving: ServeExperts | None = None
         """Holds this object: let go of at the end, so that no cycle is left."""
-        names, misses = seat.names, [*kept, *passing]
+        misses = [*kept, *passing]
         self._chosen = self._hits.union(misses)
-        each = itertools.product(names, misses)
-        loop = ((name, expert) for expert in sorted(misses) for name in names)
-        self._order: deque[Slice] = deque(
-            Slice(seat.layer, *pair) for pair in (each if seat.sweeps else loop)
-        )
+        if seat.sweeps:  # only where all have slices of the same parameters
+            pairs = [(name, e) for name in seat.names(0) for e in misses]
+        else:
+            pairs = [(name, e) for e in sorted(misses) for name in seat.names(e)]
+        self._order: deque[Slice] = deque(Slice(seat.layer, *pair) for pair in pairs)
         """What is still to be read, in the order in which it is likely to be used."""
         self._coming: set[Slice] = set()
         """What was asked for and stays."""
@@ -64,7 +63,7 @@ class ExpertLayer:
     def begin(self) -> None:
         """Have the first reads begin, and be asked while the module runs."""
         self._fill()
-        self._serving = ServeExperts(self.seat.parameters, self)
+        self._serving = ServeExperts(self.seat.parameters, self, self.seat.owners)
         self._serving.begin()
 
     def order(self, _name: str, experts: Sequence[int]) -> Sequence[int]:
@@ -80,7 +79,7 @@ class ExpertLayer:
         expert += self.seat.experts if expert < 0 else 0
         if expert in self._hits or not 0 <= expert < self.seat.experts:
             return
-        if self.seat.counted and expert not in self._chosen:
+        if self.seat.told_by == COUNTS and expert not in self._chosen:
             return  # no row is multiplied with it
         wanted = Slice(self.seat.layer, name, expert)
         if wanted in self._used:
@@ -101,7 +100,8 @@ class ExpertLayer:
 
     def finish(self) -> list[int]:
         """The module has run: give back what does not stay; experts that are there from now on."""
-        parts = {e: [Slice(self.seat.layer, n, e) for n in self.seat.names] for e in self.kept}
+        layer, names = self.seat.layer, self.seat.names
+        parts = {e: [Slice(layer, name, e) for name in names(e)] for e in self.kept}
         there = [
             expert
             for expert, slices in parts.items()

@@ -10,7 +10,7 @@ from pipeload.engine.on_disk_tensor import on_use_of
 from pipeload_hooks import Binding, attach_experts, bind, unbind
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     import torch
     from torch import nn
@@ -41,9 +41,11 @@ class ExpertSeat(Evictable):
     ) -> None:
         """`layer` is its number among the model's banks; `parameters` are by their full names."""
         self.layer, self.name, self.experts = layer, bank.held_by.name, bank.experts
-        self.names = tuple(weight.name for weight in bank.weights)
-        """Of the parameters, in the order in which a forward uses them."""
-        self.sweeps, self.counted = bank.held_by.sweeps, bank.held_by.counted
+        self._names = [tuple(weight.name for weight in weights) for weights in bank.of_each]
+        own = enumerate(self._names if bank.held_by.own else ())
+        self.owners = {name: expert for expert, names in own for name in names}
+        """Whose own a parameter is, by its name; none where all have slices of the same."""
+        self.sweeps, self.told_by = bank.held_by.sweeps, bank.held_by.told_by
         self.memory = memory
         self.module = weakref.ref(bank.held_by.module)
         super().__init__(Binding(parameters, on_use=on_use_of))
@@ -61,16 +63,24 @@ class ExpertSeat(Evictable):
         module = self.module()
         if not self._handles and module is not None:
             routed = _Routed(self, source)
-            self._handles += attach_experts(module, routed, counted=self.counted)
+            self._handles += attach_experts(module, routed, told_by=self.told_by)
 
     def detach(self) -> None:
         """Take the hooks off. May be called again."""
         while self._handles:
             self._handles.pop().remove()
 
+    def names(self, expert: int) -> tuple[str, ...]:
+        """The parameters that an expert has a part in, in the order in which they are used."""
+        return self._names[expert if self.owners else 0]
+
+    def experts_of(self, name: str) -> Sequence[int]:
+        """Those that have a part in a parameter."""
+        return [self.owners[name]] if self.owners else range(self.memory.slices(name))
+
     def drop(self, expert: int) -> None:
         """Give the memory of an expert back."""
-        for name in self.names:
+        for name in self.names(expert):
             self.memory.drop(name, expert)
 
     def bind(self) -> None:

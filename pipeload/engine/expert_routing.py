@@ -19,7 +19,7 @@ from pipeload.engine.expert_computing import ExpertLayer
 from pipeload.engine.expert_parameters import ExpertSeat
 from pipeload.engine.expert_reads import ExpertReads, Slice
 from pipeload.hf.expert_modules import check_implementation
-from pipeload.weights.expert_bank import ExpertBank, block_bytes, scratch_bytes, slice_bytes
+from pipeload.weights.expert_bank import ExpertBank, block_bytes, scratch_bytes
 from pipeload.weights.nan_arena import NanBlock
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ class Experts:
         ]
         block.close()
         self._cache = ExpertCache([bank.expert_bytes for bank in banks])
-        self._sizes = [sum(map(slice_bytes, bank.weights)) for bank in banks]
+        self._sizes = [bank.slice_bytes for bank in banks]
         self._window = window_matrices(banks) if banks else 0
         self._counters = counters
         self.reads = ExpertReads(counters, files.stalls, scratch_bytes(weights))
@@ -157,7 +157,7 @@ class Experts:
         parts = [
             Slice(layer, name, expert)
             for name in views
-            for expert in range(seat.memory.slices(name))
+            for expert in seat.experts_of(name)
             if expert not in there
         ]
         for part in parts:

@@ -31,7 +31,7 @@ from pipeload.entry.ranks import join, share
 from pipeload.entry.sources import check_source
 from pipeload.errors import MemoryLimitError
 from pipeload.hf import takeover
-from pipeload.hf.expert_modules import experts_apart
+from pipeload.hf.expert_modules import experts_apart, experts_in_turn
 from pipeload.system.library_pages import lower_floor
 from pipeload.system.memory import rss_bytes
 from pipeload.system.openmp_hint import advise_openmp
@@ -337,7 +337,10 @@ def touched_of(model: nn.Module, probed: nn.Module | None) -> Touched | None:
     Plans are made several times where models share a limit; this takes longest, and is done once.
     `probed`: the same model on the meta device, None if there is no such thing.
     """
-    usage = probe_usage(probed) if probed is not None else None
+    if probed is None:
+        return None
+    with experts_in_turn(probed):
+        usage = probe_usage(probed)
     if usage is None:
         return None
     ran = frozenset(usage.executed)

@@ -7,6 +7,7 @@ One of our own takes the place of the library's where experts are integers.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from typing import TYPE_CHECKING, Any
 
@@ -16,10 +17,19 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from pipeload.budget.model_parts import ExpertsModule
 from pipeload.errors import UnsupportedOperationError
 from pipeload.formats.integers.packed_experts import PackedExperts
-from pipeload_hooks import names_of_others, takes_slices_alone, views_slices_alone
+from pipeload_hooks import (
+    COUNTS,
+    IDS,
+    MARKS,
+    names_of_others,
+    takes_slices_alone,
+    views_slices_alone,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
+
+    import torch
 
 _SERVED = frozenset({"grouped_mm", "batched_mm", "eager"})
 """Ways to multiply whose use of the weights is known: see the lower layer's _experts.py."""
@@ -38,6 +48,10 @@ _IDS = 2  # arguments of forward that stand before ids: self and the rows
 _IDS_NAMES = frozenset({"top_k_index", "router_indices"})
 _COUNTS = "expert_size"
 """What JetMoE calls how many rows each expert gets: a list, by which rows are in order."""
+_OWN_NAME, _FEWEST, _MATRIX = "expert_", 2, 2
+_OWN: dict[str, tuple[str, int | None]] = {"selected_experts": (MARKS, 1), "router_mask": (IDS, 2)}
+"""Where each expert is a module: what tells who is called, and how many are for one row. In NLLB's
+of 5.24 the numbers of a mask are taken for ids: whatever the router says, experts 0 and 1 run."""
 
 
 def experts_apart(model: nn.Module, outside: Collection[str] | None) -> list[ExpertsModule]:
@@ -48,7 +62,8 @@ def experts_apart(model: nn.Module, outside: Collection[str] | None) -> list[Exp
     """
     found = find_experts(model)
     if outside is None:
-        return [experts for experts in found if experts.number or not named_past(model, experts)]
+        known = (e for e in found if e.number or e.own or not named_past(model, e))
+        return list(known)
     used = frozenset(outside)
     # Of those in a child of its own it is known that they are used while that does not run.
     return [
@@ -64,13 +79,16 @@ def find_experts(model: nn.Module) -> Iterator[ExpertsModule]:
         if ours or (names and _takes_ids(module, names)):
             sweeps = ours or _implementation(module) != "eager"
             config = getattr(module, "config", None) or getattr(model, "config", None)
-            counted = not ours and _told_by(module) == _COUNTS
-            routed = _routed(config)
-            yield ExpertsModule(path, module, names, sweeps, routed, counted=counted)
+            told = COUNTS if not ours and _told_by(module) == _COUNTS else IDS
+            yield ExpertsModule(path, module, names, sweeps, _routed(config), told_by=told)
         elif (count := _rows_apart(module)) > 1:
             names = tuple(f"{_CHILD}.{name}" for name, _ in module.mlp.named_parameters())
             routed = _routed(getattr(model, "config", None))
             yield ExpertsModule(path, module, names, sweeps=False, routed=routed, number=count)
+        elif own := _own_matrices(module):
+            told, routed = _OWN[_told_by(module) or ""]
+            names = tuple(name for each in own for name in each)
+            yield ExpertsModule(path, module, names, False, routed, told_by=told, own=own)
 
 
 def _rows_apart(module: nn.Module) -> int:
@@ -92,6 +110,50 @@ def _rows_apart(module: nn.Module) -> int:
     if not names or not fits or _told_by(module) not in _IDS_NAMES:
         return 0
     return count if views_slices_alone(own, _CHILD, names) else 0
+
+
+def _own_matrices(module: nn.Module) -> tuple[tuple[str, ...], ...]:
+    """Names of the matrices of each expert, where each is a module in a dictionary of them.
+
+    Whichever of these the module calls comes: its code need not be known.
+    """
+    if not isinstance(module, nn.ModuleDict) or "forward" in vars(module):
+        return ()
+    experts = [f"{_OWN_NAME}{index}" for index in range(len(module))]
+    experts = [name for name in experts if name in module]
+    others = (child for name, child in module.items() if name not in experts)
+    if len(experts) < _FEWEST or _told_by(module) not in _OWN or any(map(_has_weights, others)):
+        return ()
+    return tuple(
+        tuple(f"{name}.{n}" for n, p in module[name].named_parameters() if p.ndim == _MATRIX)
+        for name in experts
+    )
+
+
+def _has_weights(module: nn.Module) -> bool:
+    return any(True for _ in module.parameters())
+
+
+@contextlib.contextmanager
+def experts_in_turn(model: nn.Module) -> Iterator[None]:
+    """Inside, those that are modules in a dictionary run one after the other on all rows.
+
+    Their own forward looks at values, which a trial on the meta device has none of.
+    """
+    kinds = {module: type(module) for module in model.modules() if _own_matrices(module)}
+    for module, kind in kinds.items():
+        module.__class__ = type(kind.__name__, (kind,), {"forward": _run_all})
+    try:
+        yield
+    finally:
+        for module, kind in kinds.items():
+            module.__class__ = kind
+
+
+def _run_all(self: Any, hidden: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    for name, child in self.items():
+        hidden = child(hidden) if name.startswith(_OWN_NAME) else hidden
+    return hidden
 
 
 def _routed(config: Any) -> int | None:

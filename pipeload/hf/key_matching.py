@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import transformers
 from transformers.core_model_loading import (
     WeightConverter,
     WeightRenaming,
@@ -15,6 +16,7 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
+from pipeload.errors import UnsupportedModelError
 from pipeload.hf.recipes import Recipe
 from pipeload.weights.arena import DTYPES
 
@@ -42,6 +44,9 @@ def match_keys(
         checkpoint: for it.
         mapping: the library's; renamings note what they have matched.
         unpacking: how the library makes floats of weights that are quantised, if it does.
+
+    Raises:
+        UnsupportedModelError: its operations fail.
     """
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
@@ -59,7 +64,14 @@ def match_keys(
             recipe.sources.append((checkpoint.entries[key], pattern or key))
     if unpacking is not None:
         for name, recipe in recipes.items():
-            recipe.settle(name, model, unpacking)
+            try:
+                recipe.settle(name, model, unpacking)
+            except Exception as error:  # noqa: PERF203 - whatever the library's operations raise
+                raise UnsupportedModelError(
+                    f"transformers {transformers.__version__} cannot make {name!r} of the "
+                    f"quantised tensors that are stored for it ({error}). Plain from_pretrained "
+                    "fails, too. Use a checkpoint that it loads."
+                ) from error
         return recipes
     for recipe in recipes.values():
         if recipe.own is not None:

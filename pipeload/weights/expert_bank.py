@@ -7,6 +7,7 @@ weight keeps its place in the page] in layout.py. What was not read is NaN, wher
 [Note: borders] A slice that is no whole number of pages shares its first and last page with its
 neighbours. Both are given back with it unless the neighbour is held. Where slices are the file's
 own bytes, whole pages are read, and what falls on a neighbour's share of them are its own values.
+A parameter that is one expert's own is one slice, and has address space of its own.
 """
 
 from __future__ import annotations
@@ -126,7 +127,11 @@ class _Slab:
         self._flat = self.view.view(weight.slice_count, -1)
         self._held: set[int] = set()
 
+    def _place(self, expert: int) -> int:
+        return expert if self.slices > 1 else 0  # whose own parameter it is
+
     def read_jobs(self, expert: int) -> list[Work]:
+        expert = self._place(expert)
         self._held.add(expert)
         if _is_made(self._weight):
             return [partial(self._make, expert)]
@@ -188,6 +193,7 @@ class _Slab:
         return count
 
     def drop(self, expert: int) -> None:
+        expert = self._place(expert)
         self._held.discard(expert)
         start = self._lead + expert * self._size
         stop = start + self._size

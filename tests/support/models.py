@@ -102,10 +102,11 @@ def save_random(
 
 
 def random_model(config: PreTrainedConfig, dtype: torch.dtype, *, seed: int) -> PreTrainedModel:
-    """A causal LM of which every parameter is random."""
-    from transformers import AutoModelForCausalLM
+    """A causal LM, or one with an encoder, of which every parameter is random."""
+    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+    kind: Any = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+    model: PreTrainedModel = kind.from_config(config)
     randomize(model, seed=seed)
     # Cast last: a generator gives other numbers for other dtypes.
     torch.nn.Module.to(model, dtype)

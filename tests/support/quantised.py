@@ -56,7 +56,11 @@ def fp8(folder: Path, config: str | PreTrainedConfig = "llama") -> Path:
 
 def fp8_experts(folder: Path) -> Path:
     """A mixture of experts in FP8, which lie one by one in the file."""
-    config = AutoConfig.for_model(
+    return fp8(folder, _mixture())
+
+
+def _mixture() -> PreTrainedConfig:
+    config: PreTrainedConfig = AutoConfig.for_model(
         "qwen3_moe",
         **_SIZES,
         head_dim=16,
@@ -65,8 +69,7 @@ def fp8_experts(folder: Path) -> Path:
         num_experts=4,
         num_experts_per_tok=2,
     )
-    quantisation = {"quant_method": "fp8", "weight_block_size": [_BLOCK, _BLOCK]}
-    return rewrite(save_random(config, folder, "bf16", seed=3), quantisation, _to_fp8)
+    return config
 
 
 def mxfp8(folder: Path) -> Path:
@@ -150,7 +153,26 @@ def bitnet(folder: Path, **settings: Any) -> Path:
     return rewrite(save_random("llama", folder, "bf16", seed=3), quantisation, change)
 
 
-def compressed_tensors(folder: Path) -> Path:
+def compressed_experts(folder: Path) -> Path:
+    """A mixture of experts in FP8 with a scale for each row, by the same package."""
+
+    def change(name: str, tensor: torch.Tensor) -> Mapping[str, torch.Tensor]:
+        if not _is_projection(name):
+            return {}
+        scale = tensor.float().abs().amax(1, keepdim=True) / 448
+        codes = (tensor.float() / scale).to(torch.float8_e4m3fn)
+        return {name: codes, f"{name}_scale": scale.to(torch.bfloat16)}
+
+    folder = save_random(_mixture(), folder, "bf16", seed=3)
+    return rewrite(folder, _compressed("float", "float-quantized"), change)
+
+
+def compressed_integers(folder: Path) -> Path:
+    """A mixture of experts in int8, of which transformers 5.24 cannot make floats."""
+    return compressed_tensors(folder, _mixture())
+
+
+def compressed_tensors(folder: Path, config: str | PreTrainedConfig = "llama") -> Path:
     """A LLaMA in int8 with a scale for each row, as the package compressed-tensors stores it."""
 
     def change(name: str, tensor: torch.Tensor) -> Mapping[str, torch.Tensor]:
@@ -160,16 +182,21 @@ def compressed_tensors(folder: Path) -> Path:
         codes = (tensor.float() / scale).round().to(torch.int8)
         return {name: codes, f"{name}_scale": scale.to(torch.bfloat16)}
 
-    weights = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True}
-    group = {"targets": ["Linear"], "weights": weights, "format": "int-quantized"}
-    quantisation = {
+    folder = save_random(config, folder, "bf16", seed=3)
+    return rewrite(folder, _compressed("int", "int-quantized"), change)
+
+
+def _compressed(numbers: str, stored: str) -> dict[str, Any]:
+    weights = {"num_bits": 8, "type": numbers, "strategy": "channel", "symmetric": True}
+    return {
         "quant_method": "compressed-tensors",
-        "format": "int-quantized",
+        "format": stored,
         "quantization_status": "compressed",
         "ignore": ["lm_head"],
-        "config_groups": {"group_0": group},
+        "config_groups": {
+            "group_0": {"targets": ["Linear"], "weights": weights, "format": stored},
+        },
     }
-    return rewrite(save_random("llama", folder, "bf16", seed=3), quantisation, change)
 
 
 def _is_projection(name: str) -> bool:

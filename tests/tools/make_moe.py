@@ -146,11 +146,11 @@ def main() -> int:
     arguments = argparse.ArgumentParser(description=__doc__)
     arguments.add_argument("--preset", choices=PRESETS, required=True)
     arguments.add_argument("--layers", type=int, help="fewer than the preset has")
+    arguments.add_argument("--vocab", type=int, help="fewer rows of embedding and head")
     arguments.add_argument("target", type=Path)
     given = arguments.parse_args()
     shape = PRESETS[given.preset]
-    if given.layers:
-        shape = replace(shape, layers=given.layers)
+    shape = replace(shape, layers=given.layers or shape.layers, vocab=given.vocab or shape.vocab)
     folder = make_moe(shape, given.target)
     nbytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     print(json.dumps({"folder": str(folder), "bytes": nbytes}))

@@ -156,7 +156,7 @@ def test_read_whole_where_they_are_small(
     made: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With their blocks, as all integers: evicted ones refuse to be computed with."""
-    monkeypatch.setattr("pipeload.budget.cut._BANK_BYTES", 1 << 40)
+    monkeypatch.setattr("pipeload.budget.expert_banks._BANK_BYTES", 1 << 40)
     model = load_streamed(Path(shutil.copytree(made(), tmp_path / "another")))
     assert model.pipeload.plan.experts is None
     expected = logits(load_plain(made()))

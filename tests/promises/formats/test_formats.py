@@ -17,7 +17,7 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 import pipeload
 from pipeload import UnsupportedModelError
-from pipeload.budget import cut
+from pipeload.budget import expert_banks
 from pipeload.budget.shared_limit import ACCOUNTANT
 from pipeload.formats.form_names import CONVERTED, GGUF
 from pipeload.formats.format import PUT_IN_ORDER
@@ -54,6 +54,7 @@ MAKERS: dict[str, Callable[[Path], Path]] = {
     "metal": quantised.metal,
     "bitnet": quantised.bitnet,
     "compressed-tensors": quantised.compressed_tensors,
+    "compressed-tensors experts": quantised.compressed_experts,
 }
 # With plain on the CPU: without these, one looks for a GPU of Apple's, the other keeps integers.
 OPTIONS: dict[str, Callable[[], dict[str, Any]]] = {
@@ -85,7 +86,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     folders: dict[str, Path] = {}
 
     def make(name: str) -> Path:
-        if name == "compressed-tensors":
+        if name.startswith("compressed-tensors"):
             pytest.importorskip("compressed_tensors")
             pytest.importorskip("transformers", minversion="5.24")  # unpacks while it loads
         if name not in folders:
@@ -96,7 +97,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 def options_of(name: str) -> dict[str, Any]:
-    return OPTIONS.get(name, dict)()
+    return OPTIONS.get(name.removesuffix(" experts"), dict)()
 
 
 def plain(folder: Path, name: str, **options: Any) -> Any:
@@ -156,12 +157,12 @@ def test_in_another_dtype(name: str, dtype: torch.dtype, made: Callable[[str], P
     assert torch.equal(logits(model), logits(reference))
 
 
-@pytest.mark.parametrize("name", ["fp8 experts", "mxfp4"])
+@pytest.mark.parametrize("name", ["fp8 experts", "mxfp4", "compressed-tensors experts"])
 def test_experts_are_unpacked_one_by_one(
     name: str, made: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those of a token alone; a plain load unpacks all."""
-    monkeypatch.setattr(cut, "_BANK_BYTES", 1)
+    monkeypatch.setattr(expert_banks, "_BANK_BYTES", 1)
     folder = made(name)
     reference = plain(folder, name)
     token = torch.tensor([[7]])
@@ -176,6 +177,17 @@ def test_experts_are_unpacked_one_by_one(
         assert generated(model) == generated(reference)
         model.pipeload.remove()
         assert torch.equal(logits(model), logits(reference))
+
+
+def test_experts_that_the_library_cannot_unpack(tmp_path: Path) -> None:
+    """Plain loading fails, too; the name of the first weight is said."""
+    pytest.importorskip("compressed_tensors")
+    folder = quantised.compressed_integers(tmp_path)
+    options = options_of("compressed-tensors")
+    with pytest.raises(UnsupportedModelError, match=r"cannot make 'model\.layers\.0\.mlp\.experts"):
+        load_streamed(folder, **options)
+    with pytest.raises(RuntimeError, match="conversion of the weights"):
+        plain(folder, "compressed-tensors")
 
 
 @pytest.mark.parametrize("name", ["fp8", "mxfp8", "mxfp4", "metal"])

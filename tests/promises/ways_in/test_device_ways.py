@@ -190,6 +190,9 @@ def test_experts_are_made_on_the_way(tmp_path: Path, device: FakeDevice, family:
     expected = reference(folder)
     for spare in (0, 300_000, 20_000_000):
         model = load(folder, spare=spare)
+        plan = model.pipeload.plan
+        assert plan.experts is None
+        assert plan.whole_experts == ("on a device, a block is copied whole",)
         check(model, expected)
         check(model, expected)
         model.pipeload.remove()

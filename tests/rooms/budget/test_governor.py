@@ -95,7 +95,7 @@ class Bench:
             io_mode="direct",
             disk_rate=None,
         )
-        parts = SimpleNamespace(conversion_bytes=0, expert_window_bytes=0)
+        parts = SimpleNamespace(conversion_bytes=0, passing_bytes=0)
         build = SimpleNamespace(plan=plan, residency=RESIDENCY, parts=parts, stream_mode="buffered")
         needs, hint = cast("PassNeeds", FakeNeeds()), PassHint(HINT_NEED // MB, 1)
         self.ledger = HostLedger(cast("Build", build), self.counters, pressure=False)

@@ -8,7 +8,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, Llama4TextConfig
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    Llama4TextConfig,
+    SwitchTransformersConfig,
+)
 from transformers.core_model_loading import (
     Concatenate,
     ErnieFuseAndSplitTextVisionExperts,
@@ -19,9 +24,10 @@ from transformers.core_model_loading import (
 )
 
 from pipeload.checkpoint.headers import TensorEntry
-from pipeload.hf.expert_modules import find_experts, named_past
+from pipeload.hf.expert_modules import experts_in_turn, find_experts, named_past
 from pipeload.hf.recipes import Recipe
 from pipeload.weights.layout import Slices
+from pipeload_hooks import MARKS
 from tests.support.experts import EXPERTS, LAYERS, ROUTED, moe_config
 
 
@@ -62,6 +68,45 @@ def test_not_found() -> None:
     nn.utils.parametrize.register_parametrization(experts, "down_proj", nn.Identity())
     first = next(find_experts(model))
     assert first.parameters == ("gate_up_proj",)  # the other one is the user's to make
+
+
+def _switch() -> Any:
+    config: Any = SwitchTransformersConfig(
+        d_model=32, d_kv=8, d_ff=32, num_layers=2, num_decoder_layers=2, num_heads=2,
+        num_sparse_encoder_layers=1, num_sparse_decoder_layers=1, num_experts=3, vocab_size=64,
+    )  # fmt: skip
+    config.decoder_start_token_id = 0
+    with torch.device("meta"):
+        return AutoModelForSeq2SeqLM.from_config(config)
+
+
+def test_each_a_module_of_its_own() -> None:
+    """By the names of their matrices; one with weights beside them is left alone."""
+    model = _switch()
+    found = list(find_experts(model))
+    assert len(found) == 2
+    assert found[0].own == tuple(
+        (f"expert_{n}.wi.weight", f"expert_{n}.wo.weight") for n in range(3)
+    )
+    assert (found[0].told_by, found[0].routed, found[0].sweeps) == (MARKS, 1, False)
+    found[0].module.add_module("shared", nn.Linear(2, 2))
+    assert len(list(find_experts(model))) == 1
+
+
+def test_all_of_them_run_without_values() -> None:
+    """Inside the block alone: which rows are sent to which is nothing that a trial knows."""
+    model = _switch()
+    ids = torch.ones(1, 2, dtype=torch.int64, device="meta")
+    ran: list[nn.Module] = []
+    for module in model.modules():
+        if isinstance(module, nn.ModuleDict):
+            for expert in module.values():
+                expert.register_forward_hook(lambda expert, *_: ran.append(expert))
+    with experts_in_turn(model):
+        model(input_ids=ids, decoder_input_ids=ids)
+    assert len(ran) == len(set(ran)) == 2 * 3
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        model(input_ids=ids, decoder_input_ids=ids)
 
 
 def test_what_needs_no_operation() -> None:

@@ -9,6 +9,8 @@ import torch
 from torch import nn
 
 from pipeload_hooks import (
+    COUNTS,
+    MARKS,
     ServeExperts,
     attach_experts,
     experts_in_order,
@@ -100,7 +102,7 @@ def test_told_how_many_rows_each_gets() -> None:
             raise LookupError
 
     module, source = Counted(), Source()
-    attach_experts(module, source, counted=True)
+    attach_experts(module, source, told_by=COUNTS)
     module(torch.ones(4, NARROW), [1, 0, 3])
     assert source.wanted == [[0, 2, 2, 2], []]
     for other in (torch.tensor([1, 0, 3]), [1.5, 2.5], None):
@@ -110,6 +112,66 @@ def test_told_how_many_rows_each_gets() -> None:
     module.register_forward_pre_hook(lambda *_: sizes.reverse())
     module(torch.ones(4, NARROW), sizes)
     assert source.wanted[5:] == [[0, 0, 1, 1], [1, 1, 2, 2], []]
+
+
+@torch.no_grad()
+def test_told_by_marks() -> None:
+    """The last dimension of what is not 0; what has none tells nothing."""
+
+    class Marked(Module):
+        def forward(self, hidden: torch.Tensor, marks: Any) -> torch.Tensor:
+            return hidden * 2
+
+    class Source:
+        wanted: list[int]
+
+        def experts_wanted(self, ids: torch.Tensor) -> None:
+            self.wanted = ids.tolist()
+
+        def experts_done(self) -> None:
+            pass
+
+        def refuse_recording(self) -> None:
+            raise LookupError
+
+    module, source = Marked(), Source()
+    attach_experts(module, source, told_by=MARKS)
+    module(torch.ones(3, NARROW), torch.tensor([[[0, 1, 0]], [[0, 0, 0]], [[1, 0, 1]]]))
+    assert source.wanted == [1, 0, 2]
+    source.wanted = []
+    module(torch.ones(3, NARROW), None)
+    assert source.wanted == []
+
+
+@torch.no_grad()
+def test_parameters_of_one_expert() -> None:
+    """Any function that is given one has its expert come; what shows its shape alone does not."""
+
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    asked: list[tuple[str, int]] = []
+
+    class Asked(Numbers):
+        def need(self, name: str, expert: int) -> None:
+            asked.append((name, expert))
+
+    both = Two()
+    parameters = {name: p for name, p in both.named_parameters() if p.dim() > 1}
+    mode = ServeExperts(
+        parameters, Asked(Module(), torch.empty(0)), {"first.weight": 0, "second.weight": 1}
+    )
+    mode.begin()
+    try:
+        assert both.first.weight.shape == both.second.weight.shape
+        assert asked == []
+        both.second(torch.ones(1, 4))
+        both.first(torch.ones(1, 4))
+    finally:
+        mode.discard()
+    assert asked == [("second.weight", 1), ("first.weight", 0)]
 
 
 def test_the_best_order_is_asked_for(served: Any) -> None:

@@ -17,7 +17,7 @@ from unittest import mock
 import torch
 
 import pipeload
-from pipeload.budget import cut, residency
+from pipeload.budget import cut, expert_banks, residency
 from pipeload.budget.shared_limit import ACCOUNTANT, Accountant
 from tests.support.measuring import steady
 from tests.tools.model_types.classes import classes_of
@@ -80,7 +80,7 @@ def tiny_planning() -> Iterator[None]:
         mock.patch.object(Accountant, "other_bytes", return_value=_FLOOR_BYTES),
         mock.patch.object(cut, "CHUNKS", (1 << 14,)),
         mock.patch.object(cut, "_TABLE_BYTES", 1 << 12),
-        mock.patch.object(cut, "_BANK_BYTES", 1),
+        mock.patch.object(expert_banks, "_BANK_BYTES", 1),
         mock.patch.object(residency, "_TINY_BYTES", 256),
     ):
         yield
