@@ -281,6 +281,38 @@ BenchLimits = Annotated[
 TimedTokens = Annotated[int, typer.Option(min=1, help="Tokens timed in each run.")]
 Rounds = Annotated[int, typer.Option(min=1, help="Runs of everything; medians count.")]
 
+
+def _interpreters(texts: list[str] | None) -> list[str] | None:
+    for text in texts or ():
+        way, equals, path = text.partition("=")
+        if not (way and equals and path):
+            raise typer.BadParameter(
+                f"{text!r} is no NAME=PATH; give airllm=env/bin/python, for example."
+            )
+    return texts
+
+
+Compare = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME,...",
+        help="Time other ways beside it, each under the limit: plain, accelerate, airllm, "
+        "llama.cpp.",
+    ),
+]
+Pythons = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--python",
+        metavar="NAME=PATH",
+        callback=_interpreters,
+        help="With --compare: the interpreter that has this one; once for each.",
+    ),
+]
+Gguf = Annotated[
+    str | None, typer.Option(metavar="FILE", help="With --compare: the model as llama.cpp has it.")
+]
+
 # -- quantize ------------------------------------------------------------------------------------
 
 Source = Annotated[

@@ -1,0 +1,5 @@
+"""stub"""
+
+
+def write() -> None:
+    """stub"""
