@@ -28,9 +28,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
 CONTENDERS = ("plain", "accelerate", "airllm", "llama.cpp")
-SHARES = (0.2, 0.35, 0.5, 0.6, 0.7)
+SHARES = (0.2, 0.35, 0.5, 0.65)
 """Of the limit, that accelerate is tried with as `max_memory`: beside weights it needs the rest."""
 _TIMEOUT_SECONDS = 1200
+_ALL = 1 << 50
 _OWN = Path(__file__).resolve().parents[2]
 
 
@@ -87,7 +88,10 @@ def compare(
     _check(setting)
     sizes = [parse_limit(limit) for limit in limits]
     tell = progress or (lambda _line: None)
-    rows = [row for size in sizes for row in _at(size, setting, tell)]
+    with tempfile.TemporaryDirectory(dir=Path(setting.model).resolve().parent) as scratch:
+        if "airllm" in setting.ways:  # it writes a copy of the model, once: that is not timed
+            _measure("airllm", _ALL, setting, {"scratch": scratch, "tokens": 2})
+        rows = [row for size in sizes for row in _at(size, setting, scratch, tell)]
     if as_json:
         told = {"model": setting.model, "capped": capped(), "rows": [asdict(row) for row in rows]}
         sys.stdout.write(json.dumps(told) + "\n")
@@ -125,24 +129,21 @@ def capped() -> bool:
         return False
 
 
-def _at(limit: int, setting: Setting, tell: Callable[[str], None]) -> list[Compared]:
+def _at(limit: int, setting: Setting, scratch: str, tell: Callable[[str], None]) -> list[Compared]:
     """All contenders at one limit, pipeload first."""
     ways = ["pipeload", *setting.ways]
     notes: dict[str, str] = {}
     found: dict[str, list[dict[str, Any]]] = {way: [] for way in ways}
-    with tempfile.TemporaryDirectory(dir=Path(setting.model).resolve().parent) as scratch:
-        more: dict[str, dict[str, Any]] = {"airllm": {"scratch": scratch}}
-        if "airllm" in ways:  # it writes a copy of the model, once: that is not timed
-            _measure("airllm", 1 << 50, setting, more["airllm"] | {"tokens": 2})
-        if "accelerate" in ways:
-            share, notes["accelerate"] = _best_share(limit, setting, scratch)
-            more["accelerate"] = {"scratch": scratch, "share": share}
-        for number in range(setting.rounds):
-            for way in ways:
-                result = _measure(way, limit, setting, more.get(way, {}))
-                found[way].append(result)
-                shown = f"{result['step']:.3g} s per token" if "step" in result else _why(result)
-                tell(f"{format_size(limit)}, {number + 1} of {setting.rounds}: {way}: {shown}")
+    more: dict[str, dict[str, Any]] = {"airllm": {"scratch": scratch}}
+    if "accelerate" in ways:
+        share, notes["accelerate"] = _best_share(limit, setting, scratch)
+        more["accelerate"] = {"scratch": scratch, "share": share}
+    for number in range(setting.rounds):
+        for way in ways:
+            result = _measure(way, limit, setting, more.get(way, {}))
+            found[way].append(result)
+            shown = f"{result['step']:.3g} s per token" if "step" in result else _why(result)
+            tell(f"{format_size(limit)}, {number + 1} of {setting.rounds}: {way}: {shown}")
     if not all("step" in result for result in found["pipeload"]):
         raise PipeloadError(
             f"pipeload did not run: {_why(found['pipeload'][-1])}. Try a larger --memory-limit, or "
@@ -170,7 +171,8 @@ def _measure(way: str, limit: int, setting: Setting, more: Mapping[str, Any]) ->
     if way not in setting.pythons:
         paths = [str(_OWN), str(_OWN / "hooks"), environment.get("PYTHONPATH", "")]
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-    drop_cached(Path(setting.model), *([Path(setting.gguf)] if setting.gguf else []))
+    read = [setting.model, setting.gguf, more.get("scratch")]
+    drop_cached(*(Path(place) for place in read if place is not None))
     try:
         done = _run(command, limit, environment)
     except subprocess.TimeoutExpired:

@@ -55,22 +55,33 @@ def _told(file: str, name: str) -> int | None:
     return None
 
 
+def _import_all(model: str) -> None:
+    """What every way imports, so that no time counts it."""
+    import accelerate  # type: ignore[import-untyped]  # noqa: F401
+    import transformers.generation
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    transformers.utils.logging.disable_progress_bar()
+    AutoModelForCausalLM._model_mapping[type(AutoConfig.from_pretrained(model))]  # noqa: SLF001
+    with contextlib.suppress(ImportError):  # a checkpoint of its own forms is known by then
+        import pipeload
+
+        pipeload.from_pretrained  # noqa: B018 - imports it
+
+
 def _pipeload(job: dict[str, Any], clock: Clock) -> None:
     import pipeload
 
+    _import_all(job["model"])
     job["began"] = time.perf_counter()
     options = {"memory_limit": job["limit"], "dtype": "auto", "tokens": PROMPT + job["tokens"]}
     _generate(pipeload.from_pretrained(job["model"], **options), job, clock)
 
 
 def _plain(job: dict[str, Any], clock: Clock) -> None:
-    # Checkpoints of pipeload's own forms are known to the library once this is imported.
-    with contextlib.suppress(ImportError):
-        import pipeload
-
-        pipeload.from_pretrained  # noqa: B018 - imports it
     from transformers import AutoModelForCausalLM
 
+    _import_all(job["model"])
     job["began"] = time.perf_counter()
     _generate(AutoModelForCausalLM.from_pretrained(job["model"], dtype="auto"), job, clock)
 
@@ -83,6 +94,7 @@ def _accelerate(job: dict[str, Any], clock: Clock) -> None:
         "offload_folder": job["scratch"],
         "max_memory": {"cpu": job["share"]},
     }
+    _import_all(job["model"])
     job["began"] = time.perf_counter()
     model = AutoModelForCausalLM.from_pretrained(job["model"], dtype="auto", **options)
     _generate(model, job, clock)
@@ -93,6 +105,7 @@ def _airllm(job: dict[str, Any], clock: Clock) -> None:
 
     # A model of random weights has no tokenizer, and what is timed needs none.
     airllm_base.AirLLMBaseModel.get_tokenizer = lambda _self, **_options: None
+    _import_all(job["model"])
     job["began"] = time.perf_counter()
     options = {"device": "cpu", "layer_shards_saving_path": job["scratch"]}
     _generate(airllm_base.AirLLMBaseModel(job["model"], **options), job, clock)

@@ -21,7 +21,7 @@ from pipeload.bench.measure import measure_disk
 from tests.results import shapes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
 ROOT = Path(__file__).resolve().parents[2]
 STORE = ROOT / "examples" / "results"
@@ -63,7 +63,7 @@ def ratio(samples: Sequence[Row], others: Sequence[Row], figure: str) -> float:
     return float(statistics.median(other[figure] / one[figure] for one, other in pairs))
 
 
-def alternated(runs: dict[str, Callable[[], Row]], rounds: int) -> dict[str, list[Row]]:
+def alternated(runs: Mapping[str, Callable[[], Row]], rounds: int) -> dict[str, list[Row]]:
     """The results of each, all in turn, `rounds` times."""
     found: dict[str, list[Row]] = {name: [] for name in runs}
     for number in range(rounds):

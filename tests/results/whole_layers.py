@@ -15,7 +15,7 @@ import threading
 from pathlib import Path  # noqa: TC003 - a NamedTuple's
 from typing import Any, NamedTuple
 
-import accelerate
+import accelerate  # type: ignore[import-untyped]
 import torch
 import transformers
 
