@@ -23,7 +23,9 @@ from pathlib import Path
 from tests.results import render
 from tests.results.frame import ROOT, Given, tell
 
-PARTS = ("pi", "hermes", "disks", "slowdown", "peers", "theories", "traces")
+PARTS = ("pi", "hermes", "disks", "slowdown", "limits", "peers", "theories")
+FULL = ("pi", "hermes", "disks", "slowdown", "peers")
+"""Those that have larger models to show."""
 PROGRESS = ROOT / ".cache" / "results.json"
 
 
@@ -50,7 +52,9 @@ def main() -> int:
     failed = False
     if not asked.render:
         done = [] if asked.parts else finished(asked.full)
-        for name in asked.parts or [part for part in PARTS if part not in done]:
+        for name in asked.parts or [
+            part for part in (FULL if asked.full else PARTS) if part not in done
+        ]:
             began = time.monotonic()
             tell(f"{name} ...")
             try:

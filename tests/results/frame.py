@@ -116,7 +116,8 @@ def save(name: str, given: Given, rows: Sequence[Row], cache: str, **more: Any) 
         "name": stem,
         "machine": machine(given.folder),
         "versions": versions(),
-        "command": f"python -m tests.results {name}" + (" --full" if given.full else ""),
+        "command": f"python -m tests.results {name.partition('-')[0]}"
+        + (" --full" if given.full else ""),
         "cache": cache,
         "rounds": given.rounds,
         "rows": list(rows),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,19 +23,19 @@ class LibraryShape:
     config: str
     """A class of transformers, as "BertConfig"."""
     model: str
-    settings: tuple[tuple[str, int], ...] = ()
+    settings: dict[str, int] = field(default_factory=dict)
     dtype: str = "fp32"
     shard_bytes: int = 4_000_000_000
     seed: int = 0
     headers_only: bool = False
 
 
-_LARGE = (
-    ("hidden_size", 1024),
-    ("intermediate_size", 4096),
-    ("num_hidden_layers", 24),
-    ("num_attention_heads", 16),
-)
+_LARGE = {
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 16,
+}
 LIBRARY = {
     "bert-base": LibraryShape("BertConfig", "BertModel"),
     "bert-large": LibraryShape("BertConfig", "BertModel", _LARGE),
@@ -65,7 +65,7 @@ def make(name: str, folder: Path) -> Path:
     if name in LLAMA:
         return make_llama(LLAMA[name], target)
     shape = LIBRARY[name]
-    config = getattr(transformers, shape.config)(**dict(shape.settings))
+    config = getattr(transformers, shape.config)(**shape.settings)
     with torch.device("meta"):
         model = getattr(transformers, shape.model)(config)
     told: dict[str, Any] = config.to_dict() | {"architectures": [shape.model]}
