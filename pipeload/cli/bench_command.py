@@ -3,24 +3,69 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Annotated
 
 import typer
 
-from pipeload.cli import options as opt  # noqa: TC001 - typer reads it at run time
+from pipeload.cli import options as opt
 from pipeload.cli.exit_status import reported
+
+BenchModel = Annotated[
+    str | None, typer.Argument(help="Folder or hub id; the demo's model by default.")
+]
+BenchLimits = Annotated[
+    list[str] | None,
+    typer.Option(
+        callback=opt.checked_limits, help="A limit to measure at; may be given several times."
+    ),
+]
+TimedTokens = Annotated[int, typer.Option(min=1, help="Tokens timed in each run.")]
+Rounds = Annotated[int, typer.Option(min=1, help="Runs of everything; medians count.")]
+
+
+def _interpreters(texts: list[str] | None) -> list[str] | None:
+    for text in texts or ():
+        way, equals, path = text.partition("=")
+        if not (way and equals and path):
+            raise typer.BadParameter(
+                f"{text!r} is no NAME=PATH; give airllm=env/bin/python, for example."
+            )
+    return texts
+
+
+Compare = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME,...",
+        help="Time other ways beside it, each under the limit: plain, accelerate, airllm, "
+        "llama.cpp.",
+    ),
+]
+Pythons = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--python",
+        metavar="NAME=PATH",
+        callback=_interpreters,
+        help="With --compare: the interpreter that has this one; once for each.",
+    ),
+]
+Gguf = Annotated[
+    str | None, typer.Option(metavar="FILE", help="With --compare: the model as llama.cpp has it.")
+]
 
 
 def bench(
-    model: opt.BenchModel = None,
+    model: BenchModel = None,
     *,
-    memory_limit: opt.BenchLimits = None,
+    memory_limit: BenchLimits = None,
     device: opt.Device = "cpu",
     host_memory_limit: opt.HostMemoryLimit = None,
-    new_tokens: opt.TimedTokens = 8,
-    rounds: opt.Rounds = 3,
-    compare: opt.Compare = None,
-    python: opt.Pythons = None,
-    gguf: opt.Gguf = None,
+    new_tokens: TimedTokens = 8,
+    rounds: Rounds = 3,
+    compare: Compare = None,
+    python: Pythons = None,
+    gguf: Gguf = None,
     json: opt.Json = False,
     debug: opt.Debug = False,
 ) -> None:

@@ -17,7 +17,9 @@ import torch
 
 import pipeload
 from pipeload._sizes import counted
+from pipeload._text_tables import as_text
 from pipeload.cli.answer import Answer
+from pipeload.cli.cooling import Cooling
 from pipeload.cli.draft import LOOKUP, OFF, draft_settings
 from pipeload.cli.load_model import (
     check_model,
@@ -64,6 +66,8 @@ class Arguments:
     trace: Path | None = None
     exact_inputs: bool = False
     ranks: int | str | None = None
+    max_temperature: float | None = None
+    """In degrees Celsius."""
     chat_template: bool = True
     json: bool = False
 
@@ -101,6 +105,7 @@ def _rank(ranks: int | str | None) -> int:
 
 def _run(asked: Arguments) -> None:
     check_model(asked.model, files=True)
+    cooling = None if asked.max_temperature is None else Cooling(asked.max_temperature)
     if asked.draft not in {OFF, LOOKUP}:
         check_model(asked.draft, files=True)
     tokenizer = load_tokenizer(asked.model)
@@ -133,11 +138,11 @@ def _run(asked: Arguments) -> None:
         if asked.seed is not None:
             torch.manual_seed(asked.seed)
         try:
-            generate_answer(model, tokenizer, inputs, answer, asked, more=guesses)
+            generate_answer(model, tokenizer, inputs, answer, asked, more=guesses, cooling=cooling)
         except KeyboardInterrupt:  # what came until then is worth its figures
             if answer.tokens:
                 answer.end()
-                _report(asked, answer, prompt_tokens, loaded - started, loaded)
+                _report(asked, answer, prompt_tokens, loaded - started, loaded, cooling=cooling)
             raise
         except IndexError as error:
             if not beyond:
@@ -146,7 +151,7 @@ def _run(asked: Arguments) -> None:
                 f"the model cannot go on behind its {beyond} positions. Give a shorter prompt, or "
                 f"ask for fewer tokens: --max-new-tokens {max(1, beyond - prompt_tokens)}."
             ) from error
-    _report(asked, answer, prompt_tokens, loaded - started, loaded)
+    _report(asked, answer, prompt_tokens, loaded - started, loaded, cooling=cooling)
 
 
 def with_seed(asked: Arguments, draw: Callable[[int], int] = secrets.randbelow) -> Arguments:
@@ -195,6 +200,7 @@ def generate_answer(
     asked: Arguments,
     *,
     more: dict[str, Any],
+    cooling: Cooling | None = None,
 ) -> Any:
     """Have the library generate as it was asked for; `more` are further arguments of it.
 
@@ -203,9 +209,11 @@ def generate_answer(
     settings = {"repetition_penalty": asked.repetition_penalty, **more}
     if asked.samples:
         settings |= {name: getattr(asked, name) for name in ("temperature", "top_p", "top_k")}
+    criteria: list[Any] = [] if cooling is None else [cooling]
     if asked.stop:
         prompt_tokens = inputs["input_ids"].shape[1]
-        settings["stopping_criteria"] = [StopAt(tokenizer, asked.stop, prompt_tokens=prompt_tokens)]
+        criteria.append(StopAt(tokenizer, asked.stop, prompt_tokens=prompt_tokens))
+    settings["stopping_criteria"] = criteria or None
     return model.generate(
         **{name: values.to(model.device) for name, values in inputs.items()},
         **{name: value for name, value in settings.items() if value is not None},
@@ -216,7 +224,13 @@ def generate_answer(
 
 
 def _report(
-    asked: Arguments, answer: Answer, prompt_tokens: int, load_seconds: float, loaded: float
+    asked: Arguments,
+    answer: Answer,
+    prompt_tokens: int,
+    load_seconds: float,
+    loaded: float,
+    *,
+    cooling: Cooling | None,
 ) -> None:
     """`loaded`: when, by the clock that the answer looks at."""
     figures = count(
@@ -229,10 +243,13 @@ def _report(
         later_seconds=answer.last_token_at - answer.first_token_at,
     )
     if asked.json:
-        result = {"model": asked.model, "text": answer.text, "seed": asked.seed}
-        sys.stdout.write(json.dumps(result | figures.as_dict(), ensure_ascii=False) + "\n")
+        result: dict[str, object] = {"model": asked.model, "text": answer.text, "seed": asked.seed}
+        result |= figures.as_dict() | ({} if cooling is None else cooling.as_dict())
+        sys.stdout.write(json.dumps(result, ensure_ascii=False) + "\n")
         return
     if not answer.text.strip():
         came = counted(answer.tokens, "token")
         log.warning("the answer is empty: %s came, and no text before the end", came)
     log.info("%s", "\n" + figures.table())
+    if cooling is not None:
+        log.info("%s", as_text(cooling.rows()))
