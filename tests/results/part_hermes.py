@@ -62,11 +62,12 @@ def _model(forks: Runner, given: Given, name: str, new: int) -> list[Row]:
                 "model": name,
                 "way": way,
                 "latency": frame.middle(samples, "seconds"),
+                "load": frame.middle(samples, "load"),
                 "again": frame.middle(samples, "step"),
                 "peak": max(sample["peak"] for sample in samples),
                 "floor": samples[0]["floor"],
                 "latency_over_pipeswitch": frame.ratio(samples, base, "seconds"),
-                "memory_under_pipeswitch": 1 - samples[0]["peak"] / base[0]["peak"],
+                "memory_under_pipeswitch": 1 - _own(samples[0]) / _own(base[0]),
                 "latency_over_same_memory": frame.ratio(samples, same, "seconds"),
                 "again_over_same_memory": frame.ratio(samples, same, "step"),
                 "equal": all(sample["digest"] == base[0]["digest"] for sample in samples),
@@ -76,15 +77,20 @@ def _model(forks: Runner, given: Given, name: str, new: int) -> list[Row]:
     return rows
 
 
+def _own(sample: Row) -> int:
+    """Bytes beside those of Python and its libraries."""
+    return int(sample["peak"] - sample["floor"])
+
+
 def _least(found: dict[str, list[Row]], way: str) -> str:
     """The loaders that have the memory which that row of pipeload has."""
     return next(name for name in found if way == f"pipeload, memory of {name}")
 
 
 def _peaks(forks: Runner, folder: Path, jobs: dict[str, Row], new: int) -> dict[str, int]:
-    """What each takes, where nothing binds it."""
-    return {way: forks.run(job | {"folder": str(folder), "new": new})["peak"]
-            for way, job in jobs.items()}  # fmt: skip
+    """Bytes that each takes, where nothing binds it."""
+    more = {"folder": str(folder), "new": new}
+    return {way: forks.run(job | more)["peak"] for way, job in jobs.items()}
 
 
 def _runs(

@@ -126,11 +126,8 @@ def _same(row: Told) -> str:
 
 
 def _beside(row: Told, figure: str) -> str:
-    """A ratio to the loaders with the same memory; what pipeload loses is set bold."""
-    if not row["way"].startswith("pipeload"):
-        return ""
-    value = row[figure]
-    return f"{value:.2f}" if value <= 1 else f"**{value:.2f}**"
+    """As many times as fast as the loaders with the same memory."""
+    return _gain(row[figure]) if row["way"].startswith("pipeload") else ""
 
 
 def _gain(value: float | None) -> str:
@@ -157,12 +154,13 @@ _HERMES: Columns = {
     "way": lambda r: r["way"],
     "peak memory": lambda r: _size(r["peak"]),
     "of it weights and work": lambda r: _size(r["peak"] - r["floor"]),
+    "less of that than PipeSwitch": lambda r: f"{r['memory_under_pipeswitch']:.0%}",
     "load, then run": lambda r: _seconds(r["latency"]),
+    "of it before the first layer": lambda r: _seconds(r.get("load")),
     "times as fast as PipeSwitch": lambda r: _times(r["latency_over_pipeswitch"]),
-    "less memory": lambda r: f"{r['memory_under_pipeswitch']:.0%}",
-    "pipeload over the same memory": lambda r: _beside(r, "latency_over_same_memory"),
+    "times as fast as those loaders": lambda r: _beside(r, "latency_over_same_memory"),
     "next token or input": lambda r: _seconds(r["again"]),
-    "over the same memory": lambda r: _beside(r, "again_over_same_memory"),
+    "times as fast as those loaders ": lambda r: _beside(r, "again_over_same_memory"),
     "equal": _same,
 }
 _LIMITS: Columns = {

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import re
+import sys
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 import transformers
 
+from tests.results import __main__ as results
 from tests.results import frame, pictures, render, shapes, whole_layers
 from tests.results.__main__ import FULL, PARTS
 from tests.support.models import load_plain
@@ -122,6 +125,36 @@ def test_a_shape_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     _, report = loaded
     assert not report["missing_keys"]
     assert "lm_head.weight" not in whole_layers.stored_in(folder)
+
+
+def test_a_run_that_failed_goes_on_where_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Finished parts are not measured again; after a whole run all begin anew."""
+    ran: list[str] = []
+    broken = {"two"}
+
+    def part(name: str) -> Any:
+        def run(_given: object) -> None:
+            ran.append(name)
+            if name in broken:
+                raise RuntimeError("no disk")
+
+        return SimpleNamespace(run=run)
+
+    for name in ("one", "two", "three"):
+        monkeypatch.setitem(sys.modules, f"tests.results.part_{name}", part(name))
+    monkeypatch.setattr(results, "PARTS", ("one", "two", "three"))
+    monkeypatch.setattr(results, "PROGRESS", tmp_path / "progress.json")
+    monkeypatch.setattr(render, "write", lambda: None)
+    monkeypatch.setattr(sys, "argv", ["results", "--folder", str(tmp_path)])
+    assert results.main() == 1
+    assert ran == ["one", "two", "three"]
+    broken.clear()
+    assert results.main() == 0
+    assert ran[3:] == ["two"]
+    assert results.main() == 0
+    assert ran[4:] == ["one", "two", "three"]
 
 
 @pytest.mark.slow
