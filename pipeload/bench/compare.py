@@ -149,16 +149,16 @@ def _at(limit: int, setting: Setting, scratch: str, tell: Callable[[str], None])
                 continue
             began = time.monotonic()
             result = _measure(way, limit, setting, more.get(way, {}))
+            if way == "pipeload" and "step" not in result:
+                raise PipeloadError(
+                    f"pipeload did not run: {_why(result)}. Try a larger --memory-limit, or see "
+                    "what `pipeload run` says."
+                )
             found[way].append(result)
             if way != "pipeload" and time.monotonic() - began > _SLOW_SECONDS:
                 slow.add(way)
             shown = f"{result['step']:.3g} s per token" if "step" in result else _why(result)
             tell(f"{format_size(limit)}, {number + 1} of {setting.rounds}: {way}: {shown}")
-    if not all("step" in result for result in found["pipeload"]):
-        raise PipeloadError(
-            f"pipeload did not run: {_why(found['pipeload'][-1])}. Try a larger --memory-limit, or "
-            "see what `pipeload run` says."
-        )
     return [_row(limit, way, found[way], found["pipeload"], notes.get(way, "")) for way in ways]
 
 
