@@ -241,7 +241,33 @@ _THEORIES: Columns = {
 }
 
 
-_TEXTS = {"speed": _speed, "blog": _blog}
+def _simulated() -> str:
+    """What another's simulation gives for slow disks."""
+    told = saved("disks")
+    if told is None:
+        return "\n"
+    low, high = told["simulated"]
+    return (
+        f"\nA paper's simulation of reading ahead gives {low} to {high} times a layer at a time. "
+        "Two is the most that overlap can give, and only where computing takes as long as reading; "
+        "here reading takes nearly all of the time, and what is kept in memory decides.\n\n"
+    )
+
+
+def _published() -> str:
+    """How much slower another's layer at a time is."""
+    told = saved("slowdown")
+    if told is None:
+        return "\n"
+    other = told["published"]
+    times = other["layer at a time"] / other["all"]
+    return (
+        f"\n{other['name']} gives {other['all']} s per token with all in memory and "
+        f"{other['layer at a time']} s a layer at a time, {times:.1f} times.\n\n"
+    )
+
+
+_TEXTS = {"speed": _speed, "blog": _blog, "simulated": _simulated, "published": _published}
 
 
 def _any(_row: Told) -> bool:
