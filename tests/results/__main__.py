@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
-import os
 import sys
 import time
 import traceback
@@ -46,7 +45,6 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, default=ROOT / ".cache" / "results")
     parser.add_argument("--render", action="store_true", help="measure nothing")
     asked = parser.parse_args()
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     given = Given(asked.folder.resolve(), asked.full, asked.rounds)
     given.folder.mkdir(parents=True, exist_ok=True)
     failed = False

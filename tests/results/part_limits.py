@@ -7,15 +7,11 @@ import io
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
-import torch
-
-import pipeload
 from pipeload.bench import measure
 from pipeload.cli.timeline import bars_of, one_pass, read_events
 from tests.results import frame
-from tests.results.forks import runner
+from tests.results.forks import Runner, runner
 
 SHARES = (0.1, 0.3, 0.5, 0.8, 1.1)
 """Room for weights, as a part of them; the last holds all."""
@@ -28,6 +24,7 @@ def run(given: frame.Given) -> None:
     with runner() as forks:
         job = {"folder": folder, "way": "limit", "new": 10}
         sizes = {s: forks.run(job | {"share": s})["limit"] for s in (*SHARES, _PASS_SHARE)}
+        bars = _one_pass(forks, folder, sizes[_PASS_SHARE])
     with contextlib.redirect_stdout(io.StringIO()):
         rows = measure.run(
             model=folder,
@@ -36,22 +33,14 @@ def run(given: frame.Given) -> None:
             progress=lambda line: frame.tell(f"  {line}"),
         )
     told = [{"share": s, **asdict(row)} for s, row in zip(SHARES, rows, strict=True)]
-    bars = _one_pass(folder, sizes[_PASS_SHARE])
     cache = "past the page cache: direct reads"
     model = folder.rpartition("/")[2]
     frame.save("limits", given, told, cache, one_pass=bars, limit=sizes[_PASS_SHARE], model=model)
 
 
-def _one_pass(folder: str, limit: int) -> list[tuple[object, ...]]:
-    # This process holds more than one that streams alone; how a pass goes is the same.
-    room = limit + 200_000_000
-    options: dict[str, Any] = {"dtype": "auto", "io_mode": "direct"}
-    model = pipeload.from_pretrained(folder, memory_limit=room, **options)
+def _one_pass(forks: Runner, folder: str, limit: int) -> list[tuple[object, ...]]:
     with tempfile.TemporaryDirectory() as scratch:
         trace = Path(scratch, "trace.json")
-        with model.pipeload.trace(trace):
-            ids = torch.arange(16)[None] + 5
-            model.generate(ids, max_new_tokens=5, do_sample=False, pad_token_id=0)
-        bars = one_pass(bars_of(read_events(trace), str(trace)), str(trace))
-    model.pipeload.remove()
-    return [tuple(bar) for bar in bars]
+        job = {"folder": folder, "way": "pipeload", "limit": limit, "new": 5, "trace": str(trace)}
+        forks.run(job | {"options": {"io_mode": "direct"}}, cap=limit)
+        return [tuple(bar) for bar in one_pass(bars_of(read_events(trace), str(trace)), str(trace))]

@@ -50,8 +50,7 @@ def run(given: Given) -> None:
         found = compare(setting, limits, progress=lambda line: frame.tell(f"  {line}"))
         shares = dict(zip(limits, SHARES, strict=True))
         rows += [{"model": name, "share": shares[row.limit], **_told(row)} for row in found]
-    cache = f"{frame.COLD}; kernel memory groups of the limit"
-    frame.save("peers", given, rows, cache)
+        frame.save("peers", given, rows, f"{frame.COLD}; kernel memory groups of the limit")
 
 
 def _told(row: Compared) -> frame.Row:

@@ -13,6 +13,7 @@ from pipeload._sizes import format_size
 from pipeload.bench.compare import CONTENDERS
 from tests.results import pictures
 from tests.results.frame import ROOT, STORE, saved
+from tests.results.part_slowdown import ENDS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -267,7 +268,26 @@ def _published() -> str:
     )
 
 
-_TEXTS = {"speed": _speed, "blog": _blog, "simulated": _simulated, "published": _published}
+def _long() -> str:
+    """What the picture of a long generation shows."""
+    told = saved("slowdown-full") or saved("slowdown")
+    if told is None:
+        return "\n"
+    long, count = told["long"], len(told["long"]["steps"])
+    return (
+        f"\nThe first tokens took {_seconds(long['first'])} each, the last "
+        f"{_seconds(long['last'])} (medians of {ENDS} of {count}); the process held "
+        f"{_size(long['peak'])} at most, of {_size(long['limit'])}.\n\n"
+    )
+
+
+_TEXTS = {
+    "long": _long,
+    "speed": _speed,
+    "blog": _blog,
+    "simulated": _simulated,
+    "published": _published,
+}
 
 
 def _any(_row: Told) -> bool:

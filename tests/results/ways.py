@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import hashlib
 import time
@@ -54,7 +55,8 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     Args:
         job: "way": "plain", "layers" (with "loaders" and "keep") or "pipeload" (with "limit" in
             bytes), or "limit": the one that has room for "share" of the weights; "folder"; "new":
-            tokens to generate, of models that do, others run twice; "prompt": tokens.
+            tokens to generate, of models that do, others run twice; "prompt": tokens; "trace": a
+            file to write what happens to.
     """
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
@@ -67,7 +69,9 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     floor, before, began = resident_bytes(), read_bytes(), time.perf_counter()
     model = _load(job, kind, folder)
     result: dict[str, Any] = {"floor": floor, "load": time.perf_counter() - began}
-    result |= _use(model, job)
+    tracing = model.pipeload.trace(job["trace"]) if "trace" in job else contextlib.nullcontext()
+    with tracing:
+        result |= _use(model, job)
     result["seconds"] = result.pop("ended") - began
     result |= {"peak": peak_rss_bytes(), "read": read_bytes() - before}
     if job["way"] == "pipeload":
