@@ -214,9 +214,11 @@ _PEERS: Columns = {
     "limit": lambda r: f"{_size(r['limit'])} ({r['share']:.0%})",
     "way": lambda r: f"{r['way']} {next(iter(r['versions'].values()), '')}",
     "per token": lambda r: _seconds(r["step"]),
-    "pipeload is as fast": lambda r: "" if r["way"] == "pipeload" else _gain(r["over_pipeload"]),
+    "pipeload, times as fast": lambda r: (
+        "" if r["way"] == "pipeload" else _gain(r["over_pipeload"])
+    ),
     "first token": lambda r: _seconds(r["first"]),
-    "pipeload is as fast ": lambda r: (
+    "pipeload, times as fast ": lambda r: (
         "" if r["way"] == "pipeload" else _gain(r["first_over_pipeload"])
     ),
     "peak memory": lambda r: _size(r["peak"]),
