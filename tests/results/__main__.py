@@ -19,6 +19,7 @@ import time
 import traceback
 from pathlib import Path
 
+from pipeload.demo.model import default_model_folder
 from tests.results import render
 from tests.results.frame import ROOT, Given, tell
 
@@ -42,7 +43,7 @@ def main() -> int:
     parser.add_argument("parts", nargs="*", choices=[[], *PARTS], help="all of them if none")
     parser.add_argument("--full", action="store_true", help="the models of several gigabytes")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--folder", type=Path, default=ROOT / ".cache" / "results")
+    parser.add_argument("--folder", type=Path, default=default_model_folder().parent / "results")
     parser.add_argument("--render", action="store_true", help="measure nothing")
     asked = parser.parse_args()
     given = Given(asked.folder.resolve(), asked.full, asked.rounds)
