@@ -13,7 +13,7 @@ DEMO := $(firstword $(wildcard $(VENV)/dev.stamp) $(VENV)/demo.stamp)
 # While it waits, OpenMP would spin and take the cores from the threads that read.
 export OMP_WAIT_POLICY := passive
 
-.PHONY: demo test sweep quick coverage clients lint bench dev clean
+.PHONY: demo test sweep quick coverage clients lint bench results results-full dev clean
 
 demo: $(DEMO)
 	$(BIN)/pipeload demo
@@ -51,6 +51,14 @@ lint: dev
 
 bench: $(DEMO)
 	$(BIN)/pipeload bench
+
+# The tables and pictures of examples/RESULTS.md; needs root. What was finished of a run that was
+# cut off stays.
+results: dev
+	$(BIN)/python -m tests.results
+
+results-full: dev
+	$(BIN)/python -m tests.results --full
 
 dev: $(VENV)/dev.stamp
 

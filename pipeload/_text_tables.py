@@ -6,6 +6,8 @@ from abc import abstractmethod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from rich.table import Table
 
 _NAME_WIDTH = 16
@@ -18,6 +20,13 @@ class Row(NamedTuple):
     name: str
     value: str
     note: str = ""
+
+
+def as_text(rows: Sequence[Row]) -> str:
+    """One line for each row."""
+    if any(row.note for row in rows):
+        return "\n".join(f"{n:<{_NAME_WIDTH}}{v:>{_VALUE_WIDTH}}  {note}" for n, v, note in rows)
+    return "\n".join(f"{name:<{_NAME_WIDTH}}{value}" for name, value, _ in rows)
 
 
 class Tabled:
@@ -35,12 +44,7 @@ class Tabled:
 
     def table(self) -> str:
         """The table as text, one line for each row."""
-        rows = self._rows()
-        if any(row.note for row in rows):
-            lines = [f"{n:<{_NAME_WIDTH}}{v:>{_VALUE_WIDTH}}  {note}" for n, v, note in rows]
-        else:
-            lines = [f"{name:<{_NAME_WIDTH}}{value}" for name, value, _ in rows]
-        return "\n".join(filter(None, [*lines, self._caption()]))
+        return "\n".join(filter(None, [as_text(self._rows()), self._caption()]))
 
     def __rich__(self) -> Table:
         from rich import box

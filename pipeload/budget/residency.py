@@ -237,10 +237,10 @@ def _best_packed(
         if spare >= 0:
             tried = slot_bytes
             found.append(_packing(menus, picks, spare, slots, more=more))
-    if (picks := _best_picks(menus, budget, slots)) is not None:
-        reads = sum(menu.reads[pick] for menu, pick in zip(menus, picks, strict=True))
-        seconds = pass_seconds(menus, picks, slots)
-        found.append(_Packing(reads, seconds, picks, frozenset()))
+    if (plain := _best_picks(menus, budget, slots)) is not None:
+        reads = sum(menu.reads[pick] for menu, pick in zip(menus, plain, strict=True))
+        seconds = pass_seconds(menus, plain, slots)
+        found.append(_Packing(reads, seconds, plain, frozenset()))
     least = min(each.read_bytes for each in found)
     near = [each for each in found if each.read_bytes <= least * _HARDLY_MORE]
     best = min(near, key=lambda each: each.seconds)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     import torch
 
     from pipeload.cli.answer import Answer
+    from pipeload.cli.cooling import Cooling
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +48,8 @@ class Arguments:
     trace: Path | None = None
     exact_inputs: bool = False
     ranks: int | str | None = None
+    max_temperature: float | None = None
+    """In degrees Celsius."""
     chat_template: bool = True
     json: bool = False
 
@@ -88,6 +91,7 @@ def generate_answer(
     asked: Arguments,
     *,
     more: dict[str, Any],
+    cooling: Cooling | None = None,
 ) -> Any:
     """Have the library generate as it was asked for; `more` are further arguments of it.
 
@@ -96,9 +100,11 @@ def generate_answer(
     settings = {"repetition_penalty": asked.repetition_penalty, **more}
     if asked.samples:
         settings |= {name: getattr(asked, name) for name in ("temperature", "top_p", "top_k")}
+    criteria: list[Any] = [] if cooling is None else [cooling]
     if asked.stop:
         prompt_tokens = inputs["input_ids"].shape[1]
-        settings["stopping_criteria"] = [StopAt(tokenizer, asked.stop, prompt_tokens=prompt_tokens)]
+        criteria.append(StopAt(tokenizer, asked.stop, prompt_tokens=prompt_tokens))
+    settings["stopping_criteria"] = criteria or None
     return model.generate(
         **{name: values.to(model.device) for name, values in inputs.items()},
         **{name: value for name, value in settings.items() if value is not None},

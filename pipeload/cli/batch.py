@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import pipeload
 from pipeload._sizes import counted, format_size
+from pipeload._text_tables import as_text
 from pipeload.cli.batch_file import Results, read_lines
+from pipeload.cli.cooling import Cooling
 from pipeload.cli.load_model import check_model, load_with, traced
 from pipeload.cli.log_lines import log, silence_libraries
 from pipeload.cli.progress_bar import ProgressBar
@@ -47,6 +49,8 @@ class Arguments:
     dtype: str = "auto"
     io_mode: str = "auto"
     trace: Path | None = None
+    max_temperature: float | None = None
+    """In degrees Celsius."""
     json: bool = False
 
 
@@ -80,6 +84,7 @@ def run(asked: Arguments, *, debug: bool) -> None:
     """
     silence_libraries(debug=debug)
     check_model(asked.model, files=True)
+    cooling = None if asked.max_temperature is None else Cooling(asked.max_temperature)
     tokenizer = load_tokenizer(asked.model)
     with Results(asked.results) as results:
         counts = Counts()
@@ -94,8 +99,8 @@ def run(asked: Arguments, *, debug: bool) -> None:
             settings = settings_of(
                 model, tokenizer, asked.model, max_new_tokens=asked.max_new_tokens
             )
-            _Job(asked, model, settings, results, counts).run()
-    _report(asked, counts)
+            _Job(asked, model, settings, results, counts, cooling=cooling).run()
+    _report(asked, counts, cooling)
 
 
 def _requests(count: int) -> str:
@@ -106,10 +111,17 @@ class _Job:
     """The requests of one run on their way."""
 
     def __init__(
-        self, asked: Arguments, model: Any, settings: Settings, results: Results, counts: Counts
+        self,
+        asked: Arguments,
+        model: Any,
+        settings: Settings,
+        results: Results,
+        counts: Counts,
+        *,
+        cooling: Cooling | None,
     ) -> None:
         self._asked, self._model, self._settings = asked, model, settings
-        self._results, self._counts = results, counts
+        self._results, self._counts, self._cooling = results, counts, cooling
         self._running: dict[int, tuple[Line, Asked]] = {}
         self._given = 0
         self._ending = False
@@ -155,6 +167,8 @@ class _Job:
                 continue
             self._running[self._given] = line, asked
             self._given += 1
+            if self._cooling is not None:
+                asked.arguments.setdefault("stopping_criteria", []).append(self._cooling)
             yield asked.arguments
 
     def _parsed(self, line: Line) -> Asked:
@@ -220,9 +234,10 @@ def _signals(act: Any) -> Iterator[None]:
             signal.signal(kind, handler)
 
 
-def _report(asked: Arguments, counts: Counts) -> None:
+def _report(asked: Arguments, counts: Counts, cooling: Cooling | None) -> None:
     if asked.json:
-        sys.stdout.write(json.dumps({"model": asked.model, **asdict(counts)}) + "\n")
+        heat = {} if cooling is None else cooling.as_dict()
+        sys.stdout.write(json.dumps({"model": asked.model, **asdict(counts), **heat}) + "\n")
         return
     left = counts.requests - counts.done
     rate = counts.new_tokens / counts.seconds if counts.seconds else 0.0
@@ -236,3 +251,5 @@ def _report(asked: Arguments, counts: Counts) -> None:
         rate,
         format_size(counts.bytes_read),
     )
+    if cooling is not None:
+        log.info("%s", as_text(cooling.rows()))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import sys
-from functools import partial
 from typing import Annotated
 
 import typer
@@ -18,6 +17,7 @@ from pipeload._sizes import parse_size
 from pipeload.cli import choices
 from pipeload.cli import options as opt
 from pipeload.cli.batch_command import batch
+from pipeload.cli.bench_command import bench
 from pipeload.cli.chat_command import Session, chat
 from pipeload.cli.evaluate_command import evaluate
 from pipeload.cli.exit_status import Commands, load, reported
@@ -76,6 +76,7 @@ def run(
     trace: opt.TraceFile = None,
     exact_inputs: opt.ExactInputs = False,
     ranks: opt.Ranks = None,
+    max_temperature: opt.MaxTemperature = None,
     json: opt.Json = False,
     quiet: opt.Quiet = False,
     debug: opt.Debug = False,
@@ -116,6 +117,7 @@ def run(
                 trace=trace,
                 exact_inputs=exact_inputs,
                 ranks=int(ranks) if ranks and ranks.isdecimal() else ranks,
+                max_temperature=max_temperature,
                 chat_template=not no_chat_template,
                 json=json,
             ),
@@ -214,43 +216,6 @@ def demo(
 
 
 @app.command()
-def bench(
-    model: opt.BenchModel = None,
-    *,
-    memory_limit: opt.BenchLimits = None,
-    device: opt.Device = "cpu",
-    host_memory_limit: opt.HostMemoryLimit = None,
-    new_tokens: opt.TimedTokens = 8,
-    rounds: opt.Rounds = 3,
-    json: opt.Json = False,
-    debug: opt.Debug = False,
-) -> None:
-    """Measure how close streaming comes to what this machine's disk and processor allow."""
-    with reported(debug=debug, quiet=json):
-        from pipeload.bench import measure as benchmark
-        from pipeload.cli import plan as cli_plan
-        from pipeload.cli.load_model import check_model
-
-        chosen = model or cli_plan.make_demo_model()
-        check_model(chosen)
-        benchmark.run(
-            model=chosen,
-            limits=memory_limit
-            or [
-                cli_plan.choose_limit(
-                    chosen, debug=debug, device=device, host_memory_limit=host_memory_limit
-                )
-            ],
-            device=device,
-            host_memory_limits=[host_memory_limit],
-            new_tokens=new_tokens,
-            rounds=rounds,
-            as_json=json,
-            progress=None if json else partial(typer.echo, err=True),
-        )
-
-
-@app.command()
 def quantize(
     source: opt.Source,
     target: opt.Target,
@@ -323,6 +288,7 @@ def convert(
 
 
 app.command()(batch)
+app.command()(bench)
 app.command()(chat)
 app.command()(serve)
 app.command()(timeline)

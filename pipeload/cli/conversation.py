@@ -27,8 +27,11 @@ from pipeload.serving.encoding import apply_template
 
 if TYPE_CHECKING:
     from pipeload.cli.asked import Arguments
+    from pipeload.cli.cooling import Cooling
 
 Message = dict[str, str]
+_BEFORE = "\n"
+"""What joins with nothing that follows, mostly."""
 
 
 class Conversation:
@@ -40,6 +43,9 @@ class Conversation:
     def __init__(self, model: Any, tokenizer: Any, asked: Arguments) -> None:
         self._model, self._tokenizer, self._asked = model, tokenizer, asked
         self._one_text = not (asked.chat_template and tokenizer.chat_template)
+        self._read = 0
+        """Tokens of the conversation that was read last."""
+        self._unanswered: str | None = None
         self._file: ConversationFile | None = None
         if asked.session is not None:
             self._file = ConversationFile(asked.session, _whose(model, asked.model))
@@ -74,6 +80,12 @@ class Conversation:
             talk = self._file.load(self._model.device, most_tokens=self._asked.tokens or 0)
         if talk is None:
             return
+        if talk.one_text != self._one_text:
+            how, cure = ("without", "Pass") if talk.one_text else ("with", "Leave out")
+            raise OptionError(
+                f"the conversation in {str(self._asked.session)!r} was begun {how} a chat "
+                f"template. {cure} --no-chat-template, or name another file."
+            )
         begun = talk.messages[: len(self.messages)]
         if self.messages and begun != self.messages:
             raise OptionError(
@@ -92,7 +104,7 @@ class Conversation:
         """
         if self._file is None:
             return
-        talk = Talk(self.messages, self._text, self._ids, self._cache)
+        talk = Talk(self.messages, self._text, self._ids, self._cache, self._one_text)
         try:
             self._file.save(talk)
         except KeyboardInterrupt:  # it was meant for the answer, which is there
@@ -110,17 +122,17 @@ class Conversation:
                 self._tokenizer, self._model, write=True, stops=(), on_first_token=shown.stop
             )
             try:
-                tokens = self.turn(line, answer)
+                self.turn(line, answer)
             except KeyboardInterrupt:
                 answer.end()
                 log.info("stopped")
-                self._say(line, answer)
-                tokens = 0
-        log.info("%s in the conversation", counted(max(self._ids.shape[1], tokens), "token"))
+                self._say(answer)
+        tokens = max(self._ids.shape[1], self._read)
+        log.info("%s in the conversation", counted(tokens, "token"))
         self.write()
 
-    def turn(self, line: str, answer: Answer) -> int:
-        """Give `answer` what the model says to a line; returns of how many tokens that comes.
+    def turn(self, line: str, answer: Answer, cooling: Cooling | None = None) -> None:
+        """Give `answer` what the model says to a line.
 
         Raises:
             PipeloadError: it cannot be answered; the conversation is as it was before.
@@ -129,20 +141,28 @@ class Conversation:
         ids = self._tokens_of(text)
         check_tokens(self._asked.model, self._model, int(ids.max()))
         self._check_length(ids.shape[1])
+        self._read, self._unanswered = ids.shape[1], line
         try:
-            output = self._generate(ids, answer)
+            output = self._generate(ids, answer, cooling)
+            self._keep(text, answer.text, output)
         except BaseException:
             self._forget()  # some layers may have the latest token already
             raise
-        self._keep(text, answer.text, output)
-        self._say(line, answer)
-        return ids.shape[1]
+        self._say(answer)
 
-    def _say(self, line: str, answer: Answer) -> None:
-        self.messages += [
-            {"role": "user", "content": line},
-            {"role": "assistant", "content": answer.text},
-        ]
+    def stopped(self, answer: Answer) -> None:
+        """Keep what came of an answer that was interrupted; its keys and values are gone."""
+        self._say(answer)
+        self.write()
+
+    def _say(self, answer: Answer) -> None:
+        """What was asked last is answered, once: an interrupt may come behind it."""
+        line, self._unanswered = self._unanswered, None
+        if line is not None:
+            self.messages += [
+                {"role": "user", "content": line},
+                {"role": "assistant", "content": answer.text},
+            ]
 
     def save(self, file: str) -> None:
         """Write the messages as JSON.
@@ -175,27 +195,40 @@ class Conversation:
         """
         if self._cache is None or not text.startswith(self._text):
             self._forget()
-        begins = self._one_text and not self._text  # a template writes what a text begins with
-        made = self._tokenizer(
-            text[len(self._text) :], add_special_tokens=begins, return_tensors="pt"
-        )
-        return torch.cat([self._ids, made["input_ids"].to(torch.long)], dim=1)
+        new = text[len(self._text) :]
+        if self._one_text and not self._text:
+            made = self._encode(new, special=True)  # a template writes what a text begins with
+        elif self._one_text:
+            # Alone it may get a space in front: so behind a new line, which is taken off again.
+            before, both = self._encode(_BEFORE), self._encode(_BEFORE + new)
+            same = torch.equal(both[: len(before)], before)
+            made = both[len(before) :] if same else self._encode(new)
+        else:
+            made = self._encode(new)
+        return torch.cat([self._ids, made[None]], dim=1)
+
+    def _encode(self, text: str, *, special: bool = False) -> torch.Tensor:
+        ids = self._tokenizer(text, add_special_tokens=special, return_tensors="pt")["input_ids"]
+        tokens: torch.Tensor = ids[0].to(torch.long)
+        return tokens
 
     def _check_length(self, tokens: int) -> None:
         positions = getattr(self._model.config.get_text_config(), "max_position_embeddings", None)
         if isinstance(positions, int) and tokens >= positions:
             raise OptionError(
                 f"the conversation has {tokens} tokens, and the model was made for {positions} "
-                "positions. Use /reset to begin anew."
+                "positions. Use /reset, or another --session, to begin anew."
             )
 
-    def _generate(self, ids: torch.Tensor, answer: Answer) -> Any:
+    def _generate(self, ids: torch.Tensor, answer: Answer, cooling: Cooling | None) -> Any:
         inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
         more: dict[str, Any] = {"return_dict_in_generate": True}
         if self._cache is not None:
             told = inspect.signature(self._model.forward).parameters
             more[next(name for name in CACHES if name in told)] = self._cache
-        return generate_answer(self._model, self._tokenizer, inputs, answer, self._asked, more=more)
+        return generate_answer(
+            self._model, self._tokenizer, inputs, answer, self._asked, more=more, cooling=cooling
+        )
 
     def _keep(self, text: str, answer: str, output: Any) -> None:
         ids = output.sequences.to("cpu")

@@ -48,6 +48,8 @@ class Talk(NamedTuple):
     """int64, `[1, tokens]`."""
     cache: Any
     """Of these tokens, but for the last ones; None: it is to be computed anew."""
+    one_text: bool = False
+    """Whether there are no turns in it, as without a chat template."""
 
 
 class ConversationFile:
@@ -82,7 +84,8 @@ class ConversationFile:
                     f"memory is kept free for {most_tokens}. Raise --tokens, or name another file."
                 )
             cache = _cache(entries, files, device) if told["layers"] else None
-            return Talk(told["messages"], told["text"], ids, cache)
+            one_text = told.get("one_text", False) is True
+            return Talk(told["messages"], told["text"], ids, cache, one_text)
 
     def _told(self, data: bytes) -> dict[str, Any]:
         try:
@@ -145,6 +148,7 @@ class ConversationFile:
             "text": talk.text,
             "ids": ids,
             "layers": len(pairs),
+            "one_text": talk.one_text,
         }
         words = torch.frombuffer(bytearray(json.dumps(told).encode()), dtype=torch.uint8)
         tensors = {
@@ -181,16 +185,21 @@ class ConversationFile:
             part.replace(self._path)
 
 
-def tokens_kept(path: Path) -> int:
-    """How many tokens a conversation in a file has keys of; 0 where that is not to be known.
+def tokens_kept(path: Path, tokenizer: Any) -> int:
+    """About how many tokens a conversation in a file has; 0 where that is not to be known.
 
     Whether it is one is found out by whoever loads it.
     """
     try:
-        entries = read_header(path).values() if path.exists() else ()
-    except PipeloadError:
+        entries = read_header(path) if path.exists() else {}
+        lengths = [entry.shape[2] for entry in entries.values() if len(entry.shape) == 4]
+        if lengths or _TALK not in entries:
+            return max(lengths, default=0)
+        with contextlib.closing(FileSet([path], "buffered")) as files:  # its keys are to be made
+            told = json.loads(bytes(read_whole(entries[_TALK], files).tolist()))
+            return sum(len(tokenizer(said["content"])["input_ids"]) for said in told["messages"])
+    except (PipeloadError, ValueError, KeyError, TypeError):
         return 0
-    return max((entry.shape[2] for entry in entries if len(entry.shape) == 4), default=0)
 
 
 def cannot_keep() -> OptionError:

@@ -38,7 +38,12 @@ def _rate(text: str | None) -> str | None:
     return None if text is None else _checked(text, "--disk-rate", parse_size)
 
 
-def _limits(texts: list[str] | None) -> list[str] | None:
+def checked_limits(texts: list[str] | None) -> list[str] | None:
+    """Several limits, each as it was typed.
+
+    Raises:
+        BadParameter: one of them is none.
+    """
     for text in texts or ():
         _process_limit(text)
     return texts
@@ -134,6 +139,14 @@ TraceFile = Annotated[
     typer.Option("--trace", metavar="FILE", help="Write down reads, waits and computing there."),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object; sizes in bytes.")]
+MaxTemperature = Annotated[
+    float | None,
+    typer.Option(
+        metavar="CELSIUS",
+        callback=_more_than_zero,
+        help="Wait between passes while the processor is hotter (Linux).",
+    ),
+]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print the text and errors only.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks and the libraries' notes.")]
 
@@ -226,7 +239,7 @@ Ranks = Annotated[
 PlanLimits = Annotated[
     list[str] | None,
     typer.Option(
-        callback=_limits,
+        callback=checked_limits,
         help='What the whole process may hold: "2GB", "50%" or "auto"; several make a table.',
     ),
 ]
@@ -268,18 +281,6 @@ DemoLimit = Annotated[
 DemoFolder = Annotated[
     Path | None, typer.Option(help="Where to make the model; the user's cache by default.")
 ]
-
-# -- bench ---------------------------------------------------------------------------------------
-
-BenchModel = Annotated[
-    str | None, typer.Argument(help="Folder or hub id; the demo's model by default.")
-]
-BenchLimits = Annotated[
-    list[str] | None,
-    typer.Option(callback=_limits, help="A limit to measure at; may be given several times."),
-]
-TimedTokens = Annotated[int, typer.Option(min=1, help="Tokens timed in each run.")]
-Rounds = Annotated[int, typer.Option(min=1, help="Runs of everything; medians count.")]
 
 # -- quantize ------------------------------------------------------------------------------------
 

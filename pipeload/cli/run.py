@@ -16,10 +16,12 @@ import torch
 
 import pipeload
 from pipeload._sizes import counted
+from pipeload._text_tables import as_text
 from pipeload.cli.answer import Answer
 from pipeload.cli.asked import generate_answer, load_asked, with_seed
 from pipeload.cli.conversation import Conversation
 from pipeload.cli.conversation_file import tokens_kept
+from pipeload.cli.cooling import Cooling
 from pipeload.cli.draft import LOOKUP, OFF, draft_settings
 from pipeload.cli.load_model import check_model, traced
 from pipeload.cli.log_lines import log, silence_libraries
@@ -61,24 +63,23 @@ def _rank(ranks: int | str | None) -> int:
 
 def _run(asked: Arguments) -> None:
     check_model(asked.model, files=True)
+    cooling = None if asked.max_temperature is None else Cooling(asked.max_temperature)
     if asked.draft not in {OFF, LOOKUP}:
         check_model(asked.draft, files=True)
     tokenizer = load_tokenizer(asked.model)
     inputs = encode(tokenizer, asked.prompt, system=asked.system, chat_template=asked.chat_template)
     prompt_tokens = int(inputs["input_ids"].shape[1])
     started = time.perf_counter()
-    kept = 0 if asked.session is None else tokens_kept(asked.session)
-    asked = replace(asked, tokens=asked.tokens or kept + prompt_tokens + asked.max_new_tokens)
+    given = prompt_tokens + (tokens_kept(asked.session, tokenizer) if asked.session else 0)
+    asked = replace(asked, tokens=asked.tokens or given + asked.max_new_tokens)
     asked, model = _load(asked)
     guesses = draft_settings(
         asked.draft, tokenizer, asked.model, partial(load_asked, replace(asked, dtype="auto"))
     )
     check_tokens(asked.model, model, int(inputs["input_ids"].max()))
-    beyond = _warn_of_positions(model, kept + prompt_tokens, asked.max_new_tokens)
+    beyond = _warn_of_positions(model, given, asked.max_new_tokens)
     log.info("%s", describe_plan(pipeload.handle(model).plan))
-    talk = Conversation(model, tokenizer, asked)
-    if asked.session is not None:
-        talk.go_on()
+    talk = _taken_up(model, tokenizer, asked)
     loaded = time.perf_counter()
     with traced(model, asked.trace), first_pass(model) as shown:
         answer = Answer(
@@ -91,24 +92,38 @@ def _run(asked: Arguments) -> None:
         if asked.seed is not None:
             torch.manual_seed(asked.seed)
         try:
-            if asked.session is None:
-                generate_answer(model, tokenizer, inputs, answer, asked, more=guesses)
+            if talk is None:
+                generate_answer(
+                    model, tokenizer, inputs, answer, asked, more=guesses, cooling=cooling
+                )
             else:
-                prompt_tokens = talk.turn(asked.prompt, answer)
+                talk.turn(asked.prompt, answer, cooling)
         except KeyboardInterrupt:  # what came until then is worth its figures
             if answer.tokens:
                 answer.end()
-                _report(asked, answer, prompt_tokens, loaded - started, loaded)
+                if talk is not None:
+                    talk.stopped(answer)
+                _report(asked, answer, prompt_tokens, loaded - started, loaded, cooling=cooling)
             raise
         except IndexError as error:
             if not beyond:
                 raise
             raise OptionError(
                 f"the model cannot go on behind its {beyond} positions. Give a shorter prompt, or "
-                f"ask for fewer tokens: --max-new-tokens {max(1, beyond - prompt_tokens)}."
+                f"ask for fewer tokens: --max-new-tokens {max(1, beyond - given)}."
             ) from error
-    _report(asked, answer, prompt_tokens, loaded - started, loaded)
-    talk.write()
+    if talk is not None:
+        talk.write()
+    _report(asked, answer, prompt_tokens, loaded - started, loaded, cooling=cooling)
+
+
+def _taken_up(model: Any, tokenizer: Any, asked: Arguments) -> Conversation | None:
+    """The conversation that the prompt goes on with; None where none is kept."""
+    if asked.session is None:
+        return None
+    talk = Conversation(model, tokenizer, asked)
+    talk.go_on()
+    return talk
 
 
 def _load(asked: Arguments) -> tuple[Arguments, Any]:
@@ -138,7 +153,13 @@ def _warn_of_positions(model: Any, prompt_tokens: int, new_tokens: int) -> int:
 
 
 def _report(
-    asked: Arguments, answer: Answer, prompt_tokens: int, load_seconds: float, loaded: float
+    asked: Arguments,
+    answer: Answer,
+    prompt_tokens: int,
+    load_seconds: float,
+    loaded: float,
+    *,
+    cooling: Cooling | None,
 ) -> None:
     """`loaded`: when, by the clock that the answer looks at."""
     figures = count(
@@ -151,10 +172,13 @@ def _report(
         later_seconds=answer.last_token_at - answer.first_token_at,
     )
     if asked.json:
-        result = {"model": asked.model, "text": answer.text, "seed": asked.seed}
-        sys.stdout.write(json.dumps(result | figures.as_dict(), ensure_ascii=False) + "\n")
+        result: dict[str, object] = {"model": asked.model, "text": answer.text, "seed": asked.seed}
+        result |= figures.as_dict() | ({} if cooling is None else cooling.as_dict())
+        sys.stdout.write(json.dumps(result, ensure_ascii=False) + "\n")
         return
     if not answer.text.strip():
         came = counted(answer.tokens, "token")
         log.warning("the answer is empty: %s came, and no text before the end", came)
     log.info("%s", "\n" + figures.table())
+    if cooling is not None:
+        log.info("%s", as_text(cooling.rows()))

@@ -12,6 +12,8 @@ from pipeload.errors import OptionError
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from matplotlib.figure import Figure
+
 _MICRO = 1e-6
 _ROWS = ("compute", "wait", "read")
 _COLOURS = {"compute": "#4477aa", "wait": "#cc3311", "read": "#999933"}
@@ -35,13 +37,28 @@ def draw(trace: Path, picture: Path) -> None:
         OptionError: there is no trace, no pass in it, no matplotlib, or the picture cannot be made.
     """
     try:
-        from matplotlib.figure import Figure
+        import matplotlib.figure  # noqa: F401
     except ImportError as error:
         raise OptionError(
             "pipeload timeline needs the package matplotlib, which is not installed: "
             "pip install 'pipeload[timeline]'"
         ) from error
     bars = one_pass(bars_of(read_events(trace), str(trace)), str(trace))
+    figure, seconds = drawn(bars)
+    try:
+        figure.savefig(picture)
+    except (OSError, ValueError) as error:  # a form that it does not know is a ValueError
+        cause = getattr(error, "strerror", None) or str(error).partition(" (")[0]
+        raise OptionError(
+            f"cannot draw {str(picture)!r}: {cause}. Name another file, as pass.png."
+        ) from error
+    log.info("a pass of %.3g s, drawn in %s", seconds, picture)
+
+
+def drawn(bars: list[Bar]) -> tuple[Figure, float]:
+    """A picture of a pass, which begins with what it computed first; and the seconds it took."""
+    from matplotlib.figure import Figure
+
     began, ended = bars[0].began, max(bar.ended for bar in bars if bar.kind == "compute")
     figure = Figure(figsize=(14, 3), layout="constrained")
     axes = figure.subplots()
@@ -57,14 +74,7 @@ def draw(trace: Path, picture: Path) -> None:
                 axes.text(left, row, short, fontsize=6, clip_on=True, va="center")
     axes.set_yticks(range(len(_ROWS)), reversed(_ROWS))
     axes.set_xlabel("milliseconds")
-    try:
-        figure.savefig(picture)
-    except (OSError, ValueError) as error:  # a form that it does not know is a ValueError
-        cause = getattr(error, "strerror", None) or str(error).partition(" (")[0]
-        raise OptionError(
-            f"cannot draw {str(picture)!r}: {cause}. Name another file, as pass.png."
-        ) from error
-    log.info("a pass of %.3g s, drawn in %s", ended - began, picture)
+    return figure, ended - began
 
 
 def read_events(trace: Path) -> list[dict[str, Any]]:

@@ -59,7 +59,11 @@ def make_gguf(folder: Path, target: Path, kind: Kind = Kind.Q4_0) -> None:
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_rope_dimension_count(hidden // heads)
     writer.add_vocab_size(vocabulary)
-    writer.add_tokenizer_model("no_vocab")
+    # Servers turn tokens into text: each of these is a word.
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(["<unk>", "<s>", "</s>", *(f"t{i}" for i in range(3, vocabulary))])
+    writer.add_token_scores([0.0] * vocabulary)
+    writer.add_token_types([2, 3, 3, *[1] * (vocabulary - 3)])
     random = np.random.default_rng(0)
     shapes: dict[str, tuple[int, int]] = {"token_embd": (vocabulary, hidden)}
     for layer in range(layers):

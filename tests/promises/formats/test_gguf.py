@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 pytest.importorskip("gguf")
 
 SPARE = (0, 400_000, 50_000_000)
-LARGER = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 6}
+LARGER: dict[str, Any] = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 6}
 """Enough that what a process takes on is little beside."""
 # Types in turns: those of a usual file, then all that there are.
 USUAL = ("Q4_K", "Q6_K")

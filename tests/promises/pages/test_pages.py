@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 ROOT = README.parent
-ALL = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "ERRORS.md", ROOT / "examples" / "README.md"]
+EXAMPLES = [ROOT / "examples" / name for name in ("README.md", "RESULTS.md", "THEORIES.md")]
+ALL = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "ERRORS.md", *EXAMPLES]
 _FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\]\((?!\w+://)([^)\s]*)\)")
 _FILE = re.compile(r"(?<![\w./])(?:tests|docs|examples|hooks|\.ci)/[\w./-]*\w\.\w+")

@@ -482,8 +482,57 @@ def test_what_no_session_can_keep(talker: Path, tmp_path: Path, option: tuple[ob
 def test_tokens_of_no_conversation(tmp_path: Path) -> None:
     """None are known of a file that is missing, or no conversation: others say so."""
     path = tmp_path / "talk"
-    assert conversation_file.tokens_kept(path) == 0
+    assert conversation_file.tokens_kept(path, len) == 0
     path.write_text("no conversation")
-    assert conversation_file.tokens_kept(path) == 0
+    assert conversation_file.tokens_kept(path, len) == 0
     ConversationFile(path, "x").save(Talk([], "a", torch.tensor([[1, 2, 3]]), pairs(2)))
-    assert conversation_file.tokens_kept(path) == 2
+    assert conversation_file.tokens_kept(path, len) == 2
+
+
+def test_tokens_of_a_conversation_without_keys(going_on: Path, tmp_path: Path) -> None:
+    """As after Ctrl-C: its words are counted, for all of them are read again."""
+    path, tokenizer = tmp_path / "talk", tokenizer_of(going_on)
+    said = [{"role": "user", "content": LINES[0]}, {"role": "assistant", "content": LINES[1]}]
+    nothing = torch.empty((1, 0), dtype=torch.long)
+    ConversationFile(path, "x").save(Talk(said, "", nothing, None))
+    counted = sum(len(tokenizer(line)["input_ids"]) for line in LINES[:2])
+    assert conversation_file.tokens_kept(path, tokenizer) == counted
+
+
+def test_run_is_interrupted(
+    going_on: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was asked, and what came of the answer, is in the file, and can be gone on with."""
+    session, put = tmp_path / "talk", Answer.put
+
+    def interrupted(self: Answer, value: torch.Tensor) -> None:
+        put(self, value)
+        if self.tokens == 2:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Answer, "put", interrupted)
+        shown = invoke("run", going_on, LINES[0], "--session", session, "--max-new-tokens", NEW)
+    assert shown.exit_code == 130
+    device = torch.device("cpu")
+    model = load_streamed(going_on)
+    talk = ConversationFile(session, conv._whose(model, str(going_on))).load(device, most_tokens=99)
+    assert talk is not None
+    assert talk.messages[0]["content"] == LINES[0]
+    assert talk.cache is None
+    assert shown.stdout.startswith(talk.messages[1]["content"])
+    shown = invoke("run", going_on, LINES[1], "--session", session, "--max-new-tokens", NEW)
+    assert shown.exit_code == 0, shown.output
+
+
+def test_one_text_or_turns(going_on: Path, tmp_path: Path) -> None:
+    """A conversation stays what it was begun as; more of one text is as if it had come at once."""
+    session, options = tmp_path / "talk", ("--max-new-tokens", 1, "--quiet")
+    kept = ("--session", session, *options)
+    assert invoke("run", going_on, "Write.", *kept).exit_code == 0
+    other = invoke("run", going_on, "More.", *kept, "--no-chat-template")
+    assert_one_line(other, 1, "was begun with a chat template. Leave out --no-chat-template")
+    session.unlink()
+    assert invoke("run", going_on, "Write.", *kept, "--no-chat-template").exit_code == 0
+    other = invoke("run", going_on, "More.", *kept)
+    assert_one_line(other, 1, "was begun without a chat template. Pass --no-chat-template")
