@@ -152,10 +152,8 @@ def test_rows_that_hang(
 ) -> None:
     """Rows of a table are read while the model waits, a few of them by one thread."""
     from pipeload.budget import cut, host_memory
-    from pipeload.engine import assembly
 
     monkeypatch.setattr(cut, "_TABLE_BYTES", 0)  # a tiny model's table is read by rows, too
-    monkeypatch.setattr(assembly, "TABLE_KEEP_BYTES", 0)
     monkeypatch.setattr(host_memory, "TABLE_KEEP_BYTES", 0)
     expected = logits(load_plain(tiny("llama")))
     model = load_streamed(tiny("llama"), read_timeout=SECONDS)

@@ -36,18 +36,24 @@ def test_sizes(arguments: dict[str, Any], sizes: Sizes) -> None:
 def most(
     *,
     streamed: int = 1000,
+    made: int = 0,
     spare: int = 1000,
     cache: int = 10,
     one_pass: int = 50,
     computing: float | None = None,
 ) -> int:
-    """How many requests of one kind run at once; the disk reads 100 bytes in a second."""
+    """How many requests of one kind run at once; the disk reads 100 bytes in a second.
+
+    Of weights, 500 bytes are unpacked in a second.
+    """
     governor: Any = SimpleNamespace(
-        plan=SimpleNamespace(bytes_per_pass=streamed),
+        plan=SimpleNamespace(bytes_per_pass=streamed, made_per_pass=made),
         spare_bytes=lambda: spare,
         bytes_alone=lambda *_sizes: (cache, one_pass),
     )
-    counters: Any = SimpleNamespace(read_seconds=10.0, bytes_read=1000)
+    counters: Any = SimpleNamespace(
+        read_seconds=10.0, bytes_read=1000, make_seconds=4.0, made_bytes=2000
+    )
     size = ConvoySize(governor, counters, SimpleNamespace(seconds_per_pass=computing))  # type: ignore[arg-type]
     running: list[dict[str, Any]] = []
     while size.allows(MODEL, running, {}):
@@ -67,6 +73,12 @@ def test_as_many_as_help() -> None:
 def test_a_model_that_streams_nothing_has_one() -> None:
     """Nothing is shared then."""
     assert most(streamed=0) == 1
+
+
+def test_unpacking_is_shared_as_well() -> None:
+    """What stays as it is stored is unpacked once for all."""
+    assert most(streamed=0, made=5000, computing=1.0) == 11
+    assert most(streamed=500, made=2500, computing=1.0) == 11
 
 
 def test_memory() -> None:

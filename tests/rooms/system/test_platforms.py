@@ -18,7 +18,6 @@ from pipeload.bench import reader
 from pipeload.budget import cut, host_memory
 from pipeload.checkpoint.file_reads import FileSet
 from pipeload.checkpoint.io_mode import resolve_io_mode
-from pipeload.engine import assembly
 from pipeload.entry.spill import Spill
 from pipeload.errors import (
     CheckpointChangedError,
@@ -70,7 +69,6 @@ for name in [name for name in sys.modules if name.split(".")[0].startswith("pipe
     del sys.modules[name]  # the tests' models come from it
 made = SYSTEMS[system](pytest.MonkeyPatch())
 
-from pipeload.engine import assembly
 from pipeload.budget import host_memory
 from pipeload.system import pages
 from pipeload.budget import cut
@@ -78,7 +76,7 @@ from pipeload.budget.shared_limit import Accountant
 from tests.support.streaming import FLOOR_BYTES, load_streamed, session_of
 Accountant.other_bytes = lambda self: FLOOR_BYTES  # a tiny model is less than the libraries' noise
 cut._TABLE_BYTES = 0  # a tiny model's table is read by rows, too
-assembly.TABLE_KEEP_BYTES = host_memory.TABLE_KEEP_BYTES = 0  # and given back after every pass
+host_memory.TABLE_KEEP_BYTES = 0  # and given back after every pass
 results = []
 for folder, expected, spare in zip(folders, wanted, (200_000, 30_000_000)):
     def same():
@@ -147,7 +145,6 @@ FALLBACKS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
 def by_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tiny model's embedding is read by rows, which are given back after every pass."""
     monkeypatch.setattr(cut, "_TABLE_BYTES", 0)
-    monkeypatch.setattr(assembly, "TABLE_KEEP_BYTES", 0)
     monkeypatch.setattr(host_memory, "TABLE_KEEP_BYTES", 0)
 
 
