@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
 CONTENDERS = ("plain", "accelerate", "airllm", "llama.cpp")
-SHARES = (0.2, 0.35, 0.5, 0.65)
+SHARES = (0.2, 0.35, 0.5, 0.65, 0.8, 0.95)
 """Of the limit, that accelerate is tried with as `max_memory`: beside weights it needs the rest."""
 _TIMEOUT_SECONDS = 1200
 _SLOW_SECONDS = 60
@@ -92,8 +92,13 @@ def compare(
     _check(setting)
     sizes = [parse_limit(limit) for limit in limits]
     tell = progress or (lambda _line: None)
-    with tempfile.TemporaryDirectory(dir=Path(setting.model).resolve().parent) as scratch:
-        if "airllm" in setting.ways:  # it writes a copy of the model, once: that is not timed
+    with contextlib.ExitStack() as stack:
+        scratch = ""
+        if not {"accelerate", "airllm"}.isdisjoint(setting.ways):  # they write beside the model
+            place = Path(setting.model).resolve().parent
+            folder = tempfile.TemporaryDirectory(prefix=".pipeload-compare-", dir=place)
+            scratch = stack.enter_context(folder)
+        if "airllm" in setting.ways:  # a copy of the model, once: that is not timed
             _measure("airllm", _ALL, setting, {"scratch": scratch, "tokens": 2})
         rows = [row for size in sizes for row in _at(size, setting, scratch, tell)]
     if as_json:
@@ -120,6 +125,8 @@ def _check(setting: Setting) -> None:
             f"{setting.model!r} is no folder, which others are to read, too. Download the model, "
             "and name its folder."
         )
+    if len({*setting.ways}) < len(setting.ways):
+        raise OptionError("a contender is named twice in --compare. Name each once.")
     if setting.new_tokens < 2:
         raise OptionError("contenders are timed by tokens after the first. Give --new-tokens 2.")
 
@@ -172,17 +179,19 @@ def _measure(way: str, limit: int, setting: Setting, more: Mapping[str, Any]) ->
         "gguf": setting.gguf,
         "limit": limit,
         "tokens": setting.new_tokens + 1,
-        "threads": os.cpu_count(),
+        "threads": len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count(),
         **more,
     }
     python = setting.pythons.get(way, sys.executable)
     command = [python, "-W", "ignore", str(Path(contender.__file__)), json.dumps(job)]
-    environment = os.environ | {"OMP_WAIT_POLICY": "passive", "HF_HUB_OFFLINE": "1"}
+    # What has scripts streamed would have the others streamed, too.
+    own = {name: text for name, text in os.environ.items() if not name.startswith("PIPELOAD_")}
+    environment = own | {"OMP_WAIT_POLICY": "passive", "HF_HUB_OFFLINE": "1"}
     if way not in setting.pythons:
         paths = [str(_OWN), str(_OWN / "hooks"), environment.get("PYTHONPATH", "")]
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     read = [setting.model, setting.gguf, more.get("scratch")]
-    drop_cached(*(Path(place) for place in read if place is not None))
+    drop_cached(*(Path(place) for place in read if place))
     try:
         done = _run(command, limit, environment)
     except subprocess.TimeoutExpired:
@@ -191,7 +200,11 @@ def _measure(way: str, limit: int, setting: Setting, more: Mapping[str, Any]) ->
         last = ["", *done.stderr.strip().splitlines()][-1]
         killed = done.returncode in (-9, 137)
         return {"failed": "killed for memory" if killed else last or f"status {done.returncode}"}
-    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    try:  # libraries may print something, too, and behind it
+        lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+        result: dict[str, Any] = json.loads(lines[-1])
+    except (IndexError, ValueError):
+        return {"failed": "it told no figures"}
     return result
 
 
@@ -223,7 +236,7 @@ def _best_share(limit: int, setting: Setting, scratch: str) -> tuple[int, str]:
         result = _measure(
             "accelerate", limit, setting, {"scratch": scratch, "share": size, "tokens": 3}
         )
-        if "missing" in result:
+        if "missing" in result or result.get("failed", "").startswith("no end"):
             break
         tried.append((result.get("step", float("inf")), size, f"max_memory {share:.0%}"))
     return min(tried)[1:] if tried else (0, "")

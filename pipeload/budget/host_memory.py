@@ -49,6 +49,9 @@ class HostMemory:
         """What a model that is cut like this takes, whatever is streamed."""
         scratch = scratch_bytes(readers) if parts.needs_scratch else 0
         tables = sum(min(table.weight.nbytes, kept_bytes(table)) for table in parts.tables)
+        # What such a table shows where nothing was read: see `NanBlock`.
+        shown = (min(HUGE_PAGE, table.weight.nbytes) for table in parts.tables if table.in_block)
+        tables += sum(shown)
         pinned = lay_out(parts.pinned).nbytes + tables + parts.others_bytes
         ranges = (parts.specs[i] for site in parts.sites if site.whole for i in site.units)
         window = max((weight.nbytes for spec in ranges for weight in spec.weights), default=0)

@@ -138,6 +138,7 @@ def make_plan(
     experts = _experts_share(cut.parts, choice.cache_bytes)
     # With what stays as it is stored: that may change.
     streamed = sum(unit.streamed.read_bytes for unit in units if not unit.hosted)
+    streamed += sum(table.weight.read_bytes for table in cut.parts.tables if table.in_block)
     if experts is not None:
         streamed += experts.total_bytes - experts.cache_bytes
     room = measured.page_cache_bytes - max(0, options.memory_limit - measured.floor_bytes)

@@ -150,6 +150,8 @@ class _Job:
     def _end(self) -> None:
         """Begin no more requests; the second time, end at once."""
         if self._ending:
+            if self._cooling is not None:
+                self._cooling.end()
             raise KeyboardInterrupt
         self._ending = True
         log.warning("finishing %s; once more ends at once", _requests(len(self._running)))
@@ -167,9 +169,11 @@ class _Job:
                 continue
             self._running[self._given] = line, asked
             self._given += 1
+            arguments = asked.arguments
             if self._cooling is not None:
-                asked.arguments.setdefault("stopping_criteria", []).append(self._cooling)
-            yield asked.arguments
+                criteria = arguments.get("stopping_criteria", ())
+                arguments["stopping_criteria"] = [*criteria, self._cooling]
+            yield arguments
 
     def _parsed(self, line: Line) -> Asked:
         if line.wrong is not None:

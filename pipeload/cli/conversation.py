@@ -137,6 +137,7 @@ class Conversation:
         Raises:
             PipeloadError: it cannot be answered; the conversation is as it was before.
         """
+        self._unanswered = None
         text = self._render([*self.messages, {"role": "user", "content": line}])
         ids = self._tokens_of(text)
         check_tokens(self._asked.model, self._model, int(ids.max()))

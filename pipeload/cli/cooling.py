@@ -22,7 +22,8 @@ LOWER_BY = 2.0
 SLOW = 0.9
 """Of the highest frequency: below, the system has slowed the processor down."""
 _LOOK_SECONDS = 1.0
-_sleep = time.sleep
+_REMIND_SECONDS = 60.0
+_Event = threading.Event
 
 
 class Cooling(transformers.StoppingCriteria):
@@ -43,6 +44,8 @@ class Cooling(transformers.StoppingCriteria):
         self._sensors = Sensors() if root is None else Sensors(root)
         self._most = most
         self._lock = threading.Lock()
+        self._over = _Event()
+        self._waited_at = -_LOOK_SECONDS
         self.seconds = 0.0
         """That it has waited."""
         hottest = self._sensors.celsius()
@@ -55,6 +58,10 @@ class Cooling(transformers.StoppingCriteria):
         self.slowest = 1.0
         """The lowest frequency after a pass, as a share of the highest there is."""
 
+    def end(self) -> None:
+        """Wait no more, in no thread: all is to end."""
+        self._over.set()
+
     def __call__(self, ids: torch.Tensor, _scores: object, **_options: object) -> torch.Tensor:
         """Wait, if need be; that no answer ends, bool `[answers]`."""
         with self._lock:
@@ -62,17 +69,23 @@ class Cooling(transformers.StoppingCriteria):
         return torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
 
     def _wait(self) -> None:
-        self.slowest = min(self.slowest, self._sensors.speed() or 1.0)
+        if time.monotonic() - self._waited_at >= _LOOK_SECONDS:  # idle ones are slow, too
+            self.slowest = min(self.slowest, self._sensors.speed() or 1.0)
         now = self._sensors.celsius()
         self.hottest = max(self.hottest, now or 0.0)
         if now is None or now <= self._most:
             return
         log.info("%.0f degrees: waiting until it is %.0f", now, self._most - LOWER_BY)
-        began = time.monotonic()
+        began = told = time.monotonic()
         while now is not None and now > self._most - LOWER_BY:
-            _sleep(_LOOK_SECONDS)
+            if self._over.wait(_LOOK_SECONDS):
+                break
             now = self._sensors.celsius()
-        self.seconds += time.monotonic() - began
+            if time.monotonic() - told >= _REMIND_SECONDS:
+                told = time.monotonic()
+                log.warning("still %.0f degrees: is --max-temperature too low?", now or 0.0)
+        self._waited_at = time.monotonic()
+        self.seconds += self._waited_at - began
 
     def rows(self) -> list[Row]:
         """What came of it, for people."""

@@ -57,7 +57,7 @@ def method_of(config: Any) -> str:
 
 def is_known(config: Any) -> bool:
     """Whether anything is known of the method that a `quantization_config` is of."""
-    return format_of(config) is not None or named(config) in REFUSED
+    return format_of(config) is not None or named(config) in (*REFUSED, *CONVERTED)
 
 
 def check_config(config: Any) -> Format:

@@ -55,6 +55,8 @@ def gguf_contents(
     reading = Reading(source.files, items)
     steps: list[Step] = []
     for entry in source.entries:
+        if head is not None and entry.name == head.name != head.source:
+            continue  # tied, so that nobody computes with it
         of = None if head is None or entry.name != head.source else head
         if of is not None:
             steps.append(source.integers(entry, of.name, config, reading))
@@ -109,7 +111,8 @@ def _write_rest(
     write_config(told | {"architectures": [type(model).__name__]}, changes, output)
     if model.generation_config is not None:
         said = json.loads(model.generation_config.to_json_string())
-        if len(ends := end_tokens(pending.files[0], model)) > 1:
+        ends, known = end_tokens(pending.files[0], model), said.get("eos_token_id")
+        if ends and ends not in (known, [known]):
             said["eos_token_id"] = ends
             said.pop("_from_model_config", None)  # else it is made anew, of config.json
         output.write_text("generation_config.json", json.dumps(said, indent=2) + "\n")

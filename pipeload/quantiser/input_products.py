@@ -43,7 +43,13 @@ class InputProducts:
         self._file, self._written = "", set[str]()
 
     def begin(self, windows_done: int) -> None:
-        """Begin a pass, before which so many windows of the text were read."""
+        """Begin a pass, before which so many windows of the text were read.
+
+        What another one has left that was killed behind these is not added to.
+        """
+        for start, file in self._files():
+            if start >= windows_done:
+                file.unlink()
         self._file, self._written = f"{PRODUCTS}{windows_done}.bin", set()
 
     def add(self, path: str, inputs: torch.Tensor) -> None:
@@ -71,16 +77,19 @@ class InputProducts:
 
     def of(self, path: str, windows_done: int) -> list[torch.Tensor]:
         """Sum over the text up to that window, fp32 of [columns, columns] for each block."""
-        files = [
-            (int(found[1]), file)
-            for file in self._output.folder.iterdir()
-            if (found := re.fullmatch(rf"{PRODUCTS}(\d+)\.bin", file.name))
-        ]
         total = torch.zeros(sum(self._sizes(path)))
-        for start, file in sorted(files):
+        for start, file in self._files():
             if start < windows_done:
                 total += self._read(file, path)
         return self._blocks(path, total)
+
+    def _files(self) -> list[tuple[int, Path]]:
+        """Those of all passes, by how many windows were read before each."""
+        found = (
+            (re.fullmatch(rf"{PRODUCTS}(\d+)\.bin", file.name), file)
+            for file in self._output.folder.iterdir()
+        )
+        return sorted((int(name[1]), file) for name, file in found if name)
 
     def _read(self, file: Path, path: str) -> torch.Tensor:
         """All that is stored of a Linear; zeros where it has not run."""

@@ -227,6 +227,8 @@ class Output:
                     f"{str(self.target)!r} has appeared meanwhile. Move it away, then run the same "
                     "command again: nothing is computed twice."
                 )
+            for products in self.folder.glob(f"{PRODUCTS}*"):  # all shards are there
+                products.unlink()
             _let_others_read(self.folder)
             # With its manifest, which goes at the end: a run that is killed here has lost nothing.
             self.folder.rename(self.target)

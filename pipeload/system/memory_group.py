@@ -139,7 +139,8 @@ def _parents() -> Iterator[Path]:
         own[controllers] = path.lstrip("/")
     # Inside a container our own path may not be visible; then only the root is.
     if (MOUNT / "memory" / "memory.limit_in_bytes").exists():
-        yield from (p for p in (MOUNT / "memory" / own["memory"], MOUNT / "memory") if p.is_dir())
+        mine = next((own[name] for name in own if "memory" in name.split(",")), "")
+        yield from (p for p in (MOUNT / "memory" / mine, MOUNT / "memory") if p.is_dir())
     elif (MOUNT / "cgroup.controllers").exists():
         nearest = MOUNT / own.get("", "")
         for group in (nearest, *nearest.parents):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -56,11 +58,15 @@ def naps(monkeypatch: pytest.MonkeyPatch, board: Board) -> list[float]:
     """What is slept, each a degree cooler than before."""
     slept: list[float] = []
 
-    def nap(seconds: float) -> None:
+    over = threading.Event()
+
+    def wait(seconds: float) -> bool:
         slept.append(seconds)
         board.heat(40, 83 - len(slept))
+        return over.is_set()
 
-    monkeypatch.setattr(cooling, "_sleep", nap)
+    made = SimpleNamespace(wait=wait, set=over.set)
+    monkeypatch.setattr(cooling, "_Event", lambda: made)
     return slept
 
 
@@ -157,16 +163,38 @@ def test_a_batch_waits_between_passes(
 ) -> None:
     """Also one whose requests end at a text of their own."""
     board.heat(40, 83)
-    asked = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2, "stop": "xyz"}
-    line = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": asked}
+    said = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
+    lines = [
+        {
+            "custom_id": str(more),
+            "method": "POST",
+            "url": "/v1/chat/completions",
+            "body": said | more,
+        }
+        for more in ({}, {"stop": "xyz"})
+    ]
     requests = tmp_path / "requests.jsonl"
-    requests.write_text(json.dumps(line) + "\n")
+    requests.write_text("".join(json.dumps(line) + "\n" for line in lines))
     words = ("batch", smollm2_bf16, requests, tmp_path / "results.jsonl")
     figures, busy = told(monkeypatch, board, *words)
-    assert figures["answered"] == 1
+    assert figures["answered"] == 2
     assert len(naps) == 5
-    assert busy
+    assert len(busy) == 4
     assert not any(busy)
+
+
+def test_nobody_waits_for_ever(board: Board, naps: list[float]) -> None:
+    """When all is to end it ends, however hot it is; one that was idle is not called slow."""
+    waits = Cooling(80, board.root)
+    board.heat(40, 95)
+    waits.end()
+    board.run_at(1800, 1800)
+    waits(MEASURED, None)
+    assert len(naps) == 1
+    board.heat(40, 50)
+    board.run_at(600, 600)
+    waits(MEASURED, None)
+    assert waits.slowest == 1.0
 
 
 def test_a_temperature_is_above_zero(tiny: TinyCheckpoint) -> None:
