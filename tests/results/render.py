@@ -114,7 +114,7 @@ _HERMES: Columns = {
     "way": lambda r: r["way"],
     "peak memory": lambda r: size(r["peak"]),
     "of it weights and work": lambda r: size(r["peak"] - r["floor"]),
-    "less of that than PipeSwitch": lambda r: f"{r['memory_under_pipeswitch']:.0%}",
+    "less of that than PipeSwitch": lambda r: f"{round(r['memory_under_pipeswitch'], 2) + 0:.0%}",
     f"load, then an input or {part_hermes.NEW} tokens": lambda r: seconds(r["latency"]),
     "of it before the first layer": lambda r: seconds(r.get("load")),
     "times as fast as PipeSwitch": lambda r: marked(r, "latency_over_pipeswitch"),

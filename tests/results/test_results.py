@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import sys
+import time
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ import torch
 import transformers
 
 from tests.results import __main__ as results
-from tests.results import cells, frame, pictures, render, shapes, whole_layers
+from tests.results import cells, frame, pictures, render, shapes, texts, whole_layers
 from tests.results.__main__ import FULL, PARTS
 from tests.support.models import load_plain
 
@@ -216,6 +217,23 @@ def test_ratios(value: float, shown: str, gained: str) -> None:
     assert cells.marked({"way": "m = 2", "x": value}, "x") == shown
     slower = f"**{shown}**" if value > 1 else shown
     assert cells.cost({"way": "pipeload", "x": value}, "x") == slower
+
+
+def test_a_file_says_how_it_came_about(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounds in the command where they are not the usual ones, and seconds; pages add them up."""
+    monkeypatch.setattr(frame, "STORE", tmp_path)
+    monkeypatch.setattr(texts, "STORE", tmp_path)
+    monkeypatch.setattr(frame, "machine", lambda _folder: {})
+    assert texts.TEXTS["took"]() == "\n"
+    for rounds, ending in ((frame.ROUNDS, ""), (5, " --rounds 5")):
+        given = frame.Given(tmp_path, False, rounds, began=time.monotonic() - 600)
+        file = frame.save("pi", given, [{"way": "plain"}], frame.COLD)
+        told = json.loads(file.read_text(encoding="utf-8"))
+        assert told["command"] == f"python -m tests.results pi{ending}"
+        assert told["seconds"] >= 600
+        assert given.anew().began > given.began
+    (tmp_path / "disks.json").write_text('{"name": "disks"}', encoding="utf-8")
+    assert "`make results` took 10 minutes (1 of 2 files)" in texts.TEXTS["took"]()
 
 
 def test_a_file_that_ends_early_is_an_error(tiny: TinyCheckpoint, tmp_path: Path) -> None:

@@ -73,7 +73,7 @@ def _took() -> str:
         files = [saved(stem) or {} for stem in stems if stem.endswith("-full") == full]
         known = [told["seconds"] for told in files if "seconds" in told]
         if known:
-            some = "" if len(known) == len(files) else f" ({len(known)} files of {len(files)})"
+            some = "" if len(known) == len(files) else f" ({len(known)} of {len(files)} files)"
             said.append(f"`{command}` took {sum(known) / 60:.0f} minutes{some}")
     return f"\nFor the figures that stand here, {' and '.join(said)}.\n\n" if said else "\n"
 
@@ -82,7 +82,7 @@ def _loaders() -> str:
     """How many loaders pipeload's rows stand beside."""
     told = saved("hermes-sweeps")
     tried = told is not None and all("tried" in r for r in told["rows"] if r["sweep"] == "limit")
-    how = "the faster of two and as many as fit" if tried else "as many as fit"
+    how = "the faster of two loaders and as many as fit" if tried else "as many loaders as fit"
     fewer = "" if tried else "; fewer can be faster"
     return f"\nOver the memory that layers may have (ViT-L/16), with {how}{fewer}:\n\n"
 
