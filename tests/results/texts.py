@@ -75,7 +75,8 @@ def _took() -> str:
         if known:
             some = "" if len(known) == len(files) else f" ({len(known)} of {len(files)} files)"
             said.append(f"`{command}` took {sum(known) / 60:.0f} minutes{some}")
-    return f"\nFor the figures that stand here, {' and '.join(said)}.\n\n" if said else "\n"
+    made = "with making the models that were not there"
+    return f"\nFor the figures here {' and '.join(said)}, {made}.\n\n" if said else "\n"
 
 
 def _loaders() -> str:
