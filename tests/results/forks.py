@@ -13,6 +13,8 @@ import gc
 import importlib
 import json
 import os
+import select
+import signal
 import subprocess
 import sys
 import traceback
@@ -29,10 +31,12 @@ ROOT = Path(__file__).resolve().parents[2]
 SLACK_BYTES = 96 << 20
 """A cap is so much above what a run may hold: the process that forks, page tables."""
 _NO_CAP = 1 << 50
+PATIENCE = 1800.0
+"""Seconds that a run may take. A throttled disk gives 3.6 GB in 144."""
 
 
 class Runner:
-    """The process that forks. Killed runs have the result {"died": status}."""
+    """The process that forks."""
 
     def __init__(self, group: Any) -> None:
         self._group = group
@@ -45,14 +49,26 @@ class Runner:
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
         self._process = group.popen(command, cwd=ROOT, env=environment, **pipes)
 
-    def run(self, job: dict[str, Any], *, cap: int = 0, rate: int | None = None) -> dict[str, Any]:
+    def run(
+        self,
+        job: dict[str, Any],
+        *,
+        cap: int = 0,
+        rate: int | None = None,
+        patience: float = PATIENCE,
+    ) -> dict[str, Any]:
         """One run from a cold cache.
 
         Args:
             job: as `ways.run` takes it.
             cap: bytes that it may hold, page cache included; 0: all there are.
             rate: bytes per second that its disk gives at most.
+            patience: seconds that it may take.
+
+        Raises:
+            RuntimeError: it failed, was killed, or took longer; other runs can follow.
         """
+        told = f"the run {job} under a cap of {cap} bytes"
         folder = Path(job["folder"])
         drop_caches(folder)
         with contextlib.ExitStack() as stack:
@@ -62,14 +78,29 @@ class Runner:
             self._group.set_limit(cap + SLACK_BYTES if cap else _NO_CAP)
             self._process.stdin.write(json.dumps(job) + "\n")
             self._process.stdin.flush()
+            # One line comes for each job, so that none can be waiting in the reader's own buffer.
+            late = not select.select([self._process.stdout], [], [], patience)[0]
+            if late:
+                self._kill_run()
             line = self._process.stdout.readline()
             self._group.set_limit(_NO_CAP)
+        if late:
+            raise RuntimeError(f"{told} was killed: it took more than {patience:.0f} seconds")
         if not line:
             raise RuntimeError("the process that forks has ended")
         result: dict[str, Any] = json.loads(line)
+        if "died" in result:
+            raise RuntimeError(f"{told} died with status {result['died']}")
         if "error" in result:
             raise RuntimeError(result["error"])
         return result
+
+    def _kill_run(self) -> None:
+        """End what was forked; the process that forks says how it went."""
+        for pid in self._group.pids():
+            if pid != self._process.pid:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
 
     def close(self) -> None:
         self._process.communicate()

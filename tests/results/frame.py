@@ -13,7 +13,8 @@ import platform
 import statistics
 import subprocess
 import sys
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[2]
 STORE = ROOT / "examples" / "results"
 COLD = "cold: the model's files are dropped from the page cache before each run"
+ROUNDS = 2
+"""How often each way takes its turn, if nothing else is asked for."""
 _PACKAGES = ("torch", "transformers", "accelerate", "safetensors")
 
 Row = dict[str, Any]
@@ -38,8 +41,14 @@ class Given:
     folder: Path
     """Where models are made; on the disk that is measured."""
     full: bool
-    """Also what takes longer than half an hour, or models of several gigabytes."""
+    """The models of several gigabytes."""
     rounds: int
+    began: float = field(default_factory=time.monotonic)
+    """When the work for the next file began; for its seconds."""
+
+    def anew(self) -> Given:
+        """For another file of the same part."""
+        return replace(self, began=time.monotonic())
 
     def model(self, name: str) -> Path:
         """That one, made if it is not there."""
@@ -69,7 +78,7 @@ def alternated(runs: Mapping[str, Callable[[], Row]], rounds: int) -> dict[str, 
     for number in range(rounds):
         for name, run in runs.items():
             found[name].append(run())
-            shown = {key: found[name][-1].get(key) for key in ("seconds", "peak", "died")}
+            shown = {key: found[name][-1].get(key) for key in ("seconds", "peak")}
             tell(f"  {number + 1} of {rounds}: {name}: {shown}")
     return found
 
@@ -117,7 +126,9 @@ def save(name: str, given: Given, rows: Sequence[Row], cache: str, **more: Any) 
         "machine": machine(given.folder),
         "versions": versions(),
         "command": f"python -m tests.results {name.partition('-')[0]}"
-        + (" --full" if given.full else ""),
+        + (" --full" if given.full else "")
+        + (f" --rounds {given.rounds}" if given.rounds != ROUNDS else ""),
+        "seconds": time.monotonic() - given.began,
         "cache": cache,
         "rounds": given.rounds,
         "rows": list(rows),

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 SHARES = (0.3, 0.5, 0.8, 1.0)
 """Of the weights, beside what Python and its libraries take."""
-PACKAGES = {"airllm": ("torch", "airllm"), "llama.cpp": ("xllamacpp",)}
+PACKAGES = {"airllm": ("torch", "airllm==4.0.0"), "llama.cpp": ("xllamacpp==2026.10.11549",)}
 FLOATS = ("plain", "accelerate", "airllm")
 
 

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from tests.results.frame import Given, Row
 
 SHARES = (0.25, 0.5, 0.75, 0.95)
-PUBLISHED = {"name": "Llama2.pi", "all": 7.5, "layer at a time": 69.8}
-"""Seconds per token that one gives for all in memory, and for a layer at a time."""
+PUBLISHED = {"name": "llama2.pi", "all": 7.5, "layer at a time": 69.8}
+"""Seconds per token that this project gives for all in memory, and for a layer at a time."""
 LONG, LONG_SHARE, ENDS = 200, 0.75, 40
 
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any
 
-from pipeload._sizes import format_size
+from pipeload._sizes import counted, format_size
 from pipeload.bench.compare import CONTENDERS
-from tests.results import pictures
+from tests.results import part_hermes, part_pi, pictures
+from tests.results.cells import beside, cost, gain, marked, same, seconds, size, times
 from tests.results.frame import ROOT, STORE, saved
-from tests.results.part_slowdown import ENDS
+from tests.results.texts import TEXTS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -38,8 +39,10 @@ def filled(text: str) -> str:
 
 
 def _table(name: str) -> str:
-    if name in _TEXTS:
-        return _TEXTS[name]()
+    if name == "speed":
+        return _speed()
+    if name in TEXTS:
+        return TEXTS[name]()
     file, columns, chosen = _TABLES[name.removesuffix("-full")]
     stem = file + ("-full" if name.endswith("-full") else "")
     told = saved(stem)
@@ -69,7 +72,7 @@ def _speed() -> str:
     for (model, limit), found in cells.items():
         own = found["pipeload"]
         others = [_both(found[way]) if way in found else "" for way in ways]
-        head = f"{model}, {_size(limit)} ({own['share']:.0%})"
+        head = f"{model}, {size(limit)} ({own['share']:.0%})"
         lines.append(f"| {head} | {own['step']:.2g} | {' | '.join(others)} |")
     return "\n" + "\n".join(lines) + f"\n\n{source(told)}\n\n"
 
@@ -78,24 +81,7 @@ def _both(row: Told) -> str:
     """Decoding, and the first token."""
     if not row["over_pipeload"]:
         return str(row["note"])
-    return f"{_gain(row['over_pipeload'])} / {_gain(row['first_over_pipeload'])}"
-
-
-def _blog() -> str:
-    """What another's figures would need."""
-    told = saved("pi")
-    if told is None:
-        return "\n"
-    blog = told["blog"]
-    bound = (blog["weights"] - blog["room"]) / blog["rate"]
-    claimed = 1 / blog["tokens_per_second"]
-    return (
-        f"\nA blog that proposed this for such a board gives {blog['tokens_per_second']} tokens/s "
-        f"for a 7B model in 4 bits ({_size(blog['weights'])}) with {_size(blog['room'])} from a "
-        f"disk of {_size(blog['rate'])}/s. With all of that memory full of weights, the rest takes "
-        f"{bound:.1f} s to read for each token, so those figures need a disk "
-        f"{bound / claimed:.0f} times as fast.\n\n"
-    )
+    return f"{gain(row['over_pipeload'])} / {gain(row['first_over_pipeload'])}"
 
 
 def source(told: Told) -> str:
@@ -103,83 +89,56 @@ def source(told: Told) -> str:
     here = told["machine"]
     names = ", ".join(f"{name} {version}" for name, version in told["versions"].items())
     disk = f"a disk that read {format_size(round(here['disk_rate']))}/s"
+    took = f", took {told['seconds']:.0f} s" if "seconds" in told else ""
     return (
-        f"<sub>`{told['command']}`, {told['rounds']} rounds. {here['processor']}, "
+        f"<sub>`{told['command']}`, {counted(told['rounds'], 'round')}{took}. {here['processor']}, "
         f"{here['cores']} processors ({here['isa']}), {format_size(here['memory'])}, {disk}, load "
         f"{here['load']:.1f} at the end; {here['system']}; {names}. Cache: {told['cache']}.</sub>"
     )
 
 
-def _seconds(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3g} s"
-
-
-def _times(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f}"
-
-
-def _size(value: float | None) -> str:
-    return "-" if not value else format_size(round(value))
-
-
-def _same(row: Told) -> str:
-    return "yes" if row.get("equal", True) else "**no**"
-
-
-def _beside(row: Told, figure: str) -> str:
-    """As many times as fast as the loaders with the same memory."""
-    return _gain(row[figure]) if row["way"].startswith("pipeload") else ""
-
-
-def _gain(value: float | None) -> str:
-    """How many times as fast pipeload is; bold where it is slower."""
-    if value is None:
-        return "-"
-    return f"{value:.2f}" if value >= 1 else f"**{value:.2f}**"
-
-
 _PI: Columns = {
     "model": lambda r: r["model"],
     "way": lambda r: r["way"],
-    "limit": lambda r: _size(r["limit"]),
-    "peak memory": lambda r: _size(r["peak"]),
-    "of it weights and work": lambda r: _size(r["peak"] - r["floor"]),
-    "load, then run": lambda r: _seconds(r["latency"]),
-    "x plain": lambda r: _times(r["latency_over_plain"]),
-    "next token or input": lambda r: _seconds(r["again"]),
-    "x plain ": lambda r: _times(r["again_over_plain"]),
-    "equal": _same,
+    "limit": lambda r: size(r["limit"]),
+    "peak memory": lambda r: size(r["peak"]),
+    "of it weights and work": lambda r: size(r["peak"] - r["floor"]),
+    f"load, then an input or {part_pi.NEW} tokens": lambda r: seconds(r["latency"]),
+    "times plain's time": lambda r: cost(r, "latency_over_plain"),
+    "next token or input": lambda r: seconds(r["again"]),
+    "times plain's time ": lambda r: cost(r, "again_over_plain"),
+    "equal": same,
 }
 _HERMES: Columns = {
     "model": lambda r: r["model"],
     "way": lambda r: r["way"],
-    "peak memory": lambda r: _size(r["peak"]),
-    "of it weights and work": lambda r: _size(r["peak"] - r["floor"]),
-    "less of that than PipeSwitch": lambda r: f"{r['memory_under_pipeswitch']:.0%}",
-    "load, then run": lambda r: _seconds(r["latency"]),
-    "of it before the first layer": lambda r: _seconds(r.get("load")),
-    "times as fast as PipeSwitch": lambda r: _times(r["latency_over_pipeswitch"]),
-    "times as fast as those loaders": lambda r: _beside(r, "latency_over_same_memory"),
-    "next token or input": lambda r: _seconds(r["again"]),
-    "times as fast as those loaders ": lambda r: _beside(r, "again_over_same_memory"),
-    "equal": _same,
+    "peak memory": lambda r: size(r["peak"]),
+    "of it weights and work": lambda r: size(r["peak"] - r["floor"]),
+    "less of that than PipeSwitch": lambda r: f"{round(r['memory_under_pipeswitch'], 2) + 0:.0%}",
+    f"load, then an input or {part_hermes.NEW} tokens": lambda r: seconds(r["latency"]),
+    "of it before the first layer": lambda r: seconds(r.get("load")),
+    "times as fast as PipeSwitch": lambda r: marked(r, "latency_over_pipeswitch"),
+    "times as fast as those loaders": lambda r: beside(r, "latency_over_same_memory"),
+    "next token or input": lambda r: seconds(r["again"]),
+    "times as fast as those loaders ": lambda r: beside(r, "again_over_same_memory"),
+    "equal": same,
 }
 _LIMITS: Columns = {
-    "room for layers": lambda r: _size(r["room"]),
+    "room for layers": lambda r: size(r["room"]),
     "loaders": lambda r: str(r["loaders"]),
-    "they take": lambda r: _seconds(r["latency_loaders"]),
-    "pipeload takes": lambda r: _seconds(r["latency"]),
-    "times as fast": lambda r: _gain(r["latency_ratio"]),
-    "next input, they": lambda r: _seconds(r["again_loaders"]),
-    "pipeload": lambda r: _seconds(r["again"]),
-    "times as fast ": lambda r: _gain(r["again_ratio"]),
+    "they take": lambda r: seconds(r["latency_loaders"]),
+    "pipeload takes": lambda r: seconds(r["latency"]),
+    "times as fast": lambda r: gain(r["latency_ratio"]),
+    "next input, they": lambda r: seconds(r["again_loaders"]),
+    "pipeload": lambda r: seconds(r["again"]),
+    "times as fast ": lambda r: gain(r["again_ratio"]),
 }
 _LENGTHS: Columns = {
     "tokens": lambda r: str(r["tokens"]),
     "way": lambda r: r["way"],
-    "latency": lambda r: _seconds(r["latency"]),
-    "times as fast as PipeSwitch": lambda r: _times(r["over_pipeswitch"]),
-    "peak memory": lambda r: _size(r["peak"]),
+    "latency": lambda r: seconds(r["latency"]),
+    "times as fast as PipeSwitch": lambda r: marked(r, "over_pipeswitch"),
+    "peak memory": lambda r: size(r["peak"]),
 }
 _WAYS = {
     "naive": "a layer at a time, read then computed",
@@ -189,106 +148,63 @@ _WAYS = {
 }
 _DISKS: Columns = {
     "model": lambda r: r["model"],
-    "disk": lambda r: f"{_size(r['rate'])}/s",
+    "disk": lambda r: f"{size(r['rate'])}/s",
     "way": lambda r: _WAYS[r["way"]],
-    "limit": lambda r: _size(r["limit"]),
-    "per token": lambda r: _seconds(r["step"]),
+    "limit": lambda r: size(r["limit"]),
+    "per token": lambda r: seconds(r["step"]),
     "tokens/s": lambda r: f"{r['tokens_per_second']:.3g}",
-    "x layer at a time": lambda r: _times(r.get("over_naive")),
-    "read per token": lambda r: _size(r["per_pass"]),
-    "that at the disk's rate": lambda r: _seconds(r["bound"] or None),
+    "times as fast as a layer at a time": lambda r: marked(r, "over_naive"),
+    "read per token": lambda r: size(r["per_pass"]),
+    "that at the disk's rate": lambda r: seconds(r["bound"] or None),
 }
 _SLOWDOWN: Columns = {
     "memory": lambda r: (
         f"room for {float(r['way']):.0%} of the weights" if r["way"][0] == "0" else r["way"]
     ),
-    "limit": lambda r: _size(r["limit"]),
-    "per token": lambda r: _seconds(r["step"]),
-    "times all in memory": lambda r: _times(r["slowdown"]),
-    "read per token": lambda r: _size(r["per_pass"]),
-    "peak memory": lambda r: _size(r["peak"]),
-    "equal": _same,
+    "limit": lambda r: size(r["limit"]),
+    "per token": lambda r: seconds(r["step"]),
+    "times all in memory": lambda r: times(r["slowdown"]),
+    "read per token": lambda r: size(r["per_pass"]),
+    "peak memory": lambda r: size(r["peak"]),
+    "equal": same,
 }
 _PEERS: Columns = {
     "model": lambda r: r["model"],
-    "limit": lambda r: f"{_size(r['limit'])} ({r['share']:.0%})",
+    "limit": lambda r: f"{size(r['limit'])} ({r['share']:.0%})",
     "way": lambda r: f"{r['way']} {next(iter(r['versions'].values()), '')}",
-    "per token": lambda r: _seconds(r["step"]),
-    "pipeload, times as fast": lambda r: (
-        "" if r["way"] == "pipeload" else _gain(r["over_pipeload"])
-    ),
-    "first token": lambda r: _seconds(r["first"]),
+    "per token": lambda r: seconds(r["step"]),
+    "pipeload, times as fast": lambda r: "" if r["way"] == "pipeload" else gain(r["over_pipeload"]),
+    "first token": lambda r: seconds(r["first"]),
     "pipeload, times as fast ": lambda r: (
-        "" if r["way"] == "pipeload" else _gain(r["first_over_pipeload"])
+        "" if r["way"] == "pipeload" else gain(r["first_over_pipeload"])
     ),
-    "peak memory": lambda r: _size(r["peak"]),
-    "read per token": lambda r: _size(r["read"]),
+    "peak memory": lambda r: size(r["peak"]),
+    "read per token": lambda r: size(r["read"]),
     "": lambda r: r["note"],
 }
 _RHO: Columns = {
-    "limit": lambda r: _size(r["memory_limit"]),
+    "limit": lambda r: size(r["memory_limit"]),
     "tokens/s": lambda r: f"{r['tokens_per_second']:.3g}",
-    "per token": lambda r: _seconds(r["seconds"]),
-    "least possible": lambda r: _seconds(r["least_seconds"]),
-    "rho": lambda r: _times(r["rho"]),
-    "rho, disk measured busy": lambda r: _times(r["rho_busy"]),
-    "read per token": lambda r: _size(r["bytes_per_token"]),
-    "held of what could be": lambda r: _times(r["held_share"]),
-    "peak memory": lambda r: _size(r["peak_rss"]),
+    "per token": lambda r: seconds(r["seconds"]),
+    "least possible": lambda r: seconds(r["least_seconds"]),
+    "rho": lambda r: times(r["rho"]),
+    "rho, disk measured busy": lambda r: times(r["rho_busy"]),
+    "read per token": lambda r: size(r["bytes_per_token"]),
+    "held of what could be": lambda r: times(r["held_share"]),
+    "peak memory": lambda r: size(r["peak_rss"]),
 }
+_MADE = {
+    "a layer's state tells the next layer's experts": (
+        ": the first measured with random routers over this model's states, since it has no "
+        "experts; the second computed from the first"
+    )
+}
+"""Of theories that this model alone cannot try: what was made for it."""
 _THEORIES: Columns = {
     "theory": lambda r: r["theory"],
-    "figure": lambda r: r["figure"],
+    "figure": lambda r: r["figure"] + _MADE.get(r["theory"], ""),
     "value": lambda r: r["value"],
     "verdict": lambda r: r["verdict"],
-}
-
-
-def _simulated() -> str:
-    """What another's simulation gives for slow disks."""
-    told = saved("disks")
-    if told is None:
-        return "\n"
-    low, high = told["simulated"]
-    return (
-        f"\nA paper's simulation of reading ahead gives {low} to {high} times a layer at a time. "
-        "Two is the most that overlap can give, and only where computing takes as long as reading; "
-        "here reading takes nearly all of the time, and what is kept in memory decides.\n\n"
-    )
-
-
-def _published() -> str:
-    """How much slower another's layer at a time is."""
-    told = saved("slowdown")
-    if told is None:
-        return "\n"
-    other = told["published"]
-    times = other["layer at a time"] / other["all"]
-    return (
-        f"\n{other['name']} gives {other['all']} s per token with all in memory and "
-        f"{other['layer at a time']} s a layer at a time, {times:.1f} times.\n\n"
-    )
-
-
-def _long() -> str:
-    """What the picture of a long generation shows."""
-    told = saved("slowdown-full") or saved("slowdown")
-    if told is None:
-        return "\n"
-    long, count = told["long"], len(told["long"]["steps"])
-    return (
-        f"\nThe first tokens took {_seconds(long['first'])} each, the last "
-        f"{_seconds(long['last'])} (medians of {ENDS} of {count}); the process held "
-        f"{_size(long['peak'])} at most, of {_size(long['limit'])}.\n\n"
-    )
-
-
-_TEXTS = {
-    "long": _long,
-    "speed": _speed,
-    "blog": _blog,
-    "simulated": _simulated,
-    "published": _published,
 }
 
 

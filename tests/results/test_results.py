@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import re
+import shutil
 import sys
+import time
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +17,7 @@ import torch
 import transformers
 
 from tests.results import __main__ as results
-from tests.results import frame, pictures, render, shapes, whole_layers
+from tests.results import cells, frame, pictures, render, shapes, texts, whole_layers
 from tests.results.__main__ import FULL, PARTS
 from tests.support.models import load_plain
 
@@ -146,6 +150,7 @@ def test_a_run_that_failed_goes_on_where_it_was(
         monkeypatch.setitem(sys.modules, f"tests.results.part_{name}", part(name))
     monkeypatch.setattr(results, "PARTS", ("one", "two", "three"))
     monkeypatch.setattr(results, "PROGRESS", tmp_path / "progress.json")
+    monkeypatch.setattr(results, "lacking", dict)
     monkeypatch.setattr(render, "write", lambda: None)
     monkeypatch.setattr(sys, "argv", ["results", "--folder", str(tmp_path)])
     assert results.main() == 1
@@ -155,6 +160,94 @@ def test_a_run_that_failed_goes_on_where_it_was(
     assert ran[3:] == ["two"]
     assert results.main() == 0
     assert ran[4:] == ["one", "two", "three"]
+
+
+def test_what_cannot_run_here_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is said why, others run, and nothing has failed."""
+    ran: list[str] = []
+
+    def skipped(_given: object) -> None:
+        pytest.skip("no groups")
+
+    parts = {"one": skipped, "two": skipped, "three": lambda _given: ran.append("three")}
+    for name, run in parts.items():
+        part = SimpleNamespace(run=run)
+        monkeypatch.setitem(sys.modules, f"tests.results.part_{name}", part)
+    monkeypatch.setattr(results, "PARTS", tuple(parts))
+    monkeypatch.setattr(results, "PROGRESS", tmp_path / "progress.json")
+    monkeypatch.setattr(results, "lacking", lambda: {"one": "no version 1"})
+    monkeypatch.setattr(render, "write", lambda: None)
+    monkeypatch.setattr(sys, "argv", ["results", "--folder", str(tmp_path)])
+    assert results.main() == 0
+    assert ran == ["three"]
+    said = capsys.readouterr().err
+    assert "one is left out: no version 1" in said
+    assert "two is left out: no groups" in said
+
+
+def test_parts_that_cannot_run_are_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without groups of version 1 no disk is slow; without any, theories alone are left."""
+
+    def refused(_limit: int) -> None:
+        raise PermissionError("not root")
+
+    monkeypatch.setattr(results, "BLKIO", tmp_path)
+    monkeypatch.setattr(results, "memory_group", lambda _limit: contextlib.nullcontext())
+    assert results.lacking().keys() == {"disks"}
+    monkeypatch.setattr(results, "memory_group", refused)
+    assert results.lacking().keys() == set(PARTS) - {"theories"}
+
+
+@pytest.mark.parametrize(
+    ("value", "shown", "gained"),
+    [
+        (214.16, "210", "210"),
+        (5.35, "5.3", "5.3"),
+        (0.996, "1.0", "1.0"),
+        (0.8, "0.80", "**0.80**"),
+    ],
+)
+def test_ratios(value: float, shown: str, gained: str) -> None:
+    """Two digits; bold where what is shown is behind, of pipeload's rows alone."""
+    assert cells.times(value) == shown
+    assert cells.gain(value) == gained
+    assert cells.marked({"way": "pipeload, memory of m = 2", "x": value}, "x") == gained
+    assert cells.marked({"way": "m = 2", "x": value}, "x") == shown
+    slower = f"**{shown}**" if value > 1 else shown
+    assert cells.cost({"way": "pipeload", "x": value}, "x") == slower
+
+
+def test_a_file_says_how_it_came_about(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounds in the command where they are not the usual ones, and seconds; pages add them up."""
+    monkeypatch.setattr(frame, "STORE", tmp_path)
+    monkeypatch.setattr(texts, "STORE", tmp_path)
+    monkeypatch.setattr(frame, "machine", lambda _folder: {})
+    assert texts.TEXTS["took"]() == "\n"
+    for rounds, ending in ((frame.ROUNDS, ""), (5, " --rounds 5")):
+        given = frame.Given(tmp_path, False, rounds, began=time.monotonic() - 600)
+        file = frame.save("pi", given, [{"way": "plain"}], frame.COLD)
+        told = json.loads(file.read_text(encoding="utf-8"))
+        assert told["command"] == f"python -m tests.results pi{ending}"
+        assert told["seconds"] >= 600
+        assert given.anew().began > given.began
+    (tmp_path / "disks.json").write_text('{"name": "disks"}', encoding="utf-8")
+    assert "`make results` took 10 minutes (1 of 2 files)" in texts.TEXTS["took"]()
+
+
+def test_a_file_that_ends_early_is_an_error(tiny: TinyCheckpoint, tmp_path: Path) -> None:
+    """Not a loader that reads for ever."""
+    folder = shutil.copytree(tiny("llama"), tmp_path / "short")
+    for file in folder.glob("*.safetensors"):
+        os.truncate(file, file.stat().st_size - 4096)
+
+    def run() -> None:
+        model = whole_layers.load(transformers.AutoModelForCausalLM, folder, loaders=0)
+        model(torch.arange(4)[None])
+
+    with pytest.raises(EOFError, match=r"ends within .*, at byte \d+"):
+        run()
 
 
 @pytest.mark.slow
@@ -172,3 +265,7 @@ def test_runs_in_forks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert len({one["digest"] for one in done}) == 1
         assert all(len(one["steps"]) == 2 and one["peak"] > one["floor"] for one in done)
         assert done[2]["peak"] <= limit
+        late = jobs[0] | {"folder": folder, "new": 3}
+        with pytest.raises(RuntimeError, match="more than 0 seconds"):
+            forks.run(late, patience=0.01)
+        assert forks.run(late)["digest"] == done[0]["digest"]  # and goes on

@@ -85,7 +85,10 @@ class WholeLayers:
             done = 0
             while done < nbytes:
                 part = view[place + done : place + nbytes]
-                done += os.preadv(self._files[file], [part], start + done)
+                got = os.preadv(self._files[file], [part], start + done)
+                if not got:
+                    raise EOFError(f"{file} ends within {name}, at byte {start + done}")
+                done += got
             tensors[name] = bound[place : place + nbytes].view(dtype).view(shape)
         return tensors
 
