@@ -323,7 +323,7 @@ def test_one_cannot_load(tiny: TinyCheckpoint) -> None:
 def test_a_rank_never_comes(tiny: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     """The others say which one it was; so does one that finds nobody."""
     folder = tiny("llama")
-    monkeypatch.setattr(group_file, "JOIN_SECONDS", 4.0)
+    monkeypatch.setattr(group_file, "JOIN_SECONDS", 8.0)
 
     def act(rank: int) -> Any:
         if rank == 2:
