@@ -53,8 +53,6 @@ def coded_contents(
     steps: list[Step] = []
     for one in source.in_order():
         if isinstance(one, TensorEntry):
-            if head is not None and one.name == head.name != head.source:
-                continue  # tied, so that nobody computes with it
             of = None if head is None or one.name != head.source else head
             if of is not None:
                 step = of.form.step(replace(one, name=of.name), of.module, reading, None)

@@ -55,8 +55,6 @@ def gguf_contents(
     reading = Reading(source.files, items)
     steps: list[Step] = []
     for entry in source.entries:
-        if head is not None and entry.name == head.name != head.source:
-            continue  # tied, so that nobody computes with it
         of = None if head is None or entry.name != head.source else head
         if of is not None:
             steps.append(source.integers(entry, of.name, config, reading))

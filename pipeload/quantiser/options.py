@@ -151,6 +151,12 @@ def find_head(pending: PendingLoad, form: Form) -> Head:
         )
     name = f"{path}.weight"
     owner = (model.all_tied_weights_keys or {}).get(name, name)
+    if owner != name and name in pending.checkpoint.entries:
+        # The library ties both only where they are equal, which nobody knows without reading them.
+        raise UnsupportedModelError(
+            f"the output head of {type(model).__name__}, {name!r}, is to be the embedding, and is "
+            "stored beside it all the same. Leave --head out."
+        )
     found = {parameter: source for source, parameter in pending.plain_parameters().items()}
     source = found.get(owner)
     if source is None or pending.checkpoint.entries[source].dtype not in FLOATS:

@@ -24,13 +24,14 @@ options = {"dtype": dtype, "tokens": max(256, prompt.numel() + 3)}
 try:
     pipeload.plan(folder, memory_limit=1, **options)
 except pipeload.MemoryLimitError as error:
-    limit = error.smallest_limit
+    limit = error.smallest_limit + int(sys.argv[5])
 model = pipeload.from_pretrained(folder, memory_limit=limit, io_mode="direct", **options)
 for _ in range(passes):
     model.generate(prompt, max_new_tokens=3, do_sample=False, pad_token_id=0)
 stats = model.pipeload.stats()
 print(json.dumps({"over": stats.peak_rss_bytes - limit, "read": stats.bytes_read,
-    "streamed": model.pipeload.plan.bytes_per_pass, "experts": stats.expert_bytes_read}))
+    "streamed": model.pipeload.plan.bytes_per_pass,
+    "stored": model.pipeload.plan.stored_bytes, "experts": stats.expert_bytes_read}))
 """
 
 
@@ -102,12 +103,41 @@ def test_products_with_many_rows_stay_within_the_limit(tmp_path: Path) -> None:
     check(tmp_path / "int8", "bfloat16", 1, prompt=1500)
 
 
+def test_what_stays_as_it_is_stored_is_within_the_limit(tmp_path: Path) -> None:
+    """Of 92 MB in bf16, computed in fp32, what does not fit as floats; then nothing is read."""
+    config = LlamaConfig(
+        vocab_size=512,
+        hidden_size=1024,
+        intermediate_size=4096,
+        num_hidden_layers=3,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        pad_token_id=0,
+    )
+    folder = save_random(config, tmp_path, torch.bfloat16, seed=3)
+    result = child(folder, "float32", 3, spare=120_000_000)
+    assert result["over"] <= 0
+    assert result["stored"] > 40_000_000
+    assert result["streamed"] == 0
+
+
 def check(
     folder: Path, dtype: str, passes: int, *, prompt: int = 17, experts: bool = False
 ) -> None:
     """A child of its own loads and runs at the smallest limit, and does not pass it."""
+    result = child(folder, dtype, passes, prompt=prompt)
+    assert result["over"] <= 0
+    assert (result["experts"] if experts else result["streamed"]) > 0 or not passes
+    assert result["read"] >= passes * result["streamed"]
+
+
+def child(
+    folder: Path, dtype: str, passes: int, *, prompt: int = 17, spare: int = 0
+) -> dict[str, int]:
+    """What came of one that runs at the smallest limit and `spare` bytes."""
     done = subprocess.run(
-        [sys.executable, "-c", _CHILD, str(folder), dtype, str(passes), str(prompt)],
+        [sys.executable, "-c", _CHILD, folder, dtype, *map(str, (passes, prompt, spare))],
         cwd=Path(__file__).parents[3],
         env=os.environ | {"OMP_WAIT_POLICY": "passive"},
         capture_output=True,
@@ -116,7 +146,5 @@ def check(
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout)
-    assert result["over"] <= 0
-    assert (result["experts"] if experts else result["streamed"]) > 0 or not passes
-    assert result["read"] >= passes * result["streamed"]
+    result: dict[str, int] = json.loads(done.stdout)
+    return result

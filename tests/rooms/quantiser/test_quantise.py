@@ -190,6 +190,24 @@ def test_heads_that_cannot_be(llama: Path, tmp_path: Path) -> None:
         PipeloadConfig(8, modules={"lm_head": {"bits": 2}})
 
 
+def test_a_head_that_is_stored_beside_the_embedding(
+    source: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Where both are one: the library ties them if they are equal, which is not known."""
+    folder = tmp_path / "both"
+    shutil.copytree(source("qwen3"), folder)
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    name = index["weight_map"]["model.embed_tokens.weight"]
+    tensors = load_file(folder / name)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] * 2
+    save_file(tensors, folder / name, {"format": "pt"})
+    index["weight_map"]["lm_head.weight"] = name
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(UnsupportedModelError, match="is stored beside it all the same"):
+        pipeload.quantize(folder, tmp_path / "made", head="int8")
+    assert not (tmp_path / "made").exists()
+
+
 def test_a_head_that_is_no_float(
     source: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
