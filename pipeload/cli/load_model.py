@@ -65,8 +65,10 @@ def check_model(model: str, *, files: bool = False) -> None:
             with explained(model):
                 transformers.AutoConfig.from_pretrained(model, trust_remote_code=False)
         elif not (path / "adapter_config.json").exists():
+            gguf = sorted(path.glob("*.gguf")) if files else []
+            cure = f"Name its file {str(gguf[0])!r}" if gguf else "Check the path"
             raise CheckpointError(
-                f"folder {model!r} has no config.json, so it holds no model. Check the path."
+                f"folder {model!r} has no config.json, so it holds no model. {cure}."
             )
         return
     if files and is_gguf(model):
