@@ -22,6 +22,7 @@ from pipeload.cli.chat_command import Session, chat
 from pipeload.cli.evaluate_command import evaluate
 from pipeload.cli.exit_status import Commands, load, reported
 from pipeload.cli.log_lines import replace_unprintable
+from pipeload.cli.model_path import check_path
 from pipeload.cli.prompt import read_prompt
 from pipeload.cli.serve_command import serve
 from pipeload.cli.timeline_command import timeline
@@ -90,6 +91,7 @@ def run(
     sizes = ("--max-new-tokens", "--tokens")
     with reported(debug=debug, quiet=quiet or json, smaller_pass=sizes):
         text = read_prompt(prompt)
+        check_path(model, files=True)
         load("from_pretrained")
         from pipeload.cli import run as cli_run
         from pipeload.cli.asked import Arguments
@@ -144,6 +146,7 @@ def plan(
 ) -> None:
     """Show what a memory limit buys: what stays in memory, what is read per token, how fast."""
     with reported(debug=debug, quiet=json, smaller_pass=("--tokens", "--batch")):
+        check_path(model, files=True)
         load("from_pretrained")
         from pipeload.cli import plan as cli_plan
 
@@ -236,6 +239,7 @@ def quantize(
 ) -> None:
     """Make a quantised copy of a checkpoint; run again after a kill, it goes on."""
     with reported(debug=debug, quiet=quiet or json):
+        check_path(source)
         load("quantize")
         from pipeload.cli import quantise
 
@@ -272,6 +276,7 @@ def convert(
 ) -> None:
     """Write a GGUF file, or a GPTQ, AWQ or other 4-bit checkpoint, for pipeload's kernels."""
     with reported(debug=debug, quiet=quiet or json):
+        check_path(source, files=True)
         load("convert")
         from pipeload.cli import quantise
 
