@@ -7,6 +7,7 @@ OMP_WAIT_POLICY is set before torch reads it.
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from typing import Annotated
 
@@ -27,6 +28,8 @@ from pipeload.cli.prompt import read_prompt
 from pipeload.cli.serve_command import serve
 from pipeload.cli.timeline_command import timeline
 
+# On a narrower terminal the tables of --help cut options' names, which their lines do not.
+_TABLE_COLUMNS = 80
 DEMO_QUESTION = "What is the capital of France? Answer in one sentence."
 
 app = typer.Typer(
@@ -308,6 +311,8 @@ def command_names() -> list[str]:
 def main() -> None:
     """Run what was typed."""
     replace_unprintable()
+    if shutil.get_terminal_size().columns < _TABLE_COLUMNS:
+        app.rich_markup_mode = None
     try:
         app(prog_name="pipeload")
     except KeyboardInterrupt:  # outside any command

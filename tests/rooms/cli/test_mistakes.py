@@ -16,7 +16,7 @@ import typer
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
-from pipeload.cli import exit_status
+from pipeload.cli import commands, exit_status
 from pipeload.cli.commands import app
 from pipeload.cli.exit_status import Commands
 from pipeload.cli.prompt import read_prompt
@@ -287,6 +287,21 @@ def test_help_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, capsys: An
         app(["--help"], prog_name="pipeload")
     assert caught.value.code == 1
     assert os.strerror(errno.ENOSPC) in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("columns", [40, 79, 80])
+def test_help_on_a_narrow_terminal(
+    columns: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every option's name is there to be typed."""
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setattr(app, "rich_markup_mode", app.rich_markup_mode)
+    monkeypatch.setattr(sys, "argv", ["pipeload", "run", "--help"])
+    with pytest.raises(SystemExit):
+        commands.main()
+    shown = capsys.readouterr().out
+    assert "--repetition-penalty" in shown
+    assert "\N{HORIZONTAL ELLIPSIS}" not in shown
 
 
 def test_a_prompt_from_a_file_that_is_no_text() -> None:
