@@ -316,7 +316,7 @@ WRONG: dict[str, tuple[Sequence[str], int, str]] = {
     "an unknown option": (
         ["--fast", "where.py"],
         2,
-        "arguments: --fast. See python -m pipeload --help.",
+        "--fast where.py. See python -m pipeload --help.",
     ),
     "a file that cannot be read": (["/proc/self/mem"], 2, "cannot read '/proc/self/mem'"),
     "a limit without a value": (["--memory-limit"], 2, "--memory-limit: expected one argument"),
