@@ -155,7 +155,8 @@ Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks and the li
 Prompt = Annotated[
     str,
     typer.Argument(
-        help='The prompt; "@FILE" reads a file, "-" or nothing standard input. "@@" is an "@".'
+        help='The prompt; "@FILE" reads a file, "-" or nothing standard input, less its last line '
+        'end. "@@" is an "@".'
     ),
 ]
 NewTokens = Annotated[int, typer.Option(min=1, help="The most tokens to generate.")]
