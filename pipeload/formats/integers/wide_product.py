@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from pipeload.formats.integers import product
+from pipeload.formats.integers import byte_product, product
 from pipeload.formats.integers.unpack import compiled
 
 if TYPE_CHECKING:
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 
 _MOST_BY_KERNEL = {torch.bfloat16: {8: 12, 4: 16}, torch.float32: {8: 20, 4: 20}}
 """Rows of bf16, by what floats are multiplied in and by the bits of the weight."""
-_MOST_ROUNDED = {torch.bfloat16: 20, torch.float32: 40}
-"""The same of our own kernel, and whatever the dtype of the input."""
+_MOST_ROUNDED = {torch.bfloat16: {8: 20, 4: 20}, torch.float32: {8: 40, 4: 40}}
+"""The same of our own kernels, and whatever the dtype of the input."""
 _MOST_BY_KERNEL_IF_UNCOMPILED = 192
 _OUT_ROWS = 256  # of a weight at once: whole tiles of int4
 _ROWS = 256  # of input at once, where they are cast
@@ -80,12 +80,13 @@ def most_by_kernel(bits: int, dtype: torch.dtype, *, rounded: bool) -> int:
     Args:
         bits: of the weight.
         dtype: of the input.
-        rounded: whether it is our own kernel.
+        rounded: whether it is our own kernel; 0 where that cannot be taken.
     """
     if rounded:
-        if dtype == torch.float64 or product.compiled() is None:  # as a pickle from elsewhere
+        own = byte_product if bits == 8 else product
+        if dtype == torch.float64 or own.compiled() is None:  # as a pickle from elsewhere
             return 0
-        return _MOST_ROUNDED[product_dtype(dtype)]
+        return _MOST_ROUNDED[product_dtype(dtype)][bits]
     if dtype != torch.bfloat16:
         return 0
     if bits == 4 and compiled() is None:
@@ -126,7 +127,11 @@ def _multiply(parts: Sequence[torch.Tensor], block: WeightBlock, out: torch.Tens
 def temporary_bytes(rows: int, weight: Sizes) -> int:
     """The most that a product of so many rows of input holds beside those and what it returns."""
     if rows <= most_by_kernel(weight.bits, weight.dtype, rounded=weight.rounded):
-        return product.temporary_bytes(rows, weight.in_features) if weight.rounded else 0
+        if not weight.rounded:
+            return 0
+        own = byte_product if weight.bits == 8 else product
+        held: int = own.temporary_bytes(rows, weight.in_features)
+        return held
     return wide_bytes(rows, weight)
 
 
