@@ -72,6 +72,16 @@ struct floats {
     __m256 low, high;
 };
 
+TARGET static INLINE struct integers none_avx2(void)
+{
+    return (struct integers){_mm256_setzero_si256(), _mm256_setzero_si256()};
+}
+
+TARGET static INLINE struct floats zero_avx2(void)
+{
+    return (struct floats){_mm256_setzero_ps(), _mm256_setzero_ps()};
+}
+
 TARGET static INLINE struct integers widened_avx2(const int8_t *at, int whole)
 {
     const __m128i *const bytes = (const __m128i *)at;
@@ -113,6 +123,10 @@ TARGET static INLINE float total_avx2(struct floats made)
 #undef FLOATS
 
 #define TARGET_VNNI __attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512vnni")))
+
+TARGET_VNNI static INLINE __m512i none_vnni(void) { return _mm512_setzero_si512(); }
+
+TARGET_VNNI static INLINE __m512 zero_vnni(void) { return _mm512_setzero_ps(); }
 
 TARGET_VNNI static INLINE __m512i widened_vnni(const int8_t *at, int whole)
 {

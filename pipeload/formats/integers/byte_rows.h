@@ -18,22 +18,25 @@ FOR static INLINE void NAME(group)(const int8_t *weight, const int16_t *codes, i
     }
 }
 
-/* `rows` rows of the weight times `count` rows of input. What comes next is fetched, as the
-   processor would not see it coming: as often from row to row. */
+/* `rows` rows of the weight times `count` rows of input. What comes next is fetched, into the larger
+   cache, as the processor would not see it coming: as often from row to row. */
 FOR static INLINE void NAME(rows)(const int8_t *weight, struct inputs x, int64_t columns, int rows,
                                   int count, float (*out)[ROWS])
 {
     FLOATS made[INPUTS][ROWS];
-    memset(made, 0, sizeof(made));
+    for (int m = 0; m < count; m++)
+        for (int r = 0; r < rows; r++)
+            made[m][r] = NAME(zero)();
     for (int64_t g = 0; g < x.groups; g++) {
         const int64_t start = g * GROUP;
         const int whole = start + GROUP <= columns;
         const int64_t width = whole ? GROUP : columns - start;
         for (int64_t i = rows * start; i < rows * (start + width); i += 64)
-            _mm_prefetch((const char *)weight + rows * columns + i, _MM_HINT_T0);
+            _mm_prefetch((const char *)weight + FETCHED + i, _MM_HINT_T1);
         for (int r = 0; r < rows; r++) {
             INTEGERS sums[INPUTS];
-            memset(sums, 0, sizeof(sums));
+            for (int m = 0; m < count; m++)
+                sums[m] = NAME(none)();
             const int8_t *const at = weight + r * columns + start;
             if (whole) /* a constant, for most of them */
                 NAME(group)(at, x.codes + start, x.codes_of_row, GROUP, count, sums);

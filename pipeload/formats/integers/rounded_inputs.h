@@ -10,6 +10,7 @@ enum { FLOAT32, BFLOAT16, FLOAT16 };
 #define TARGET __attribute__((target("avx2,fma,f16c")))
 #define INLINE __attribute__((always_inline)) inline /* where a constant makes the loops short */
 #define ROWS 4               /* of the weight, that are multiplied at once */
+#define FETCHED 16384        /* bytes ahead: less comes too late, by half where nobody else reads */
 #define MOST 32767.0f        /* of a code: sums of 128 columns are whole numbers in fp32, too */
 #define LEAST_PRODUCTS 65536 /* that are worth waking other threads for */
 #define LEAST_INPUT 1e-33f   /* what is smaller is zero: its reciprocal must be a number */
