@@ -13,17 +13,17 @@ of 11008 x 4096, kernel / floats in blocks of 256. A weight of 4096 x 4096 cross
     int8, as if AVX2 were all     14 / 22    22 / 28    29 / 30    36 / 33    42 / 36  450 / 259
     int4, the same                14 / 23    20 / 26    27 / 30    33 / 32    40 / 36  420 / 271
 
-Our own kernels, and floats in fp32, on an Intel Xeon with AVX512-VNNI and AVX512-BF16 and without
-AMX, 5504 x 4096, processor time:
+Our own kernels beside floats, on an Intel Xeon with AVX512-VNNI and AVX512-BF16 and without AMX, a
+weight of 5504 x 4096, in ms of processor time, medians. AVX2 alone multiplies floats in fp32.
 
-    rows                                      20         44         64        128        256
-    int8                                9 / 24    17 / 31    24 / 38    47 / 63  107 / 107
-    int4                               10 / 24    21 / 31    31 / 38    63 / 63  134 / 103
-    int8, as if AVX2 were all          14 / 26    29 / 33    41 / 39             171 / 108
-    int4, the same                     14 / 25    31 / 33    44 / 40             188 / 106
+    rows                               20         28         44         60        256
+    int8 in bf16                   8 / 21    10 / 27    15 / 35              100 / 145
+    int4 in bf16                  10 / 21    13 / 27    20 / 34              123 / 148
+    int8, as if AVX2 were all     14 / 26    19 / 28    29 / 33    38 / 38  171 / 108
+    int4, the same                14 / 25    20 / 26    31 / 33    41 / 38  188 / 106
 
-Floats in bf16 take 145 ms there for 256 rows: that such a processor multiplies no faster than fp32,
-and the library puts it into order first. With AMX, and on AMD's, it is faster by far.
+Floats in fp32 cross ours by VNNI there at 256 rows (int8) and 128 (int4). AMD's processors, and
+AMX, multiply bf16 much faster: there ours are taken for 20 rows.
 
 Where torch's own operations unpack int4, it takes ten times as long as it does compiled, and pays
 from some 190 rows on. For fp32 and fp16 there are no such kernels but plain loops (4096 x 4096:
@@ -48,7 +48,8 @@ _MOST_BY_KERNEL = {torch.bfloat16: {8: 12, 4: 16}, torch.float32: {8: 20, 4: 20}
 """Rows of bf16, by what floats are multiplied in and by the bits of the weight."""
 _MOST_ROUNDED = {torch.bfloat16: {8: 20, 4: 20}, torch.float32: {8: 52, 4: 48}}
 """The same of our own kernels, and whatever the dtype of the input."""
-_MOST_ROUNDED_BY_VNNI = {torch.bfloat16: {8: 20, 4: 20}, torch.float32: {8: 192, 4: 112}}
+_MOST_ROUNDED_BY_VNNI = {torch.bfloat16: {8: 256, 4: 256}, torch.float32: {8: 192, 4: 112}}
+"""The same where floats of bf16 are slow."""
 _MOST_BY_KERNEL_IF_UNCOMPILED = 192
 _OUT_ROWS = 256  # of a weight at once: whole tiles of int4
 _ROWS = 256  # of input at once, where they are cast
@@ -98,7 +99,7 @@ def most_by_kernel(bits: int, dtype: torch.dtype, *, rounded: bool) -> int:
         own = byte_product if bits == 8 else product
         if dtype == torch.float64 or own.compiled() is None:  # as a pickle from elsewhere
             return 0
-        most = _MOST_ROUNDED_BY_VNNI if _has_vnni() else _MOST_ROUNDED
+        most = _MOST_ROUNDED_BY_VNNI if _has_slow_floats() else _MOST_ROUNDED
         return most[product_dtype(dtype)][bits]
     if dtype != torch.bfloat16:
         return 0
@@ -164,8 +165,11 @@ def wide_bytes(rows: int, weight: Sizes) -> int:
 
 
 @functools.cache
-def _has_vnni() -> bool:
-    return bool(torch.cpu.get_capabilities().get("avx512_vnni"))
+def _has_slow_floats() -> bool:
+    """Whether products of integers by VNNI are as fast as those of floats: see the note."""
+    known = torch.cpu.get_capabilities()
+    fast = known.get("amx_bf16") or "Intel" not in str(known.get("cpu_name"))
+    return bool(known.get("avx512_vnni") and not fast)
 
 
 @functools.cache
@@ -173,6 +177,5 @@ def product_dtype(dtype: torch.dtype) -> torch.dtype:
     """What to multiply in: bf16 only where the processor does, fp32 is several times as fast."""
     known = torch.cpu.get_capabilities()
     wide = torch.backends.cpu.get_cpu_capability().startswith("AVX512")  # nobody has forbidden it
-    narrow = "Intel" in str(known.get("cpu_name")) and not known.get("amx_bf16")  # see the note
-    native = known.get("bf16") or (wide and known.get("avx512_bf16") and not narrow)
+    native = known.get("bf16") or (wide and known.get("avx512_bf16"))
     return dtype if dtype == torch.bfloat16 and native else torch.float32

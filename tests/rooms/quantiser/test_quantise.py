@@ -112,7 +112,7 @@ def outputs(model: Any) -> list[torch.Tensor]:
     And of two long prompts: so many rows go another way than few.
     """
     made = step_logits(model, prompt(), 3) + step_logits(model, prompt(2, 7), 1)
-    made += step_logits(model, prompt(2, 120), 0)
+    made += step_logits(model, prompt(2, 140), 0)
     made.append(model.generate(prompt(), max_new_tokens=4, do_sample=False))
     return made
 
