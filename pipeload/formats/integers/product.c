@@ -19,6 +19,7 @@ enum { FLOAT32, BFLOAT16, FLOAT16 };
 #define INPUTS 2             /* rows of input, the same */
 #define AHEAD 16             /* rows whose scales and zeros are fetched: a line of memory */
 #define MOST 32767.0f        /* of a code: sums of 128 columns are whole numbers in fp32, too */
+#define TASKS 32             /* times so many rows of the weight a thread takes at once */
 #define LEAST_PRODUCTS 65536 /* that are worth waking other threads for */
 #define LEAST_INPUT 1e-33f   /* what is smaller is zero: its reciprocal must be a number */
 
@@ -26,6 +27,11 @@ int supported(void)
 {
     return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
            __builtin_cpu_supports("f16c");
+}
+
+static inline int has_vnni(void)
+{
+    return __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni");
 }
 
 static inline int64_t item(int kind) { return kind == FLOAT32 ? 4 : 2; }
@@ -141,6 +147,11 @@ struct inputs {
     int64_t codes_of_row, groups;
 };
 
+/* A row of input, the expert that it was sent to, and the row of the result. */
+struct sent {
+    int64_t input, expert, made;
+};
+
 #define FOR TARGET
 #define NAME(WHAT) WHAT##_avx2
 #define ADD_PRODUCTS(SUM, A, B) _mm256_add_epi32(SUM, _mm256_madd_epi16(A, B))
@@ -166,8 +177,27 @@ void product(const void *input, const uint8_t *weight, const void *statistics, v
     int16_t *const codes = memory;
     float *const scales = (float *)(codes + rows * padded);
     float *const sums = scales + rows * (columns / group);
-    vnni = vnni && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni");
+    vnni = vnni && has_vnni();
     round_rows(input, codes, scales, sums, rows, columns, group, kind);
     (vnni ? multiply_vnni : multiply_avx2)(weight, statistics, codes, scales, sums, made, rows, out,
                                            columns, group, told_in, kind);
+}
+
+/* Products of `count` pairs of a row of input and an expert, which are rows of `made`. input: [rows,
+   columns]; codes_of, told_of: where weight and statistics of expert 0 begin, those of each further
+   one expert_bytes behind; memory, and all else, as above. */
+void product_of_experts(const void *input, const uint8_t *codes_of, const uint8_t *told_of,
+                        const void *sent, void *memory, void *made, int64_t expert_bytes,
+                        int64_t count, int64_t rows, int64_t out, int64_t columns, int64_t group,
+                        int told_in, int kind, int vnni)
+{
+    const int64_t padded = (columns + BLOCK - 1) / BLOCK * BLOCK;
+    int16_t *const codes = memory;
+    float *const scales = (float *)(codes + rows * padded);
+    float *const sums = scales + rows * (columns / group);
+    vnni = vnni && has_vnni();
+    round_rows(input, codes, scales, sums, rows, columns, group, kind);
+    (vnni ? multiply_sent_vnni : multiply_sent_avx2)(codes_of, told_of, expert_bytes, sent, count,
+                                                     codes, scales, sums, made, out, columns, group,
+                                                     told_in, kind);
 }

@@ -28,7 +28,7 @@ from pipeload.weights.arena import DTYPE_CODES
 from pipeload_hooks import ServeExperts
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from pipeload.formats.integers.packed_linear import PackedLinear
 
@@ -189,6 +189,11 @@ class Backwards:
 
     def need(self, _name: str, expert: int) -> None:
         self.needed.append(expert)
+
+    def together(self, name: str, experts: Sequence[int]) -> Iterator[Sequence[int]]:
+        for expert in self.order(name, experts):
+            self.need(name, expert)
+            yield [expert]
 
     def refuse(self, function: str, name: str) -> Any:
         raise LookupError(f"{function} of {name}")
