@@ -66,6 +66,7 @@ class PackedExperts(nn.Module):
         told: Any = library
         self.shape, self.exact_inputs, self.path = shape, exact_inputs, path
         self.num_experts, self.config = shape.experts, told.config
+        self._places = shape.places
         self._first = "gate_up_proj" if told.has_gate else "up_proj"
         for name in (self._first, "down_proj"):
             bias = f"{name}_bias"
@@ -132,7 +133,7 @@ class PackedExperts(nn.Module):
         made: torch.Tensor,
     ) -> None:
         """Compute with few rows of several experts at once; `made` as `_run_all` has it."""
-        first, second = self.shape.places
+        first, second = self._places
         count = len(made) // len(hidden)
         mine = [(pair, expert) for expert, some in pairs.items() for pair in some]
         forth = [(pair // count, expert, row) for row, (pair, expert) in enumerate(mine)]
@@ -162,7 +163,7 @@ class PackedExperts(nn.Module):
         """What an expert gives for [n, hidden]; `whole` is what it has."""
         first, second = (
             ExpertMatrix(whole, place, self.shape, exact_inputs=self.exact_inputs)
-            for place in self.shape.places
+            for place in self._places
         )
         inner = self._gate(self._biased(_multiply(rows, first), self._first, expert))
         return self._biased(_multiply(inner.to(rows.dtype), second), "down_proj", expert)
