@@ -198,9 +198,9 @@ class ExpertProducts(NamedTuple):
         """Bytes, with so many rows of input, which may all be sent to one expert."""
         copied = max(p.rows * p.columns for p in self.shape.places) if self.copies else 0
         most = max(self._of(place, rows) for place in self.shape.places)
-        exact = not self.rounded
-        if most_together(self.shape, self.input, exact_inputs=exact):
-            most = max(most, temporary_bytes(self.shape, rows))
+        rounded = self.rounded and self.shape.bits == 4
+        if rounded and most_together(self.shape.wide, self.input):
+            most = max(most, temporary_bytes(rows, self.shape.hidden, self.shape.inner))
         return copied + most
 
     def _of(self, place: MatrixPlace, rows: int) -> int:

@@ -10,8 +10,7 @@ is given the rows of one expert at a time, as if there were no other.
 
 from __future__ import annotations
 
-import functools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import nn
 
@@ -22,8 +21,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     import torch
-
-    from pipeload.formats.integers.expert_matrices import ExpertShape
 
 MOST_TOGETHER = 32
 """Pairs of a row and an expert in one call: what it takes beside is small."""
@@ -45,15 +42,13 @@ def rows_of_experts(ids: torch.Tensor, experts: int) -> dict[int, list[int]]:
     return {expert: found[expert] for expert in sorted(found) if 0 <= expert < experts}
 
 
-def most_together(shape: ExpertShape, dtype: torch.dtype, *, exact_inputs: bool) -> int:
+def most_together(wide: int, dtype: torch.dtype) -> int:
     """How many rows that were sent to experts one call multiplies; 0 where no kernel does.
 
-    More of one expert are a matter of that expert alone.
+    More of one expert are a matter of that expert alone. `wide`: rows of its first matrix.
     """
-    if shape.bits != 4 or exact_inputs:
-        return 0
     by_kernel = most_by_kernel(4, dtype, rounded=True)
-    return min(MOST_TOGETHER, by_kernel, (_SHARED_AMONG_THREADS - 1) // shape.wide)
+    return min(MOST_TOGETHER, by_kernel, (_SHARED_AMONG_THREADS - 1) // wide)
 
 
 def portions(
@@ -72,23 +67,21 @@ def portions(
         yield portion
 
 
-def activates_rows_alone(library: nn.Module, shape: ExpertShape) -> bool:
-    """Whether a row's bits behind the activation depend on no other: [Note: rows by themselves]."""
-    whole = not shape.inner % _WHOLE_VECTORS and not shape.wide % _WHOLE_VECTORS
-    act: Any = getattr(library, "act_fn", None)
-    return whole and _by_number(type(library), type(act))
+def activates_rows_alone(library: nn.Module, wide: int, inner: int) -> bool:
+    """Whether a row's bits behind the activation depend on no other: [Note: rows by themselves].
+
+    It makes `inner` numbers of `wide`.
+    """
+    whole = not inner % _WHOLE_VECTORS and not wide % _WHOLE_VECTORS
+    return whole and _by_number(type(library), type(getattr(library, "act_fn", None)))
 
 
-@functools.cache
 def _by_number(library: type, function: type) -> bool:
     gate = getattr(library, "_apply_gate", None)  # those that have none still get the default
     default = getattr(gate, "__module__", "") == "transformers.integrations.moe"
     return default and (function in _BY_NUMBER or function.__module__ == "transformers.activations")
 
 
-def temporary_bytes(shape: ExpertShape, rows: int) -> int:
+def temporary_bytes(rows: int, hidden: int, inner: int) -> int:
     """The most that the inputs of one call are held in, rounded; `rows` were sent to experts."""
-    return max(
-        product.temporary_bytes(rows, shape.hidden),
-        product.temporary_bytes(MOST_TOGETHER, shape.inner),
-    )
+    return max(product.temporary_bytes(rows, hidden), product.temporary_bytes(MOST_TOGETHER, inner))

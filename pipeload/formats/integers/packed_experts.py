@@ -112,8 +112,8 @@ class PackedExperts(nn.Module):
         """Have experts compute with [rows, hidden], into [rows * k, hidden]."""
         pairs, count = rows_of_experts(ids, self.num_experts), ids.shape[-1]
         recorded = torch.is_grad_enabled() and hidden.requires_grad
-        exact = self.exact_inputs or recorded
-        most = most_together(self.shape, hidden.dtype, exact_inputs=exact)
+        alone = recorded or self.exact_inputs or self.shape.bits != 4  # without a kernel of ours
+        most = 0 if alone else most_together(self.shape.wide, hidden.dtype)
         packed = self.packed.detach()
         for there in experts_at_hand(self.packed, [*pairs]):
             for experts in portions(there, pairs, most):
@@ -140,7 +140,8 @@ class PackedExperts(nn.Module):
         opened = hidden.new_empty((len(mine), first.rows))
         product.multiply_sent(hidden, self._sent(packed, first, forth), opened)
         opened = self._biased(opened, self._first, [expert for _, expert in mine])
-        if len(pairs) > 1 and not activates_rows_alone(self._library[0], self.shape):
+        library, shape = self._library[0], self.shape
+        if len(pairs) > 1 and not activates_rows_alone(library, shape.wide, shape.inner):
             inner = torch.cat([self._gate(p) for p in opened.split([*map(len, pairs.values())])])
         else:
             inner = self._gate(opened)

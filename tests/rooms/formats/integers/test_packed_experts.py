@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -315,18 +314,18 @@ def test_other_kinds_together(kind: Any) -> None:
     for rows in (1, 2, 7, 17):
         given = routing(rows, torch.bfloat16)
         assert torch.equal(ours(*given), one_by_one(ours, *given))
-    assert activates_rows_alone(library, shape) is (kind.__name__ == "Ungated")
+    assert activates_rows_alone(library, shape.wide, shape.inner) is (kind.__name__ == "Ungated")
 
 
 def test_which_activations_take_each_number_by_itself() -> None:
     """Those that are known; and only where rows are whole vectors."""
-    library, ours, _ = make(4)
-    assert activates_rows_alone(library, ours.shape)
-    assert not activates_rows_alone(library, replace(ours.shape, inner=80, wide=160))
+    library, _, _ = make(4)
+    assert activates_rows_alone(library, 2 * INNER, INNER)
+    assert not activates_rows_alone(library, 160, 80)
     library.act_fn = nn.Softmax(-1)
-    assert not activates_rows_alone(library, ours.shape)
+    assert not activates_rows_alone(library, 2 * INNER, INNER)
     library.act_fn = ACT2FN["gelu_pytorch_tanh"]
-    assert activates_rows_alone(library, ours.shape)
+    assert activates_rows_alone(library, 2 * INNER, INNER)
 
 
 @torch.no_grad()
