@@ -131,7 +131,7 @@ ExactInputs = Annotated[
     bool,
     typer.Option(
         "--exact-inputs",
-        help="Of an int4 checkpoint by pipeload: round no inputs, as a faster kernel would.",
+        help="Of an int8 or int4 checkpoint by pipeload: round no inputs, as faster kernels would.",
     ),
 ]
 TraceFile = Annotated[

@@ -84,9 +84,9 @@ def from_pretrained(
             for tensors of all kinds; weights pass through host memory.
         host_memory_limit: with a device, what the whole process may hold in host memory; None is
             what memory_limit="auto" means on the CPU.
-        exact_inputs: whether inputs of int4 weights that pipeload has made are multiplied as they
-            are, by torch's kernel, also where a faster one of our own rounds those of a few rows to
-            int16 (`handle.plan.kernel` says which it is).
+        exact_inputs: whether inputs of int8 and int4 weights that pipeload has made are multiplied
+            as they are, by torch's kernels, also where faster ones of our own round those of a few
+            rows to int16 (`handle.plan.kernel` says which it is).
         ranks: with "auto" or their number, the blocks of the model are dealt out to the ranks that
             the environment tells of, as `torchrun` sets it (RANK, WORLD_SIZE, MASTER_ADDR,
             MASTER_PORT): all run the same script, each within its own limit and from its own disk.

@@ -3,7 +3,8 @@
 
     python tests/tools/bench_integers.py [--native] [--threads 2] [--rounds 15] [--cpu]
 
-One row of input, as in decoding, and a prompt of 256 tokens, in bf16; int4 by groups of 64. All
+One row of input, as in decoding, eight, and a prompt of 256 tokens, in bf16; int4 by groups of 64.
+All
 take turns in one process, so that each has the same share of a busy machine. Medians, in ns
 for each weight and row. As if AVX2 were all that the processor has, unless `--native` is said.
 """
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 
 AVX2 = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "OMP_WAIT_POLICY": "passive"}
 SHAPES = ((4096, 4096), (11008, 4096))
-ROWS = (1, 256)
+ROWS = (1, 8, 256)
 
 
 def main() -> None:
@@ -52,15 +53,16 @@ def measure(options: argparse.Namespace) -> None:
     """Under the environment that is set."""
     import torch
 
-    from pipeload.formats.integers import product
+    from pipeload.formats.integers import byte_product, product
     from pipeload.system.memory import return_freed_memory
 
     torch.set_num_threads(options.threads)
     return_freed_memory()
-    if product.compiled() is None:
+    if product.compiled() is None or byte_product.compiled() is None:
         raise SystemExit("There is no kernel to compare with: no C compiler, or no AVX2.")
     if not options.native:
         product.multiply = partial(product.multiply, vnni=False)
+        byte_product.multiply = partial(byte_product.multiply, vnni=False)
     clock = time.process_time if options.cpu else time.perf_counter
     capability = torch.backends.cpu.get_cpu_capability()
     print(
@@ -100,9 +102,12 @@ def contenders(rows: int, columns: int) -> dict[str, Step]:
     from pipeload.formats.integers.linear import Int4Linear, Int8Linear
     from pipeload.formats.integers.order import BY_ROWS, kernel_order
 
-    int8 = Int8Linear(columns, rows, bias=False, dtype=torch.bfloat16)
-    int8.weight.data = torch.randint(-127, 128, (rows, columns), dtype=torch.int8)
-    int8.scale.data.fill_(1e-3)
+    int8s = []
+    for exact in (True, False):
+        int8 = Int8Linear(columns, rows, bias=False, dtype=torch.bfloat16, exact_inputs=exact)
+        int8.weight.data = torch.randint(-127, 128, (rows, columns), dtype=torch.int8)
+        int8.scale.data.fill_(1e-3)
+        int8s.append(int8)
     packed = torch.randint(0, 256, (rows, columns // 2), dtype=torch.uint8)
     int4s = []
     for order in (kernel_order(), BY_ROWS):
@@ -114,8 +119,8 @@ def contenders(rows: int, columns: int) -> dict[str, Step]:
         int4s.append(made)
     torchs, ours = int4s
     return {
-        "int8 torch": int8.by_kernel,
-        "int8 now": int8,
+        "int8 torch": int8s[0].by_kernel,
+        "int8 now": int8s[1],
         "int4 torch": torchs.by_kernel,
         "int4 in torch's order": torchs,
         "int4 by rows": ours,

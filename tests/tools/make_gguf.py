@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
 """A GGUF file with random weights, of the shape of a LLaMA folder.
 
-    python tests/tools/make_gguf.py LLAMA_FOLDER FILE.gguf [Q4_0|Q4_K]
+    python tests/tools/make_gguf.py LLAMA_FOLDER FILE.gguf [Q4_0|Q4_K|Q8_0]
 
-As `llama-quantize` makes it: matrices and embedding in that, the output head in Q6_K. Values make
-no difference to its speed. Needs the package gguf.
+As `llama-quantize` makes it: matrices and embedding in that, the output head in Q6_K, or in Q8_0
+with the others. Values make no difference to its speed. Needs the package gguf.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ _BLOCKS = {
     Kind.Q4_0: (32, 18, (0,)),
     Kind.Q4_K: (256, 144, (0, 2)),
     Kind.Q6_K: (256, 210, (208,)),
+    Kind.Q8_0: (32, 34, (0,)),
 }
 
 
@@ -80,8 +81,9 @@ def make_gguf(folder: Path, target: Path, kind: Kind = Kind.Q4_0) -> None:
     for name, shape in shapes.items():
         blocks = random_blocks(shape, kind, random)
         writer.add_tensor(f"{name}.weight", blocks, raw_dtype=kind)
-    head = random_blocks((vocabulary, hidden), Kind.Q6_K, random)
-    writer.add_tensor("output.weight", head, raw_dtype=Kind.Q6_K)
+    last = Kind.Q8_0 if kind == Kind.Q8_0 else Kind.Q6_K
+    head = random_blocks((vocabulary, hidden), last, random)
+    writer.add_tensor("output.weight", head, raw_dtype=last)
     norms = ["output_norm"]
     norms += [f"blk.{i}.{name}_norm" for i in range(layers) for name in ("attn", "ffn")]
     for name in norms:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from pipeload.formats.integers import byte_product, wide_product
 from pipeload.formats.integers import product as rounded_product
-from pipeload.formats.integers import wide_product
 from pipeload.formats.integers.expert_rows import most_together, temporary_bytes
 from pipeload.formats.integers.linear import Int4Linear, Int8Linear
 from pipeload.formats.integers.order import BY_ROWS, unpack
@@ -129,9 +129,9 @@ class ExpertMatrix:
     def __init__(
         self, expert: torch.Tensor, place: MatrixPlace, shape: ExpertShape, *, exact_inputs: bool
     ) -> None:
-        """`expert`: uint8 of [bytes]. With `exact_inputs`, inputs of int4 are never rounded."""
+        """`expert`: uint8 of [bytes]. With `exact_inputs`, inputs are never rounded."""
         self._place, self._bits = place, shape.bits
-        self._rounds = shape.bits == 4 and not exact_inputs
+        self._rounds = rounds_inputs(shape.bits, exact=exact_inputs)
         codes = expert[place.start :][: place.rows * place.columns * shape.bits // 8]
         groups = place.columns // shape.group if shape.group else 1
         dtype = DTYPES[shape.dtype]
@@ -144,7 +144,8 @@ class ExpertMatrix:
             self._codes = codes.view(place.rows, -1)
             self._told = told.view(groups, place.rows, 2)
         else:
-            self._codes = aligned(codes, INT8_ALIGNMENT).view(torch.int8).view(place.rows, -1)
+            where = codes if self._rounds else aligned(codes, INT8_ALIGNMENT)
+            self._codes = where.view(torch.int8).view(place.rows, -1)
             self._told = told
 
     def product(self, rows: torch.Tensor) -> torch.Tensor:
@@ -152,7 +153,9 @@ class ExpertMatrix:
         if len(rows) > most_by_kernel(self._bits, rows.dtype, rounded=self._rounds):
             return wide_product.multiply(rows, self._place.rows, self._block)
         if self._rounds:
-            return rounded_product.multiply(rows, self._codes, self._told)
+            given = rows, self._codes, self._told
+            eight = self._bits == 8
+            return byte_product.multiply(*given) if eight else rounded_product.multiply(*given)
         multiply = torch._weight_int8pack_mm  # noqa: SLF001 - has no other name
         return multiply(rows, self._codes, self._told.to(rows.dtype))
 
@@ -173,6 +176,11 @@ class ExpertMatrix:
         """Do nothing: it shows bytes that are there."""
 
 
+def rounds_inputs(bits: int, *, exact: bool) -> bool:
+    """Whether few rows of input are rounded, for our own kernels; `exact`: they are never to be."""
+    return not exact and (bits == 4 or byte_product.compiled() is not None)
+
+
 def most_by_kernel(bits: int, dtype: torch.dtype, *, rounded: bool) -> int:
     """Rows of input up to which a kernel multiplies as it is; more are multiplied as floats.
 
@@ -190,9 +198,9 @@ class ExpertProducts(NamedTuple):
     shape: ExpertShape
     input: torch.dtype
     rounded: bool
-    """Whether few rows of input are rounded, of int4."""
+    """Whether few rows of input are rounded."""
     copies: bool = False
-    """Whether codes of int8 begin where the kernel cannot read: each product makes a copy."""
+    """Whether codes of int8 begin where torch's kernel cannot read: each product makes a copy."""
 
     def of(self, rows: int) -> int:
         """Bytes, with so many rows of input, which may all be sent to one expert."""
@@ -204,7 +212,7 @@ class ExpertProducts(NamedTuple):
         return copied + most
 
     def _of(self, place: MatrixPlace, rows: int) -> int:
-        bits, rounded = self.shape.bits, self.rounded and self.shape.bits == 4
+        bits, rounded = self.shape.bits, self.rounded
         sizes = Sizes(place.rows, place.columns, bits, self.input, rounded=rounded)
         if rows > most_by_kernel(bits, self.input, rounded=rounded):
             return wide_product.wide_bytes(rows, sizes)

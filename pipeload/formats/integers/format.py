@@ -7,16 +7,15 @@ from typing import TYPE_CHECKING, Final
 from pipeload.formats.format import AS_STORED, Format
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping
 
     from torch import nn
 
     from pipeload.formats.format import PackedWeight, Stored
-    from pipeload.formats.integers.linear import Int4Linear
 
 METHOD: Final = "pipeload"
-OURS: Final = "pipeload's int4 kernel, inputs rounded to int16"
-TORCHS: Final = "torch's int4 kernel, exact inputs"
+OURS: Final = "pipeload's {} kernel, inputs rounded to int16"
+TORCHS: Final = "torch's {} kernel, exact inputs"
 
 
 class Integers(Format):
@@ -40,32 +39,29 @@ class Integers(Format):
         return found
 
     def keep_inputs_exact(self, model: nn.Module, /) -> bool:
-        """Have torch's kernel multiply int4 weights, which rounds no inputs."""
+        """Have torch's kernels multiply, which round no inputs."""
+        from pipeload.formats.integers.linear import Int4Linear, Int8Linear
         from pipeload.formats.integers.order import BY_ROWS
         from pipeload.formats.integers.packed_experts import PackedExperts
 
-        linears = [module for module in _int4_linears(model) if module.order == BY_ROWS]
-        experts = [m for m in model.modules() if isinstance(m, PackedExperts) and m.shape.group]
-        for linear in linears:
-            linear.exact_inputs = True
-        for module in experts:
-            module.exact_inputs = True
-        return bool(linears or experts)
+        found = False
+        for module in model.modules():
+            if isinstance(module, Int4Linear) and module.order != BY_ROWS:
+                continue  # for torch's kernel as it is
+            if isinstance(module, (Int4Linear, Int8Linear, PackedExperts)):
+                module.exact_inputs = found = True
+        return found
 
     def kernel(self, model: nn.Module, /) -> str | None:
-        """Say what multiplies int4 weights by few rows of input."""
-        from pipeload.formats.integers.order import BY_ROWS
+        """Say what multiplies weights by few rows of input: those of 4 bits first."""
+        from pipeload.formats.integers.packed_linear import PackedLinear
 
-        found = next(_int4_linears(model), None)
-        if found is None:
-            return None
-        return OURS if found.computed_order == BY_ROWS else TORCHS
-
-
-def _int4_linears(model: nn.Module) -> Iterator[Int4Linear]:
-    from pipeload.formats.integers.linear import Int4Linear
-
-    return (module for module in model.modules() if isinstance(module, Int4Linear))
+        rounds: dict[int, bool] = {}
+        for module in model.modules():
+            if isinstance(module, PackedLinear):
+                rounds.setdefault(module.bits, module.will_round)
+        kinds = [(OURS if rounds[bits] else TORCHS).format(f"int{bits}") for bits in sorted(rounds)]
+        return "; ".join(kinds) or None
 
 
 INTEGERS: Final = Integers()

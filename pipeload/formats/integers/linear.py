@@ -1,6 +1,6 @@
 """Linears with int8 and int4 weights, computed on the CPU.
 
-Few rows of input by the kernels of torch's core, or our own for int4 in its order; many as
+Few rows of input by our own kernels, of int4 in their order, or those of torch's core; many as
 `wide_product` says.
 """
 
@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from pipeload.formats.integers import byte_product, wide_product
 from pipeload.formats.integers import product as rounded_product
-from pipeload.formats.integers import wide_product
 from pipeload.formats.integers.order import (
     BY_ROWS,
     KERNEL_ROWS,
@@ -37,6 +37,7 @@ class Int8Linear(PackedLinear):
 
     bits = 8
     statistics = "scale"
+    exact_inputs = False  # of a pickle that is older than our kernel
 
     def __init__(
         self,
@@ -45,10 +46,21 @@ class Int8Linear(PackedLinear):
         *,
         bias: bool,
         dtype: torch.dtype = torch.float32,
+        exact_inputs: bool = False,
         path: str = "",
     ) -> None:
-        """Without values. `dtype`: of scale and bias, bf16, fp16 or fp32."""
+        """Without values.
+
+        Args:
+            in_features: a multiple of 16.
+            out_features: any number.
+            bias: whether it has one.
+            dtype: of scale and bias, bf16, fp16 or fp32.
+            exact_inputs: whether inputs are never rounded, though there is a kernel that does.
+            path: what errors call it.
+        """
         super().__init__(in_features, out_features, bias=bias, path=path)
+        self.exact_inputs = exact_inputs
         empty = torch.empty((out_features, in_features), dtype=torch.int8)
         self.weight = nn.Parameter(empty, requires_grad=False)
         self.scale = nn.Parameter(torch.empty(out_features, dtype=dtype), requires_grad=False)
@@ -57,11 +69,26 @@ class Int8Linear(PackedLinear):
 
     @staticmethod
     def fits(out_features: int, in_features: int) -> bool:
-        """Whether the kernel computes such a weight rightly."""
+        """Whether the kernels compute such a weight rightly."""
         return out_features > 0 and in_features > 0 and in_features % _COLUMN_STEP == 0
+
+    def product(self, rows: torch.Tensor) -> torch.Tensor:
+        """Multiply contiguous and aligned [n, in] to [n, out], without the bias."""
+        if _has_no_addresses(rows):
+            given = rows, self.weight, self.scale, self.exact_inputs
+            made: torch.Tensor = _opaque_int8_product(*given)
+            return made
+        return super().product(rows)
+
+    @property
+    def rounds_inputs(self) -> bool:
+        """Whether few rows of input are rounded, for our own kernel."""
+        return not self.exact_inputs and byte_product.compiled() is not None
 
     def by_kernel(self, rows: torch.Tensor) -> torch.Tensor:
         """Multiply [n, in] to [n, out], without the bias."""
+        if self.rounds_inputs:
+            return byte_product.multiply(rows, self.weight, self.scale)
         multiply = torch._weight_int8pack_mm  # noqa: SLF001 - has no other name
         return multiply(rows, self.weight, self.scale)
 
@@ -75,8 +102,9 @@ class Int8Linear(PackedLinear):
         return self.weight.float() * self.scale.float()[:, None]
 
     def settle(self) -> None:
-        """Copy a weight that does not begin where the kernel can read."""
-        self.weight.data = aligned(self.weight.data, INT8_ALIGNMENT)
+        """Copy a weight that does not begin where torch's kernel can read."""
+        if not self.rounds_inputs:
+            self.weight.data = aligned(self.weight.data, INT8_ALIGNMENT)
 
 
 class Int4Linear(PackedLinear):
@@ -141,7 +169,7 @@ class Int4Linear(PackedLinear):
     def product(self, rows: torch.Tensor) -> torch.Tensor:
         """Multiply contiguous and aligned [n, in] to [n, out], without the bias."""
         rows = self.in_order(rows)
-        if torch.compiler.is_compiling() or rows.is_meta or isinstance(rows, FakeTensor):
+        if _has_no_addresses(rows):
             made: torch.Tensor = _opaque_product(
                 rows, self.weight, self.scales_and_zeros, self.order
             )
@@ -173,6 +201,11 @@ class Int4Linear(PackedLinear):
     def rounds_inputs(self) -> bool:
         """Whether few rows of input are rounded, for our own kernel."""
         return self.order == BY_ROWS
+
+    @property
+    def will_round(self) -> bool:
+        """The same, once its weight is in the order that it is computed in here."""
+        return self.computed_order == BY_ROWS
 
     @property
     def computed_order(self) -> str:
@@ -214,8 +247,7 @@ class Int4Linear(PackedLinear):
     @property
     def sizes(self) -> Sizes:
         """What the memory that its products take depends on."""
-        reordered, rounded = self.columns is not None, self.computed_order == BY_ROWS
-        return super().sizes._replace(reordered=reordered, rounded=rounded)
+        return super().sizes._replace(reordered=self.columns is not None)
 
     def dequantised(self) -> torch.Tensor:
         """The weight as fp32 of [out, in]."""
@@ -223,6 +255,29 @@ class Int4Linear(PackedLinear):
         if self.columns is None:
             return made
         return torch.empty_like(made).index_copy_(1, self.columns.long(), made)
+
+
+def _has_no_addresses(rows: torch.Tensor) -> bool:
+    return torch.compiler.is_compiling() or rows.is_meta or isinstance(rows, FakeTensor)
+
+
+@torch.library.custom_op("pipeload::int8_product", mutates_args=())
+def _opaque_int8_product(
+    rows: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, exact_inputs: bool
+) -> torch.Tensor:
+    """An int8 product, as below."""
+    with torch.device("meta"):
+        made = Int8Linear(rows.shape[1], len(weight), bias=False, exact_inputs=exact_inputs)
+    made.weight = nn.Parameter(weight, requires_grad=False)
+    made.scale = nn.Parameter(scale, requires_grad=False)
+    return made.product(rows)
+
+
+@_opaque_int8_product.register_fake
+def _(
+    rows: torch.Tensor, weight: torch.Tensor, _scale: torch.Tensor, _exact_inputs: bool
+) -> torch.Tensor:
+    return rows.new_empty((rows.shape[0], weight.shape[0]))
 
 
 @torch.library.custom_op(

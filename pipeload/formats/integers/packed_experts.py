@@ -190,7 +190,7 @@ class PackedExperts(nn.Module):
         inner.new_empty((most, self.shape.hidden))
 
     def settle(self) -> None:
-        """Copy experts that do not begin where the kernel for int8 can read."""
+        """Copy experts that do not begin where torch's kernel for int8 can read."""
         self.packed.data = aligned(self.packed.data, INT8_ALIGNMENT)
 
     def extra_repr(self) -> str:

@@ -69,10 +69,16 @@ class PackedLinear(nn.Linear, abc.ABC):
         return False
 
     @property
+    def will_round(self) -> bool:
+        """The same, once its weight is as it is computed here."""
+        return self.rounds_inputs
+
+    @property
     def sizes(self) -> Sizes:
         """What the memory that its products take depends on."""
         dtype = self.get_parameter(self.statistics).dtype
-        return Sizes(self.out_features, self.in_features, self.bits, dtype)
+        sizes = self.out_features, self.in_features
+        return Sizes(*sizes, self.bits, dtype, rounded=self.will_round)
 
     @abc.abstractmethod
     def by_kernel(self, rows: torch.Tensor) -> torch.Tensor:

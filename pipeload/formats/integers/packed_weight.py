@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pipeload.errors import CheckpointError
-from pipeload.formats.integers.expert_matrices import ExpertProducts
+from pipeload.formats.integers.expert_matrices import ExpertProducts, rounds_inputs
 from pipeload.formats.integers.linear import Int4Linear, Int8Linear
 from pipeload.formats.integers.order import Reordered
 from pipeload.formats.integers.packed_linear import INT8_ALIGNMENT
@@ -58,8 +58,9 @@ class IntegerWeight:
         repack: Repack | None = None
         if isinstance(module, Int4Linear) and module.order != module.computed_order:
             repack = Reordered(module.order, module.computed_order)
-        elif isinstance(module, Int8Linear) and source.start % INT8_ALIGNMENT:
-            repack = AS_IT_IS
+        elif isinstance(module, Int8Linear):
+            moved = source.start % INT8_ALIGNMENT and not module.rounds_inputs
+            repack = AS_IT_IS if moved else None
         self._weight = replace(plain, guarded=True, repacked=repack)
 
     @property
@@ -125,8 +126,9 @@ class ExpertsWeight:
     def held_by_products(self, dtype: torch.dtype) -> Iterable[Held]:
         """What products take."""
         shape, begins = self._module.shape, self._weight.sources[0].start
-        copies = shape.bits == 8 and bool(begins % INT8_ALIGNMENT)
-        return [ExpertProducts(shape, dtype, not self._module.exact_inputs, copies)]
+        rounded = rounds_inputs(shape.bits, exact=self._module.exact_inputs)
+        copies = shape.bits == 8 and not rounded and bool(begins % INT8_ALIGNMENT)
+        return [ExpertProducts(shape, dtype, rounded, copies)]
 
     def show(self) -> Shown | None:
         """Build nothing: its module shows the parameter."""

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 _SOURCE = Path(__file__).with_name("product.c")
-_BLOCK = 64  # columns, of which the last may be half
+_PAIR = 128  # columns that are taken at once; the last ones may be fewer
 _log = logging.getLogger("pipeload")
 
 
@@ -109,8 +109,8 @@ def multiply_sent(
 
 def temporary_bytes(rows: int, columns: int) -> int:
     """The most that so many rows of input are held in, rounded."""
-    blocks = -(-columns // _BLOCK)
-    return rows * blocks * (2 * _BLOCK + 2 * 8)  # scales and sums of two groups a block at most
+    pairs = -(-columns // _PAIR)
+    return rows * pairs * (2 * _PAIR + 4 * 8)  # scales and sums of four groups a pair at most
 
 
 @functools.cache

@@ -119,7 +119,9 @@ class PipeloadConfig(QuantizationConfigMixin):
         """Give what holds for the Linear at `path`."""
         if path not in self.modules:
             return self
-        return PipeloadConfig(8, method=self.method, part_bytes=self.part_bytes)
+        return PipeloadConfig(
+            8, method=self.method, exact_inputs=self.exact_inputs, part_bytes=self.part_bytes
+        )
 
     def fits(self, module: nn.Linear) -> bool:
         """Tell whether the kernel takes a weight of its shape."""
@@ -156,10 +158,11 @@ class PipeloadConfig(QuantizationConfigMixin):
         return PartedLinear(made, bias=bias, dtype=dtype)
 
     def _packed(self, *sizes: int, **options: Any) -> PackedLinear:
+        options |= {"exact_inputs": self.exact_inputs}
         if self.bits == 8:
             return Int8Linear(*sizes, **options)
         group, order = self.group_size or 0, self.order or ""
-        options |= {"reordered": self.reordered, "exact_inputs": self.exact_inputs}
+        options |= {"reordered": self.reordered}
         return Int4Linear(*sizes, group_size=group, order=order, **options)
 
 

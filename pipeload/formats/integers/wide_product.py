@@ -13,8 +13,19 @@ of 11008 x 4096, kernel / floats in blocks of 256. A weight of 4096 x 4096 cross
     int8, as if AVX2 were all     14 / 22    22 / 28    29 / 30    36 / 33    42 / 36  450 / 259
     int4, the same                14 / 23    20 / 26    27 / 30    33 / 32    40 / 36  420 / 271
 
-Our own kernel for int4 takes 1.0 ms a row, 1.25 without VNNI: it crosses at 22 and 40 rows. Where
-torch's own operations unpack int4, it takes ten times as long as it does compiled, and pays
+Our own kernels beside floats, on an Intel Xeon with AVX512-VNNI and AVX512-BF16 and without AMX, a
+weight of 5504 x 4096, in ms of processor time, medians. AVX2 alone multiplies floats in fp32.
+
+    rows                               20         28         44         60        256
+    int8 in bf16                   8 / 21    10 / 27    15 / 35              100 / 145
+    int4 in bf16                  10 / 21    13 / 27    20 / 34              123 / 148
+    int8, as if AVX2 were all     14 / 26    19 / 28    29 / 33    38 / 38  171 / 108
+    int4, the same                14 / 25    20 / 26    31 / 33    41 / 38  188 / 106
+
+Floats in fp32 cross ours by VNNI there at 256 rows (int8) and 128 (int4). AMD's processors, and
+AMX, multiply bf16 much faster: there ours are taken for 20 rows.
+
+Where torch's own operations unpack int4, it takes ten times as long as it does compiled, and pays
 from some 190 rows on. For fp32 and fp16 there are no such kernels but plain loops (4096 x 4096:
 int8 14 to 17 ms a row, int4 28 to 31; floats 3), so floats are always faster.
 """
@@ -27,7 +38,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from pipeload.formats.integers import product
+from pipeload.formats.integers import byte_product, product
 from pipeload.formats.integers.unpack import compiled
 
 if TYPE_CHECKING:
@@ -35,8 +46,10 @@ if TYPE_CHECKING:
 
 _MOST_BY_KERNEL = {torch.bfloat16: {8: 12, 4: 16}, torch.float32: {8: 20, 4: 20}}
 """Rows of bf16, by what floats are multiplied in and by the bits of the weight."""
-_MOST_ROUNDED = {torch.bfloat16: 20, torch.float32: 40}
-"""The same of our own kernel, and whatever the dtype of the input."""
+_MOST_ROUNDED = {torch.bfloat16: {8: 20, 4: 20}, torch.float32: {8: 52, 4: 48}}
+"""The same of our own kernels, and whatever the dtype of the input."""
+_MOST_ROUNDED_BY_VNNI = {torch.bfloat16: {8: 256, 4: 256}, torch.float32: {8: 192, 4: 112}}
+"""The same where floats of bf16 are slow."""
 _MOST_BY_KERNEL_IF_UNCOMPILED = 192
 _OUT_ROWS = 256  # of a weight at once: whole tiles of int4
 _ROWS = 256  # of input at once, where they are cast
@@ -80,12 +93,14 @@ def most_by_kernel(bits: int, dtype: torch.dtype, *, rounded: bool) -> int:
     Args:
         bits: of the weight.
         dtype: of the input.
-        rounded: whether it is our own kernel.
+        rounded: whether it is our own kernel; 0 where that cannot be taken.
     """
     if rounded:
-        if dtype == torch.float64 or product.compiled() is None:  # as a pickle from elsewhere
+        own = byte_product if bits == 8 else product
+        if dtype == torch.float64 or own.compiled() is None:  # as a pickle from elsewhere
             return 0
-        return _MOST_ROUNDED[product_dtype(dtype)]
+        most = _MOST_ROUNDED_BY_VNNI if _has_slow_floats() else _MOST_ROUNDED
+        return most[product_dtype(dtype)][bits]
     if dtype != torch.bfloat16:
         return 0
     if bits == 4 and compiled() is None:
@@ -126,7 +141,11 @@ def _multiply(parts: Sequence[torch.Tensor], block: WeightBlock, out: torch.Tens
 def temporary_bytes(rows: int, weight: Sizes) -> int:
     """The most that a product of so many rows of input holds beside those and what it returns."""
     if rows <= most_by_kernel(weight.bits, weight.dtype, rounded=weight.rounded):
-        return product.temporary_bytes(rows, weight.in_features) if weight.rounded else 0
+        if not weight.rounded:
+            return 0
+        own = byte_product if weight.bits == 8 else product
+        held: int = own.temporary_bytes(rows, weight.in_features)
+        return held
     return wide_bytes(rows, weight)
 
 
@@ -143,6 +162,14 @@ def wide_bytes(rows: int, weight: Sizes) -> int:
         exact = torch.float32.itemsize * (dtype != torch.float32)
         nbytes += count * weight.in_features * (2.5 + exact)
     return int(nbytes)
+
+
+@functools.cache
+def _has_slow_floats() -> bool:
+    """Whether products of integers by VNNI are as fast as those of floats: see the note."""
+    known = torch.cpu.get_capabilities()
+    fast = known.get("amx_bf16") or "Intel" not in str(known.get("cpu_name"))
+    return bool(known.get("avx512_vnni") and not fast)
 
 
 @functools.cache

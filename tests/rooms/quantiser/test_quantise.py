@@ -29,7 +29,7 @@ from pipeload.errors import (
     UnsupportedModelError,
 )
 from pipeload.formats.form_names import FORMS as METHODS
-from pipeload.formats.integers import product
+from pipeload.formats.integers import byte_product, product
 from pipeload.formats.integers.format import OURS, TORCHS
 from pipeload.formats.integers.linear import Int4Linear, Int8Linear
 from pipeload.formats.integers.order import ORDERS, kernel_order
@@ -112,7 +112,7 @@ def outputs(model: Any) -> list[torch.Tensor]:
     And of two long prompts: so many rows go another way than few.
     """
     made = step_logits(model, prompt(), 3) + step_logits(model, prompt(2, 7), 1)
-    made += step_logits(model, prompt(2, 120), 0)
+    made += step_logits(model, prompt(2, 140), 0)
     made.append(model.generate(prompt(), max_new_tokens=4, do_sample=False))
     return made
 
@@ -281,16 +281,34 @@ def test_exact_inputs(llama: Path, tmp_path: Path) -> None:
     for limit in limits(folder, 3, exact_inputs=True):
         model = load(folder, limit, exact_inputs=True)
         assert_same(outputs(model), expected, f"at {limit}")
-        assert model.pipeload.plan.kernel == TORCHS
+        assert model.pipeload.plan.kernel == TORCHS.format("int4")
     model.pipeload.remove()
     model.save_pretrained(tmp_path / "saved")
     assert_same(outputs(load_plain(tmp_path / "saved")), expected, "saved")
     rounded = load_smallest(folder)
-    ours = rounded.pipeload.plan.kernel == OURS
+    ours = rounded.pipeload.plan.kernel == OURS.format("int4")
     assert ours == (product.compiled() is not None)
     assert ours == any(
         not torch.equal(*pair) for pair in zip(outputs(rounded), expected, strict=True)
     )
+
+
+def test_exact_inputs_of_int8(llama: Path, tmp_path: Path) -> None:
+    """Of a head beside int4, too: torch's kernels, streamed and plain, and other bits than ours."""
+    folder = pipeload.quantize(llama, tmp_path / "made", head="int8", **FORMS["int4 by 32"])
+    exact = load_smallest(folder, exact_inputs=True)
+    assert exact.pipeload.plan.kernel == "; ".join(map(TORCHS.format, ("int4", "int8")))
+    config = AutoConfig.from_pretrained(folder)
+    config.quantization_config["exact_inputs"] = True
+    plain = load_plain(folder, config=config)
+    assert_same(outputs(exact), outputs(plain))
+    assert isinstance(plain.lm_head, Int8Linear)
+    assert plain.lm_head.exact_inputs
+    x = torch.randn(3, plain.lm_head.in_features).to(torch.bfloat16)
+    plain.lm_head.exact_inputs = False
+    rounded = plain.lm_head(x)
+    plain.lm_head.exact_inputs = True
+    assert torch.equal(plain.lm_head(x), rounded) == (byte_product.compiled() is None)
 
 
 def test_made_on_another_processor(llama: Path, tmp_path: Path) -> None:

@@ -205,7 +205,8 @@ def test_products(bits: int, dtype: torch.dtype, bias: bool) -> None:
             got = packed(x)
             wanted = nn.functional.linear(x.float(), weight, linear.bias.float() if bias else None)
         assert (got.dtype, got.shape) == (dtype, wanted.shape)
-        assert relative(got, wanted) < 16 * torch.finfo(dtype).eps
+        bound = max(16 * torch.finfo(dtype).eps, 5e-5 * packed.rounds_inputs)
+        assert relative(got, wanted) < bound
     strided = random(6, 2 * COLUMNS, dtype=dtype)[:, ::2]
     with torch.no_grad():
         assert torch.equal(packed(strided), packed(strided.contiguous()))
@@ -292,7 +293,8 @@ def test_memory_of_many_rows(bits: int, dtype: torch.dtype) -> None:
     taken = held.most - made.nbytes
     assert 0 < taken <= counted < linear.weight.numel() * 4
     assert counted < 3 * taken
-    assert (temporary_bytes(1, packed.sizes) == 0) == (dtype == torch.bfloat16)
+    nothing = dtype == torch.bfloat16 and not packed.rounds_inputs
+    assert (temporary_bytes(1, packed.sizes) == 0) == nothing
 
 
 @pytest.mark.parametrize("columns", [16, 48, 80, 176])
