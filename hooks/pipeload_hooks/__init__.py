@@ -40,7 +40,7 @@ from pipeload_hooks._experts import (
     Service,
     attach_experts,
     empty_grouped,
-    experts_in_order,
+    experts_at_hand,
 )
 from pipeload_hooks._growth import TreeWatch
 from pipeload_hooks._lookup import takes_ids
@@ -102,7 +102,7 @@ __all__ = [
     "computes_linear",
     "discard_ended",
     "empty_grouped",
-    "experts_in_order",
+    "experts_at_hand",
     "find_blocks",
     "find_crossing",
     "guard",

@@ -80,18 +80,24 @@ class Service(Protocol):
     def need(self, name: str, expert: int) -> None:
         """Return once that slice of a parameter is there. The one asked for before may go."""
 
+    def together(self, name: str, experts: Sequence[int]) -> Iterable[Sequence[int]]:
+        """All of `experts`, in portions that are there at once until the next is asked for."""
+
     def refuse(self, function: str, name: str) -> NoReturn:
         """Say that a function is given a parameter whose slices are not all there: raise."""
 
 
-def experts_in_order(parameter: torch.Tensor, experts: Sequence[int]) -> Sequence[int]:
-    """In which order a loop whose result does not depend on it had best take slices."""
+def experts_at_hand(parameter: torch.Tensor, experts: Sequence[int]) -> Iterable[Sequence[int]]:
+    """In which portions something whose result does not depend on it had best take slices.
+
+    All slices of a portion are there until the next one is asked for.
+    """
     if has_torch_function_unary(parameter):
-        asked: Sequence[int] = handle_torch_function(
-            experts_in_order, (parameter,), parameter, experts
+        asked: Iterable[Sequence[int]] = handle_torch_function(
+            experts_at_hand, (parameter,), parameter, experts
         )
         return asked
-    return experts
+    return (experts,)
 
 
 def attach_experts(
@@ -165,9 +171,9 @@ class ServeExperts(PassMode):
             name = self._by_address.get(_weight_of(args, kwargs).data_ptr())
             if name is not None:
                 return self._grouped(name, func, args, kwargs)
-        elif func is experts_in_order:
+        elif func is experts_at_hand:
             name = self._by_id.get(id(args[0]))
-            return args[1] if name is None else self._service.order(name, args[1])
+            return (args[1],) if name is None else self._service.together(name, args[1])
         elif func is torch.Tensor.view and id(args[0]) in self._by_id:
             return self._stack(self._by_id[id(args[0])], func(*args, **kwargs))
         elif func is torch.Tensor.__getitem__ and (name := self._name_of(args[0])) is not None:

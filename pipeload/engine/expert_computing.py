@@ -18,7 +18,7 @@ from pipeload.errors import UnsupportedOperationError
 from pipeload_hooks import COUNTS, ServeExperts
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Sequence
 
     from pipeload.engine.expert_parameters import ExpertSeat
 
@@ -97,6 +97,27 @@ class ExpertLayer:
         self._fill()
         self._reads.wait(wanted, self.seat.name)
         self._used.append(wanted)
+
+    def together(self, name: str, experts: Sequence[int]) -> Iterator[Sequence[int]]:
+        """What is there first; then what stays, as it comes; what does not is alone."""
+        if there := [expert for expert in experts if expert in self._hits]:
+            yield there
+        staying = [expert for expert in experts if expert in self.kept]
+        while staying:
+            self.need(name, staying[0])
+            come = [staying[0], *(e for e in staying[1:] if self._has_come(name, e))]
+            for expert in come[1:]:
+                self.need(name, expert)  # or say what has failed
+            yield come
+            staying = [expert for expert in staying if expert not in come]
+        for expert in experts:
+            if expert not in self._hits and expert not in self.kept:
+                self.need(name, expert)
+                yield [expert]
+
+    def _has_come(self, name: str, expert: int) -> bool:
+        part = Slice(self.seat.layer, name, expert)
+        return part in self._coming and self._reads.is_over(part)
 
     def finish(self) -> list[int]:
         """The module has run: give back what does not stay; experts that are there from now on."""

@@ -105,6 +105,11 @@ class ExpertReads:
         if failed is not None:
             raise name_block(failed, module)
 
+    def is_over(self, part: Slice) -> bool:
+        """Whether nothing of a slice is still to come: it is there, or has failed."""
+        self._note_reports()
+        return part not in self._left
+
     def came(self, part: Slice) -> bool:
         """Wait for a slice that nobody is in need of; whether it is there."""
         if self._hangs and part in self._left:

@@ -9,6 +9,7 @@ import torch
 
 from pipeload.formats.integers import byte_product, wide_product
 from pipeload.formats.integers import product as rounded_product
+from pipeload.formats.integers.expert_rows import most_together, temporary_bytes
 from pipeload.formats.integers.linear import Int4Linear, Int8Linear
 from pipeload.formats.integers.order import BY_ROWS, unpack
 from pipeload.formats.integers.packed_linear import INT8_ALIGNMENT, aligned
@@ -204,7 +205,11 @@ class ExpertProducts(NamedTuple):
     def of(self, rows: int) -> int:
         """Bytes, with so many rows of input, which may all be sent to one expert."""
         copied = max(p.rows * p.columns for p in self.shape.places) if self.copies else 0
-        return copied + max(self._of(place, rows) for place in self.shape.places)
+        most = max(self._of(place, rows) for place in self.shape.places)
+        rounded = self.rounded and self.shape.bits == 4
+        if rounded and most_together(self.shape.wide, self.input):
+            most = max(most, temporary_bytes(rows, self.shape.hidden, self.shape.inner))
+        return copied + most
 
     def _of(self, place: MatrixPlace, rows: int) -> int:
         bits, rounded = self.shape.bits, self.rounded

@@ -4,11 +4,12 @@
 one row of one parameter: so it is one read, and one place in a cache. What was not read is 0xFF in
 every byte, so that its scales are NaN.
 
-[Note: any order] Each expert multiplies the rows that are sent to it by itself, and what it gives
-is put where those rows belong; then all that belongs to a row is added up at once. So no bit
-depends on which expert comes first, and those that are there need not wait for the others. The sum
-is that of the library's grouped products; which of its implementations a configuration names
-changes nothing here.
+[Note: any order] What an expert gives for the rows that are sent to it is what it would give if it
+were the only one, and is put where those rows belong; then all that belongs to a row is added up at
+once. So no bit depends on which expert comes first, and those that are there need not wait for the
+others. The sum is that of the library's grouped products; which of its implementations a
+configuration names changes nothing here. Few rows of several experts are multiplied in one call,
+which changes no bit, either: see [Note: rows by themselves] in expert_rows.py.
 """
 
 from __future__ import annotations
@@ -20,19 +21,28 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from pipeload.errors import UnsupportedModelError
+from pipeload.formats.integers import product
 from pipeload.formats.integers.expert_matrices import ExpertMatrix
+from pipeload.formats.integers.expert_rows import (
+    MOST_TOGETHER,
+    activates_rows_alone,
+    most_together,
+    portions,
+    rows_of_experts,
+)
 from pipeload.formats.integers.packed_linear import (
     INPUT_ALIGNMENT,
     INT8_ALIGNMENT,
     Product,
     aligned,
 )
-from pipeload_hooks import experts_in_order
+from pipeload.weights.arena import DTYPES
+from pipeload_hooks import experts_at_hand
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Mapping, Sequence
 
-    from pipeload.formats.integers.expert_matrices import ExpertShape
+    from pipeload.formats.integers.expert_matrices import ExpertShape, MatrixPlace
 
 
 class PackedExperts(nn.Module):
@@ -56,6 +66,7 @@ class PackedExperts(nn.Module):
         told: Any = library
         self.shape, self.exact_inputs, self.path = shape, exact_inputs, path
         self.num_experts, self.config = shape.experts, told.config
+        self._places = shape.places
         self._first = "gate_up_proj" if told.has_gate else "up_proj"
         for name in (self._first, "down_proj"):
             bias = f"{name}_bias"
@@ -88,33 +99,72 @@ class PackedExperts(nn.Module):
         hidden = hidden_states.reshape(-1, self.shape.hidden)
         made = hidden.new_zeros((len(hidden) * count, self.shape.hidden))
         if hidden.is_meta or isinstance(hidden, FakeTensor):
-            self._run_without_values(hidden)
+            self._run_without_values(hidden, count)
         else:
             self._refuse_placeholder()
             self._refuse_devices(hidden)
-            for expert, pairs in self._sent(top_k_index):
-                rows = hidden.index_select(0, pairs // count)
-                made[pairs] = self._run(expert, rows).to(made.dtype)  # a bias may be of another
+            self._run_all(hidden.contiguous(), top_k_index, made)
         weighted = made * top_k_weights.reshape(-1, 1)
         total = weighted.view(len(hidden), count, self.shape.hidden).sum(1)
         return total.to(hidden_states.dtype).view(hidden_states.shape)
 
-    def _sent(self, top_k_index: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-        """Experts, and which pairs of a row and one of its choices are each one's, ascending."""
-        chosen = top_k_index.reshape(-1).long()
-        numbers, pairs = chosen.sort(stable=True)
-        experts, counts = numbers.unique_consecutive(return_counts=True)
-        groups = dict(zip(experts.tolist(), pairs.split(counts.tolist()), strict=True))
-        mine = [expert for expert in groups if 0 <= expert < self.num_experts]
-        for expert in experts_in_order(self.packed, mine):
-            yield expert, groups[expert]
+    def _run_all(self, hidden: torch.Tensor, ids: torch.Tensor, made: torch.Tensor) -> None:
+        """Have experts compute with [rows, hidden], into [rows * k, hidden]."""
+        pairs, count = rows_of_experts(ids, self.num_experts), ids.shape[-1]
+        recorded = torch.is_grad_enabled() and hidden.requires_grad
+        alone = recorded or self.exact_inputs or self.shape.bits != 4  # without a kernel of ours
+        most = 0 if alone else most_together(self.shape.wide, hidden.dtype)
+        packed = self.packed.detach()
+        for there in experts_at_hand(self.packed, [*pairs]):
+            for experts in portions(there, pairs, most):
+                if len(pairs[experts[0]]) <= most:
+                    self._run_few(packed, {e: pairs[e] for e in experts}, hidden, made)
+                    continue
+                mine = torch.tensor(pairs[experts[0]])
+                given = hidden.index_select(0, mine // count)
+                # A bias may be of another dtype.
+                made[mine] = self._run(packed[experts[0]], experts[0], given).to(made.dtype)
 
-    def _run(self, expert: int, rows: torch.Tensor) -> torch.Tensor:
-        """What an expert gives for [n, hidden]."""
-        whole = self.packed[expert].detach()
+    def _run_few(
+        self,
+        packed: torch.Tensor,
+        pairs: Mapping[int, Sequence[int]],
+        hidden: torch.Tensor,
+        made: torch.Tensor,
+    ) -> None:
+        """Compute with few rows of several experts at once; `made` as `_run_all` has it."""
+        first, second = self._places
+        count = len(made) // len(hidden)
+        mine = [(pair, expert) for expert, some in pairs.items() for pair in some]
+        forth = [(pair // count, expert, row) for row, (pair, expert) in enumerate(mine)]
+        opened = hidden.new_empty((len(mine), first.rows))
+        product.multiply_sent(hidden, self._sent(packed, first, forth), opened)
+        opened = self._biased(opened, self._first, [expert for _, expert in mine])
+        library, shape = self._library[0], self.shape
+        if len(pairs) > 1 and not activates_rows_alone(library, shape.wide, shape.inner):
+            inner = torch.cat([self._gate(p) for p in opened.split([*map(len, pairs.values())])])
+        else:
+            inner = self._gate(opened)
+        inner = inner.to(hidden.dtype).contiguous()
+        back = [(row, expert, pair) for row, (pair, expert) in enumerate(mine)]
+        product.multiply_sent(inner, self._sent(packed, second, back), made)
+        if self._parameters["down_proj_bias"] is not None:
+            rows = torch.tensor([pair for pair, _ in mine])
+            biased = self._biased(made[rows], "down_proj", [expert for _, expert in mine])
+            made[rows] = biased.to(made.dtype)
+
+    def _sent(
+        self, packed: torch.Tensor, place: MatrixPlace, pairs: Sequence[tuple[int, int, int]]
+    ) -> product.Sent:
+        groups = place.columns // self.shape.group
+        told_in = DTYPES[self.shape.dtype]
+        return product.Sent(packed, place.start, place.told, told_in, groups, pairs)
+
+    def _run(self, whole: torch.Tensor, expert: int, rows: torch.Tensor) -> torch.Tensor:
+        """What an expert gives for [n, hidden]; `whole` is what it has."""
         first, second = (
             ExpertMatrix(whole, place, self.shape, exact_inputs=self.exact_inputs)
-            for place in self.shape.places
+            for place in self._places
         )
         inner = self._gate(self._biased(_multiply(rows, first), self._first, expert))
         return self._biased(_multiply(inner.to(rows.dtype), second), "down_proj", expert)
@@ -124,15 +174,20 @@ class PackedExperts(nn.Module):
         gated: torch.Tensor = (library._apply_gate if library.has_gate else library.act_fn)(made)  # noqa: SLF001 - what the library itself calls
         return gated
 
-    def _biased(self, made: torch.Tensor, name: str, expert: int) -> torch.Tensor:
+    def _biased(self, made: torch.Tensor, name: str, expert: int | Sequence[int]) -> torch.Tensor:
+        """`expert`: of all rows, or of each."""
         bias = self._parameters[f"{name}_bias"]
         return made if bias is None else made + bias[expert]
 
-    def _run_without_values(self, hidden: torch.Tensor) -> None:
-        """Take what all rows take if they are sent to one expert: to be counted."""
+    def _run_without_values(self, hidden: torch.Tensor, count: int) -> None:
+        """Take what all rows take if they are sent to one expert: to be counted.
+
+        Or few to `count` each, at once.
+        """
         rows = hidden.clone()
-        inner = self._gate(rows.new_empty((len(rows), self.shape.wide)))
-        inner.new_empty((len(rows), self.shape.hidden))
+        most = max(len(rows), min(len(rows) * count, MOST_TOGETHER))
+        inner = self._gate(rows.new_empty((most, self.shape.wide)))
+        inner.new_empty((most, self.shape.hidden))
 
     def settle(self) -> None:
         """Copy experts that do not begin where torch's kernel for int8 can read."""

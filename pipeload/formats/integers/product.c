@@ -13,7 +13,14 @@
 #define PAIR 128           /* columns that are taken at once: of the largest group */
 #define MOST_GROUPS 4      /* of those */
 #define INPUTS 4           /* rows of input that are multiplied at once */
+#define TASKS 32           /* times four rows of the weight a thread takes at once, of experts */
 #define AHEAD 16           /* rows whose scales and zeros are fetched: a line of memory */
+
+static inline int has_vnni(void)
+{
+    return __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+           __builtin_cpu_supports("avx512vnni");
+}
 
 /* One group of one row of input: int16 in the order of blocks. Returns its scale; what is no number
    makes that none. `sum`: of what the codes stand for. */
@@ -68,6 +75,11 @@ struct inputs {
     const int16_t *codes;
     const float *scales, *sums;
     int64_t codes_of_row, groups;
+};
+
+/* A row of input, the expert that it was sent to, and the row of the result. */
+struct sent {
+    int64_t input, expert, made;
 };
 
 /* Two blocks. */
@@ -168,9 +180,27 @@ void product(const void *input, const uint8_t *weight, const void *statistics, v
     int16_t *const codes = memory;
     float *const scales = (float *)(codes + rows * padded);
     float *const sums = scales + rows * (columns / group);
-    vnni = vnni && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-           __builtin_cpu_supports("avx512vnni");
+    vnni = vnni && has_vnni();
     round_rows(input, codes, scales, sums, rows, columns, group, kind);
     (vnni ? multiply_vnni : multiply_avx2)(weight, statistics, codes, scales, sums, made, rows, out,
                                            columns, group, told_in, kind);
+}
+
+/* Products of `count` pairs of a row of input and an expert, which are rows of `made`. input: [rows,
+   columns]; codes_of, told_of: where weight and statistics of expert 0 begin, those of each further
+   one expert_bytes behind; memory, and all else, as above. */
+void product_of_experts(const void *input, const uint8_t *codes_of, const uint8_t *told_of,
+                        const void *sent, void *memory, void *made, int64_t expert_bytes,
+                        int64_t count, int64_t rows, int64_t out, int64_t columns, int64_t group,
+                        int told_in, int kind, int vnni)
+{
+    const int64_t padded = (columns + PAIR - 1) / PAIR * PAIR;
+    int16_t *const codes = memory;
+    float *const scales = (float *)(codes + rows * padded);
+    float *const sums = scales + rows * (columns / group);
+    vnni = vnni && has_vnni();
+    round_rows(input, codes, scales, sums, rows, columns, group, kind);
+    (vnni ? multiply_sent_vnni : multiply_sent_avx2)(codes_of, told_of, expert_bytes, sent, count,
+                                                     codes, scales, sums, made, out, columns, group,
+                                                     told_in, kind);
 }

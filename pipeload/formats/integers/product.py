@@ -15,13 +15,18 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 import logging
 from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from pipeload.formats.compiler import compile_library
 from pipeload.formats.integers.unpack import KINDS
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 _SOURCE = Path(__file__).with_name("product.c")
 _PAIR = 128  # columns that are taken at once; the last ones may be fewer
@@ -57,6 +62,51 @@ def multiply(
     return made
 
 
+class Sent(NamedTuple):
+    """One matrix of each expert, and which rows are multiplied by whose."""
+
+    packed: torch.Tensor
+    """uint8 of [experts, bytes of one]: what lies in one is contiguous."""
+    codes: int
+    """Where weights begin in an expert: [out, in / 2], row after row."""
+    told: int
+    """Where scales and zeros begin: [groups, out, 2]."""
+    told_in: torch.dtype
+    groups: int
+    pairs: Sequence[tuple[int, int, int]]
+    """Rows of input, experts, and rows of the result; those of one expert side by side."""
+
+
+def multiply_sent(
+    rows: torch.Tensor, sent: Sent, into: torch.Tensor, *, vnni: bool = True
+) -> torch.Tensor:
+    """Multiply each row by those experts that it was sent to, all in one call.
+
+    Bits are those of `multiply`.
+
+    Args:
+        rows: [n, in], contiguous, in bf16, fp16 or fp32.
+        sent: what is multiplied by what.
+        into: [rows of the result, out], contiguous, in the dtype of `rows`; what no pair names
+            stays as it is. It is returned.
+        vnni: as `multiply` has it.
+    """
+    library = compiled()
+    assert library is not None  # noqa: S101 - as above
+    (count, columns), out = rows.shape, into.shape[1]
+    memory = torch.empty(temporary_bytes(count, columns), dtype=torch.uint8)
+    numbers = (ctypes.c_int64 * (3 * len(sent.pairs)))(*itertools.chain.from_iterable(sent.pairs))
+    start = sent.packed.data_ptr()
+    torch.get_num_threads()  # as above
+    library.product_of_experts(
+        *(rows.data_ptr(), start + sent.codes, start + sent.told, ctypes.addressof(numbers)),
+        *(memory.data_ptr(), into.data_ptr(), sent.packed.stride(0), len(sent.pairs)),
+        *(count, out, columns, columns // sent.groups, KINDS[sent.told_in], KINDS[rows.dtype]),
+        vnni,
+    )
+    return into
+
+
 def temporary_bytes(rows: int, columns: int) -> int:
     """The most that so many rows of input are held in, rounded."""
     pairs = -(-columns // _PAIR)
@@ -75,4 +125,7 @@ def compiled() -> ctypes.CDLL | None:
         return None
     addresses, sizes, kinds = [ctypes.c_void_p] * 5, [ctypes.c_int64] * 4, [ctypes.c_int] * 3
     library.product.argtypes, library.product.restype = [*addresses, *sizes, *kinds], None
+    of_experts = library.product_of_experts
+    of_experts.argtypes = [ctypes.c_void_p, *addresses, *[ctypes.c_int64] * 6, *kinds]
+    of_experts.restype = None
     return library

@@ -76,6 +76,35 @@ FOR static INLINE void NAME(rows)(const uint8_t *weight, const void *statistics,
     }
 }
 
+/* The same, compiled for each size of a group. */
+FOR static void NAME(some)(const uint8_t *weight, const void *statistics, int64_t first,
+                           int64_t out, struct inputs x, int64_t columns, int64_t group,
+                           int told_in, int count, float (*products)[ROWS])
+{
+#define MULTIPLY(GROUP, KIND, COUNT)                                                               \
+    NAME(rows)(weight + first * columns / 2, statistics, 2 * first, 2 * out, x, columns, GROUP,    \
+               KIND, COUNT, products)
+#define MULTIPLY_FOR(GROUP, KIND)                                                                  \
+    do {                                                                                           \
+        if (count == 1)                                                                            \
+            MULTIPLY(GROUP, KIND, 1);                                                              \
+        else if (count == 2)                                                                       \
+            MULTIPLY(GROUP, KIND, 2);                                                              \
+        else                                                                                       \
+            MULTIPLY(GROUP, KIND, INPUTS);                                                         \
+    } while (0)
+    if (told_in != BFLOAT16)
+        MULTIPLY_FOR(group, told_in);
+    else if (group == 32)
+        MULTIPLY_FOR(32, BFLOAT16);
+    else if (group == 64)
+        MULTIPLY_FOR(64, BFLOAT16);
+    else
+        MULTIPLY_FOR(128, BFLOAT16);
+#undef MULTIPLY
+#undef MULTIPLY_FOR
+}
+
 FOR static void NAME(multiply)(const uint8_t *weight, const void *statistics,
                                const int16_t *codes, const float *scales, const float *sums,
                                void *made, int64_t rows, int64_t out, int64_t columns,
@@ -91,31 +120,48 @@ FOR static void NAME(multiply)(const uint8_t *weight, const void *statistics,
             const struct inputs x = {codes + row * padded, scales + row * groups,
                                      sums + row * groups, padded, groups};
             float products[INPUTS][ROWS];
-#define MULTIPLY(GROUP, KIND, COUNT)                                                               \
-    NAME(rows)(weight + first * columns / 2, statistics, 2 * first, 2 * out, x, columns, GROUP,    \
-               KIND, COUNT, products)
-#define MULTIPLY_FOR(GROUP, KIND)                                                                  \
-    do {                                                                                           \
-        if (count == 1)                                                                            \
-            MULTIPLY(GROUP, KIND, 1);                                                              \
-        else if (count == 2)                                                                       \
-            MULTIPLY(GROUP, KIND, 2);                                                              \
-        else                                                                                       \
-            MULTIPLY(GROUP, KIND, INPUTS);                                                         \
-    } while (0)
-            if (told_in != BFLOAT16)
-                MULTIPLY_FOR(group, told_in);
-            else if (group == 32)
-                MULTIPLY_FOR(32, BFLOAT16);
-            else if (group == 64)
-                MULTIPLY_FOR(64, BFLOAT16);
-            else
-                MULTIPLY_FOR(128, BFLOAT16);
+            NAME(some)(weight, statistics, first, out, x, columns, group, told_in, (int)count,
+                       products);
             for (int m = 0; m < count; m++)
                 for (int r = 0; r < ROWS; r++)
                     store(products[m][r], made, (row + m) * out + first + r, kind);
         }
     }
 }
-#undef MULTIPLY
-#undef MULTIPLY_FOR
+
+/* All rows that were sent to some experts, those of one side by side. Threads take what comes next,
+   so that one that waits for a core keeps nobody waiting. */
+FOR static void NAME(multiply_sent)(const uint8_t *codes_of, const uint8_t *told_of,
+                                    int64_t expert_bytes, const struct sent *sent, int64_t count,
+                                    const int16_t *codes, const float *scales, const float *sums,
+                                    void *made, int64_t out, int64_t columns, int64_t group,
+                                    int told_in, int kind)
+{
+    const int64_t padded = (columns + PAIR - 1) / PAIR * PAIR, groups = columns / group;
+    const int64_t blocks = (out + ROWS - 1) / ROWS;
+#pragma omp parallel for schedule(dynamic, TASKS) if (count * out * columns >= LEAST_PRODUCTS)
+    for (int64_t task = 0; task < count * blocks; task++) {
+        const int64_t begin = task / blocks, n = task % blocks, expert = sent[begin].expert;
+        const int64_t first = n * ROWS + ROWS <= out ? n * ROWS : out - ROWS;
+        if (begin && sent[begin - 1].expert == expert)
+            continue; /* goes with the one before */
+        for (int64_t i = begin, together; i < count && sent[i].expert == expert; i += together) {
+            const int64_t row = sent[i].input;
+            const int two = i + 1 < count && sent[i + 1].expert == expert;
+            const int64_t step = two ? sent[i + 1].input - row : 0;
+            for (together = 1 + two; two && together < INPUTS; together++)
+                if (i + together >= count || sent[i + together].expert != expert ||
+                    sent[i + together].input - row != together * step)
+                    break;
+            together = together < INPUTS ? 1 + two : INPUTS;
+            const struct inputs x = {codes + row * padded, scales + row * groups,
+                                     sums + row * groups, step * padded, step * groups};
+            float products[INPUTS][ROWS];
+            NAME(some)(codes_of + expert * expert_bytes, told_of + expert * expert_bytes, first,
+                       out, x, columns, group, told_in, (int)together, products);
+            for (int m = 0; m < together; m++)
+                for (int r = 0; r < ROWS; r++)
+                    store(products[m][r], made, sent[i + m].made * out + first + r, kind);
+        }
+    }
+}

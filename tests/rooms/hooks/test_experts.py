@@ -13,13 +13,13 @@ from pipeload_hooks import (
     MARKS,
     ServeExperts,
     attach_experts,
-    experts_in_order,
+    experts_at_hand,
     names_of_others,
     takes_slices_alone,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
     from typing import NoReturn
 
 EXPERTS, WIDE, NARROW = 6, 16, 8
@@ -53,6 +53,11 @@ class Numbers:
             self.module.up.fill_(float("nan"))
             self.module.up[expert] = self.values[expert]
         self.asked.append(expert)
+
+    def together(self, name: str, experts: Sequence[int]) -> Iterator[Sequence[int]]:
+        for expert in self.order(name, experts):
+            self.need(name, expert)
+            yield [expert]
 
     def refuse(self, function: str, name: str) -> NoReturn:
         raise LookupError(f"{function} of {name}")
@@ -174,13 +179,16 @@ def test_parameters_of_one_expert() -> None:
     assert asked == [("second.weight", 1), ("first.weight", 0)]
 
 
-def test_the_best_order_is_asked_for(served: Any) -> None:
-    """By a loop that may take any; of other parameters, and while nothing is served, as given."""
-    module, _, _ = served
-    assert experts_in_order(module.up, [1, 4, 2]) == [4, 2, 1]
-    assert experts_in_order(torch.zeros(2), [1, 4, 2]) == [1, 4, 2]
+def test_what_is_at_hand(served: Any) -> None:
+    """In portions that are there; of other parameters, and while nothing is served, all at once."""
+    module, values, numbers = served
+    for portion in experts_at_hand(module.up, [1, 4, 2]):
+        with torch._C.DisableTorchFunction():
+            assert torch.equal(module.up[portion[0]], values[portion[0]])
+    assert numbers.asked == [4, 2, 1]
+    assert [*experts_at_hand(torch.zeros(2), [1, 4, 2])] == [[1, 4, 2]]
     with torch._C.DisableTorchFunction():
-        assert experts_in_order(module.up, [1, 4, 2]) == [1, 4, 2]
+        assert [*experts_at_hand(module.up, [1, 4, 2])] == [[1, 4, 2]]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -10,15 +10,17 @@ import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers.activations import ACT2FN
 from transformers.integrations.moe import use_experts_implementation
 
 from pipeload.errors import OptionError, UnsupportedModelError
-from pipeload.formats.integers import product
+from pipeload.formats.integers import packed_experts, product
 from pipeload.formats.integers.expert_matrices import (
     ExpertMatrix,
     ExpertProducts,
     shape_of,
 )
+from pipeload.formats.integers.expert_rows import MOST_TOGETHER, activates_rows_alone
 from pipeload.formats.integers.linear import Int4Linear, Int8Linear
 from pipeload.formats.integers.order import BY_ROWS, kernel_order, pack
 from pipeload.formats.integers.packed_experts import PackedExperts
@@ -28,7 +30,7 @@ from pipeload.weights.arena import DTYPE_CODES
 from pipeload_hooks import ServeExperts
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from pipeload.formats.integers.packed_linear import PackedLinear
 
@@ -190,6 +192,11 @@ class Backwards:
     def need(self, _name: str, expert: int) -> None:
         self.needed.append(expert)
 
+    def together(self, name: str, experts: Sequence[int]) -> Iterator[Sequence[int]]:
+        for expert in self.order(name, experts):
+            self.need(name, expert)
+            yield [expert]
+
     def refuse(self, function: str, name: str) -> Any:
         raise LookupError(f"{function} of {name}")
 
@@ -208,6 +215,117 @@ def test_in_any_order() -> None:
     finally:
         mode.discard()
     assert service.needed == [4, 3, 2, 1, 0]
+
+
+def one_by_one(ours: Any, *given: torch.Tensor) -> torch.Tensor:
+    """What a module gives whose experts are computed with by themselves."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(packed_experts, "most_together", lambda *_, **__: 0)
+        made: torch.Tensor = ours(*given)
+        return made
+
+
+@pytest.fixture(params=[1, 2])
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.usefixtures("threads")
+@torch.no_grad()
+def test_together_as_one_by_one(dtype: torch.dtype) -> None:
+    """However many rows are sent to however many; nobody looks at those that none is sent to."""
+    _, ours, _ = make(4, dtype)
+    packed = ours.packed.data
+    for rows in (*range(1, 18), 70):
+        for count in range(1, EXPERTS):
+            hidden, _, _ = routing(rows, dtype)
+            ids = torch.rand(rows, EXPERTS).topk(count, -1).indices
+            ours.packed.data = packed.clone()
+            ours.packed.data[[e for e in range(EXPERTS) if e not in ids]] = 255
+            given = hidden, ids, torch.rand(rows, count)
+            made = ours(*given)
+            assert made.isfinite().all()
+            assert torch.equal(made, one_by_one(ours, *given)), (rows, count)
+
+
+@pytest.mark.skipif(product.compiled() is None, reason="there is no kernel here")
+@torch.no_grad()
+def test_two_calls_for_all_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One for each matrix, while that is few rows; what AVX512-VNNI adds changes nothing."""
+    _, ours, _ = make(4, torch.bfloat16)
+    given = routing(9, torch.bfloat16)
+    expected, counts = ours(*given), []
+    multiply = product.multiply_sent
+
+    def counted(rows: torch.Tensor, sent: product.Sent, into: torch.Tensor) -> torch.Tensor:
+        counts.append(len(sent.pairs))
+        return multiply(rows, sent, into, vnni=False)
+
+    monkeypatch.setattr(product, "multiply_sent", counted)
+    assert torch.equal(ours(*given), expected)
+    assert counts == [18, 18]
+    ours(*routing(30, torch.bfloat16))
+    assert max(counts) <= MOST_TOGETHER
+
+
+def other_kinds() -> list[type[nn.Module]]:
+    """With biases of another dtype and a gate of their own, and without gates."""
+
+    def own_gate(_module: nn.Module, made: torch.Tensor) -> torch.Tensor:
+        gate, up = made[:, ::2], made[:, 1::2]
+        return (up + 1) * torch.sigmoid(gate * 1.7) * gate.clamp(max=2)
+
+    def with_biases(self: Any, config: object, dtype: torch.dtype = torch.float32) -> None:
+        Library.__init__(self, config, dtype)
+        self.gate_up_proj_bias = parameter(EXPERTS, 2 * INNER)
+        self.down_proj_bias = parameter(EXPERTS, HIDDEN)
+
+    def without_gates(self: Any, config: object, dtype: torch.dtype = torch.float32) -> None:
+        Library.__init__(self, config, dtype)
+        self.up_proj = parameter(EXPERTS, INNER, HIDDEN, dtype=dtype)
+        del self.gate_up_proj
+
+    forward = {"forward": Library.forward}
+    biased = type(
+        "Biased", (Library,), {**forward, "__init__": with_biases, "_apply_gate": own_gate}
+    )
+    ungated = type("Ungated", (Library,), {**forward, "__init__": without_gates})
+    return [
+        use_experts_implementation(biased, has_bias=True),
+        use_experts_implementation(ungated, has_gate=False),
+    ]
+
+
+@pytest.mark.parametrize("kind", other_kinds(), ids=lambda kind: kind.__name__)
+@torch.no_grad()
+def test_other_kinds_together(kind: Any) -> None:
+    """Each expert's rows are activated as if there were no other."""
+    library = kind(Config(), torch.bfloat16)
+    shape = shape_of(library, 4, GROUP, "BF16")
+    assert shape is not None
+    first = library.gate_up_proj if library.has_gate else library.up_proj
+    pairs = [(linear_of(first[e], 4), linear_of(library.down_proj[e], 4)) for e in range(EXPERTS)]
+    ours: Any = PackedExperts(library, shape)
+    ours.packed.data = torch.stack([packed_bytes(pair, shape.nbytes) for pair in pairs])
+    for rows in (1, 2, 7, 17):
+        given = routing(rows, torch.bfloat16)
+        assert torch.equal(ours(*given), one_by_one(ours, *given))
+    assert activates_rows_alone(library, shape.wide, shape.inner) is (kind.__name__ == "Ungated")
+
+
+def test_which_activations_take_each_number_by_itself() -> None:
+    """Those that are known; and only where rows are whole vectors."""
+    library, _, _ = make(4)
+    assert activates_rows_alone(library, 2 * INNER, INNER)
+    assert not activates_rows_alone(library, 160, 80)
+    library.act_fn = nn.Softmax(-1)
+    assert not activates_rows_alone(library, 2 * INNER, INNER)
+    library.act_fn = ACT2FN["gelu_pytorch_tanh"]
+    assert activates_rows_alone(library, 2 * INNER, INNER)
 
 
 @torch.no_grad()
