@@ -320,6 +320,14 @@ CalibrationTokens = Annotated[
 GptqOption = Annotated[
     bool, typer.Option("--gptq", help="Of int4 with a text: columns make up for others' errors.")
 ]
+SizeOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="BYTES",
+        help='Of int4: what all weights may take, as in "3GB". Linears that matter more get more '
+        "bits.",
+    ),
+]
 DoubleQuant = Annotated[
     bool, typer.Option("--double-quant", help="Of nf4 and fp4: scales are quantised, too.")
 ]
