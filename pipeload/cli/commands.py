@@ -225,7 +225,7 @@ def quantize(
     zero_points: opt.ZeroPointsOption = None,
     double_quant: opt.DoubleQuant = False,
     head: opt.HeadOption = choices.Head.FLOAT,
-    calibrate: opt.Calibrate = "off",
+    calibrate: opt.Calibrate = None,
     calibration_tokens: opt.CalibrationTokens = None,
     gptq: opt.GptqOption = False,
     size: opt.SizeOption = None,

@@ -307,11 +307,12 @@ ZeroPointsOption = Annotated[
     ),
 ]
 Calibrate = Annotated[
-    str,
+    str | None,
     typer.Option(
         metavar="FILE|builtin|off",
         help="Of int4 and int8: a text that the model reads once, so that errors count by how "
-        'large their inputs are. "builtin" is one that comes with pipeload.',
+        'large their inputs are. "builtin" is one that comes with pipeload, and read by default '
+        "with --size.",
     ),
 ]
 CalibrationTokens = Annotated[

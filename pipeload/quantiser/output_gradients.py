@@ -217,7 +217,7 @@ class OutputGradients:
 
         def back(gradient: torch.Tensor) -> torch.Tensor:
             rows = gradient.flatten(0, -2)
-            squares = rows.float().square_().sum(0)
+            squares = rows.float().square().sum(0)
             self.by_path[path] = squares.add_(self.by_path.get(path, 0.0))
             entry, start = self._stored[path], 0
             made = rows.new_zeros((len(rows), entry.shape[1]))
