@@ -45,8 +45,8 @@ if TYPE_CHECKING:
 __all__ = ["steady_floor"]  # a fixture: every test here runs with it
 
 SIZES = {
-    "hidden_size": 128,
-    "intermediate_size": 256,
+    "hidden_size": 256,
+    "intermediate_size": 384,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
@@ -146,7 +146,7 @@ def test_gradients_are_those_of_plain(llama: Path, tmp_path: Path) -> None:
         model = load(llama, limit)
         with Output(tmp_path / f"{limit}", {}) as output:
             found = gradients(llama, model, ids, output)
-            assert (output.folder / HIDDEN_FILE).stat().st_size == 2 * ids.numel() * 128 * 4
+            assert (output.folder / HIDDEN_FILE).stat().st_size == 2 * ids.numel() * 256 * 4
         assert found.keys() == expected.keys()
         for path, sums in found.items():
             error = (sums - expected[path]).norm() / expected[path].norm()
@@ -210,7 +210,7 @@ def test_what_was_chosen_is_kept(
     llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A run that is stopped when it has chosen goes on with that."""
-    options: dict[str, Any] = {"method": "int4", "size": 800_000, "head": "int8"}
+    options: dict[str, Any] = {"method": "int4", "size": 1_800_000, "head": "int8"}
     whole = pipeload.quantize(llama, tmp_path / "whole", **options)
     with monkeypatch.context() as stopped:
         stopped.setattr("pipeload.quantiser.quantise.write_weights", lambda *_: 1 / 0)
@@ -228,10 +228,10 @@ def test_what_was_chosen_is_kept(
 def test_by_the_command(llama: Path, tmp_path: Path) -> None:
     """With its own group for a Linear whose columns no larger one divides."""
     target = str(tmp_path / "made")
-    asked = ["quantize", str(llama), target, "--method", "int4", "--size", "0.9MB", "--json"]
+    asked = ["quantize", str(llama), target, "--method", "int4", "--size", "1.8MB", "--json"]
     result = CliRunner().invoke(app, asked)
     assert result.exit_code == 0, result.output
-    assert json.loads(result.stdout)["bytes"] < 920_000
+    assert json.loads(result.stdout)["bytes"] < 1_820_000
 
 
 # -- what cannot be ------------------------------------------------------------------------------
@@ -288,7 +288,7 @@ def test_a_limit_that_is_too_small(
     """For gradients, which take more than all else here."""
     monkeypatch.setattr(mixed_bits, "working_bytes", lambda *_: 1 << 50)
     with pytest.raises(MemoryLimitError, match=r"finding gradients needs 1\.13 PB"):
-        pipeload.quantize(llama, tmp_path / "made", method="int4", size="1MB", memory_limit="2GB")
+        pipeload.quantize(llama, tmp_path / "made", method="int4", size="2MB", memory_limit="2GB")
 
 
 def test_bits_that_nobody_knows() -> None:
