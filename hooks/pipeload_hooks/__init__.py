@@ -21,7 +21,7 @@ from pipeload_hooks._binding import (
     set_parameter,
     unbind,
 )
-from pipeload_hooks._blocks import Block, find_blocks
+from pipeload_hooks._blocks import Block, find_blocks, find_decoder_blocks
 from pipeload_hooks._callers import Caller, Callers, Mark, arguments_of
 from pipeload_hooks._crossing import Crossing, find_crossing
 from pipeload_hooks._elsewhere import answer, guard
@@ -105,6 +105,7 @@ __all__ = [
     "experts_at_hand",
     "find_blocks",
     "find_crossing",
+    "find_decoder_blocks",
     "guard",
     "inside_compiled_call",
     "is_placeholder",

@@ -34,6 +34,22 @@ def find_blocks(model: nn.Module) -> list[Block]:
     return found
 
 
+def find_decoder_blocks(model: nn.Module) -> list[Block]:
+    """Those of what generates: the list of blocks in it that has the most weights; [] if none."""
+    get = getattr(model, "get_decoder", None)
+    decoder = get() if get is not None else None
+    inside = {id(module) for module in (decoder or model).modules()}
+    lists: dict[str, list[Block]] = {}
+    for block in find_blocks(model):
+        if id(block.module) in inside:
+            lists.setdefault(block.name.rpartition(".")[0], []).append(block)
+    return max(lists.values(), key=_count_weights, default=[])
+
+
+def _count_weights(blocks: Sequence[Block]) -> int:
+    return sum(p.numel() for block in blocks for p in block.module.parameters())
+
+
 def _walk(
     path: str, module: nn.Module, marked: frozenset[str], found: list[Block], seen: set[int]
 ) -> None:

@@ -308,11 +308,12 @@ ZeroPointsOption = Annotated[
     ),
 ]
 Calibrate = Annotated[
-    str,
+    str | None,
     typer.Option(
         metavar="FILE|builtin|off",
         help="Of int4 and int8: a text that the model reads once, so that errors count by how "
-        'large their inputs are. "builtin" is one that comes with pipeload.',
+        'large their inputs are. "builtin" is one that comes with pipeload, and read by default '
+        "with --size.",
     ),
 ]
 CalibrationTokens = Annotated[
@@ -320,6 +321,14 @@ CalibrationTokens = Annotated[
 ]
 GptqOption = Annotated[
     bool, typer.Option("--gptq", help="Of int4 with a text: columns make up for others' errors.")
+]
+SizeOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="BYTES",
+        help='Of int4: what all weights may take, as in "3GB". Linears that matter more get more '
+        "bits.",
+    ),
 ]
 DoubleQuant = Annotated[
     bool, typer.Option("--double-quant", help="Of nf4 and fp4: scales are quantised, too.")

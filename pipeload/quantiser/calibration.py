@@ -215,9 +215,8 @@ def collect(
     if not sums.whole:
         if sums.experts:  # their inputs are told apart by the order that this one has them in
             kwargs = {**kwargs, "experts_implementation": "grouped_mm"}
-        model = _load(pretrained, memory_limit=memory_limit, tokens=WINDOW, **kwargs)
-        own = {name: kwargs[name] for name in _OF_THE_TOKENIZER & kwargs.keys()}
-        windows = text.windows(str(pretrained), model, **own)
+        model = load_floats(pretrained, memory_limit=memory_limit, tokens=WINDOW, **kwargs)
+        windows = windows_of(text, pretrained, model, **kwargs)
         sums.windows, sums.tokens = len(windows), windows.numel()
         _log.info("calibrating: %d tokens of %s", sums.tokens, text.name)
         _read(model, windows, sums, advance)
@@ -226,8 +225,20 @@ def collect(
     return sums.mean_squares()._replace(read=text.describe(sums.tokens))
 
 
-def _load(pretrained: str | os.PathLike[str], **options: Any) -> Any:
-    """The streamed float model, in fp32 where products in bf16 take several times as long."""
+def windows_of(
+    text: CalibrationText, pretrained: str | os.PathLike[str], model: Any, **kwargs: Any
+) -> torch.Tensor:
+    """What `text.windows` gives, of options for `from_pretrained`. Raises what that does."""
+    own = {name: kwargs[name] for name in _OF_THE_TOKENIZER & kwargs.keys()}
+    return text.windows(str(pretrained), model, **own)
+
+
+def load_floats(pretrained: str | os.PathLike[str], **options: Any) -> Any:
+    """The streamed float model, in fp32 where products in bf16 take several times as long.
+
+    Raises:
+        PipeloadError: as `pipeload.from_pretrained`.
+    """
     if not _fast_bf16():
         with contextlib.suppress(MemoryLimitError):
             return from_pretrained(pretrained, **{**options, "dtype": torch.float32})

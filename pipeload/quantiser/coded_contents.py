@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import os
 
     from pipeload.hf.coded_checkpoint import CodedCheckpoint
-    from pipeload.quantiser.forms import Form
+    from pipeload.quantiser.forms import IntegerForm
     from pipeload.quantiser.options import Head
     from pipeload.quantiser.resumable_shards import Step
 
@@ -36,7 +36,7 @@ _ABOUT = (
 def coded_contents(
     pretrained: str | os.PathLike[str],
     dtype: str,
-    head_form: Form | None,
+    head_form: IntegerForm | None,
     memory_limit: int | str | None,
     kwargs: dict[str, Any],
 ) -> Contents:
@@ -84,7 +84,7 @@ def coded_contents(
     )
 
 
-def _take_head(source: CodedCheckpoint, form: Form) -> Head:
+def _take_head(source: CodedCheckpoint, form: IntegerForm) -> Head:
     """The output head, which is to become that form.
 
     Raises:

@@ -25,7 +25,7 @@ from pipeload.formats.integers.rounding import (
 )
 from pipeload.hf.library import left_by_the_library
 from pipeload.quantiser import four_bits
-from pipeload.quantiser.tensor import Integers, quantised
+from pipeload.quantiser.tensor import Integers, made, quantised
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -128,14 +128,24 @@ class IntegerForm:
     loaded_by = INTEGERS.method
 
     def __init__(
-        self, bits: int, *, group: int, zero_points: str, calibrated: bool, gptq: bool = False
+        self,
+        bits: int,
+        *,
+        group: int,
+        zero_points: str,
+        calibrated: bool,
+        gptq: bool = False,
+        mixed: bool = False,
     ) -> None:
         """`group` and `zero_points` are int4's; `calibrated` says that inputs will be known.
 
-        `gptq`: that products of each two of them will.
+        `gptq`: that products of each two of them will. `mixed`: that Linears get forms of their
+        own, of which this has the smallest groups.
         """
         int4 = bits == 4
         self.name = f"int{bits}"
+        self.short = f"int4 by {group}" if int4 else self.name
+        """For a list of several."""
         self.order = BY_ROWS if int4 else None
         self._zero_points = zero_points
         known = GPTQ if gptq else IMPORTANCE
@@ -149,7 +159,8 @@ class IntegerForm:
         )
         if int4:
             self.wants = f"rows that are a multiple of 16, and columns of {group}"
-            self.description = f"int4, asymmetric, groups of {group}, {_HOW[how]}"
+            groups = "of 32 to 128, or int8, by Linear" if mixed else f"of {group}"
+            self.description = f"int4, asymmetric, groups {groups}, {_HOW[how]}"
         else:
             self.wants = "columns that are a multiple of 16"
             self.description = f"int8, symmetric, one scale for each row, {_HOW[how]}"
@@ -172,13 +183,23 @@ class IntegerForm:
     ) -> Step:
         """Quantise the weight from the dtype that it is stored in."""
         how = self.integers(None if inputs is None else inputs.mean_squares)
-        if inputs is not None and inputs.products is not None:
+        if inputs is not None and inputs.products is not None and how.bits == 4:
             how = how._replace(prepare=partial(_with_factors, how.rounding, inputs.products))
         return quantised(entry, how, self._config.parts(*entry.shape), reading)
 
     def experts_as(self, module: nn.Module, dtype: str) -> ExpertShape | None:
         """Take those that the library multiplies in a way that is known, and the kernels take."""
         return shape_of(module, self._config.bits, self._config.group_size or 0, dtype)
+
+    def told(self) -> dict[str, int]:
+        """What a checkpoint says of a single Linear of this form."""
+        c = self._config
+        return {"bits": c.bits} | ({"group_size": c.group_size} if c.group_size else {})
+
+    def stored_bytes(self, rows: int, columns: int, dtype: str) -> int:
+        """What a weight of that shape takes, with scales in that dtype (its code)."""
+        shape, c = (rows, columns), self._config
+        return sum(one.nbytes for one in made("", shape, c.bits, c.group_size or 0, dtype))
 
     def integers(self, mean_squares: torch.Tensor | None) -> Integers:
         """Weigh columns by the mean squares of their inputs."""

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from pipeload.hf.pending_load import PendingLoad
-    from pipeload.quantiser.forms import Form
+    from pipeload.quantiser.forms import IntegerForm
     from pipeload.quantiser.resumable_shards import Output, Step
 
 _log = logging.getLogger("pipeload")
@@ -37,7 +37,7 @@ _log = logging.getLogger("pipeload")
 def gguf_contents(
     pretrained: str | os.PathLike[str],
     dtype: str,
-    head_form: Form | None,
+    head_form: IntegerForm | None,
     memory_limit: int | str | None,
     kwargs: dict[str, Any],
 ) -> Contents:

@@ -36,7 +36,7 @@ class Head(NamedTuple):
     source: str
     """Of the stored tensor that it is made of: the embedding's, where both are one."""
     module: nn.Linear
-    form: Form
+    form: IntegerForm
 
     @property
     def is_tied(self) -> bool:
@@ -75,8 +75,9 @@ def make_form(
     double_quant: bool,
     calibrate: str | None,
     gptq: bool,
+    mixed: bool = False,
 ) -> Form:
-    """What the options ask for.
+    """What the options ask for; `mixed`: a size for all Linears, which tells the groups of each.
 
     Raises:
         OptionError: one means nothing, or would change nothing.
@@ -88,6 +89,11 @@ def make_form(
         _refuse_given(
             method, "int4", group_size=group_size, zero_points=zero_points, gptq=gptq or None
         )
+        if mixed:
+            raise OptionError(
+                f'size is of method="int4", some of whose Linears become int8, and not of '
+                f"{method!r}. Leave it out."
+            )
     if method in KINDS:
         _refuse_given(method, "int4 and int8", calibrate=calibrate)
         return FourBitForm(method, double=double_quant)
@@ -103,10 +109,21 @@ def make_form(
             "gptq=True would change nothing without a text, which tells how inputs go together. "
             'Give calibrate="builtin", or a file.'
         )
+    if mixed and group_size is not None:
+        raise OptionError(
+            f"group_size={group_size} would change nothing with a size, which tells the groups of "
+            "each Linear. Leave one of them out."
+        )
+    if mixed and calibrate is None:
+        raise OptionError(
+            "a size needs a text, which tells what each Linear is worth. Leave calibrate out, or "
+            "give a file."
+        )
     return IntegerForm(
         bits,
         gptq=gptq,
-        group=group_size or 64,
+        mixed=mixed,
+        group=min(GROUPS) if mixed else group_size or 64,
         zero_points=zero_points or ZERO_POINTS[0],
         calibrated=calibrate is not None,
     )
@@ -121,7 +138,7 @@ def _refuse_given(method: str, others: str, **options: object) -> None:
             )
 
 
-def make_head_form(head: str | None, method: str) -> Form | None:
+def make_head_form(head: str | None, method: str) -> IntegerForm | None:
     """What the option for the head asks for.
 
     Raises:
@@ -135,7 +152,7 @@ def make_head_form(head: str | None, method: str) -> Form | None:
     return IntegerForm(HEAD_BITS, group=0, zero_points=ZERO_POINTS[0], calibrated=False)
 
 
-def find_head(pending: PendingLoad, form: Form) -> Head:
+def find_head(pending: PendingLoad, form: IntegerForm) -> Head:
     """The output head, which is to become that form.
 
     Raises:
@@ -167,7 +184,7 @@ def find_head(pending: PendingLoad, form: Form) -> Head:
     return Head(path, name if owner != name else source, source, module, form)
 
 
-def choose(pending: PendingLoad, form: Form, head_form: Form | None) -> Choice:
+def choose(pending: PendingLoad, form: Form, head_form: IntegerForm | None) -> Choice:
     """What of a model is quantised; `head_form`: to what its output head is.
 
     Raises:

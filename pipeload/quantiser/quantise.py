@@ -24,8 +24,9 @@ from pipeload.errors import (
 from pipeload.formats.integers.compensation import BLOCK
 from pipeload.hf.takeover import peek
 from pipeload.quantiser import calibration, experts, model_card
-from pipeload.quantiser.calibration_text import find_text
+from pipeload.quantiser.calibration_text import BUILTIN, find_text
 from pipeload.quantiser.folder import Origin, complete, copy_rest, write_weights
+from pipeload.quantiser.mixed_bits import MixedBits, find_gradients, shared_by
 from pipeload.quantiser.options import choose, make_form, make_head_form
 from pipeload.quantiser.resumable_shards import Output, divide
 from pipeload.quantiser.tensor import ROUNDED_BYTES_PER_ITEM, Reading, copied, items_at_once
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from pipeload.hf.pending_load import PendingLoad
     from pipeload.quantiser.calibration import Importances
     from pipeload.quantiser.folder import Progress
-    from pipeload.quantiser.forms import Form
+    from pipeload.quantiser.forms import Form, IntegerForm
     from pipeload.quantiser.model_card import Floats
     from pipeload.quantiser.options import Choice
     from pipeload.quantiser.resumable_shards import Step
@@ -61,6 +62,7 @@ def quantize(
     calibrate: str | os.PathLike[str] | None = None,
     calibration_tokens: int | None = None,
     gptq: bool = False,
+    size: int | str | None = None,
     memory_limit: int | str | None = None,
     max_shard_size: int | str = "2GB",
     progress: Progress | None = None,
@@ -90,6 +92,9 @@ def quantize(
         gptq: of int4 with a text: columns make up for each other's errors, within blocks of 512;
             somewhat closer, and slower. Products of inputs take 2 KB on disk meanwhile for each
             column of each Linear and each pass of the text.
+        size: of int4: "3GB" or bytes for all weights together. Linears get int4 in groups of 32, 64
+            or 128, or int8, whichever costs least; how much each matters is told by the gradients
+            of the float model on some of the text ("builtin" if `calibrate` is None).
         memory_limit: what the process may hold, as for `from_pretrained`; None takes what is quick.
         max_shard_size: of a file, "2GB" or bytes.
         progress: called with bytes done and bytes in all.
@@ -116,6 +121,7 @@ def quantize(
         calibrate=calibrate,
         calibration_tokens=calibration_tokens,
         gptq=gptq,
+        size=size,
         memory_limit=memory_limit,
         max_shard_size=max_shard_size,
         progress=progress,
@@ -144,6 +150,7 @@ def make(
     calibrate: str | os.PathLike[str] | None,
     calibration_tokens: int | None,
     gptq: bool,
+    size: int | str | None,
     memory_limit: int | str | None,
     max_shard_size: int | str,
     progress: Progress | None,
@@ -154,6 +161,8 @@ def make(
 
     `calibrating` is called with Linears that have run, and all that will.
     """
+    if size is not None and calibrate is None:
+        calibrate = BUILTIN
     text = find_text(calibrate, calibration_tokens)
     form = make_form(
         method,
@@ -162,6 +171,7 @@ def make(
         double_quant=double_quant,
         calibrate=None if text is None else str(calibrate),
         gptq=gptq,
+        mixed=size is not None,
     )
     shard_bytes = parse_size(max_shard_size, name="max_shard_size")
     head_form = make_head_form(head, method)
@@ -175,6 +185,7 @@ def make(
         packed[0].shape.dtype if packed else None,
     )
     source = _Source(pending, form, choice)
+    mixed = None if size is None else MixedBits(size, shared_by(pending, choice), gptq=gptq)
     _items(memory_limit, source, gptq)  # refuses before anything is made
     floats = source.floats()
     origin = Origin(pretrained, pending.files)
@@ -183,6 +194,8 @@ def make(
         "shard_bytes": shard_bytes,
         "calibration": None if text is None else text.request(),
     }
+    if mixed is not None:
+        request["size"] = mixed.size
     with Output(Path(target).absolute(), request) as output:
         known = calibration.Importances({}, "")
         if text is not None:
@@ -194,9 +207,24 @@ def make(
                 advance=calibrating,
                 **kwargs,
             )
-        steps = source.steps(_items(memory_limit, source, gptq), known)
-        write_weights(output, divide(steps, shard_bytes), progress)
         rows = {"Calibration": known.read} if known.read else {}
+        reading = source.reading(_items(memory_limit, source, gptq))
+        if mixed is not None and text is not None:
+            gradients = partial(
+                find_gradients,
+                pretrained,
+                text,
+                mixed.shared,
+                output,
+                memory_limit="auto" if memory_limit is None else memory_limit,
+                advance=calibrating,
+                **kwargs,
+            )
+            forms = mixed.choose(output, known.mean_squares, gradients, reading)
+            config["modules"] |= source.take(forms)
+            rows["Bits"] = mixed.describe(forms)
+        steps = source.steps(reading, known)
+        write_weights(output, divide(steps, shard_bytes), progress)
         if packed:
             rows["Experts"] = experts.described(packed, known.few_rows)
         changes: dict[str, Any] = {"quantization_config": config}
@@ -259,9 +287,18 @@ class _Source:
         linears = self.linears.values()
         return sum(form.parts(module) for module, form in linears) + len(self._experts)
 
-    def steps(self, items: int, known: Importances) -> list[Step]:
-        """What is written, in the order of the files; so many numbers are quantised at once."""
-        reading = Reading(self._files, items)
+    def reading(self, items: int) -> Reading:
+        """From the files, so many numbers at once."""
+        return Reading(self._files, items)
+
+    def take(self, forms: Mapping[str, IntegerForm]) -> dict[str, dict[str, int]]:
+        """Give each Linear its form, by path; gives what config.json says of them."""
+        for name, path in self.choice.paths.items():
+            self.linears[name] = self.choice.linears[name], forms[path]
+        return {path: form.told() for path, form in forms.items()}
+
+    def steps(self, reading: Reading, known: Importances) -> list[Step]:
+        """What is written, in the order of the files."""
         steps: list[Step] = []
         for entry in self._entries:
             if entry.name in self.linears:

@@ -33,6 +33,10 @@ SUMS_FILE = "pipeload-importance.bin"
 """What calibration has found so far; it goes with the manifest."""
 PRODUCTS = "pipeload-products-"
 """What names of files with products of inputs begin with; they go, too."""
+HIDDEN_FILE = "pipeload-hidden-states.bin"
+"""What blocks were called with; it goes as soon as their gradients are known."""
+BITS_FILE = "pipeload-bits.json"
+"""Which form each Linear gets, where that was found by a text; it goes with the manifest."""
 _SPARE_BYTES = 16 << 20  # for everything beside the shards
 
 
@@ -96,7 +100,7 @@ class Output:
                     for path in self._others():
                         if path.name != MANIFEST:  # last: without it the folder is not ours
                             path.unlink()
-                    self.write_text(MANIFEST, json.dumps(request, indent=1))
+                    self.write_json(MANIFEST, request)
         except BaseException:
             self._lock.release(self.folder)
             raise
@@ -109,7 +113,8 @@ class Output:
         """Let the next one go on with it, or begin another."""
         if self.folder == self.target:
             products = sorted(self.folder.glob(f"{PRODUCTS}*"))
-            for path in (*products, self.folder / SUMS_FILE, self.folder / MANIFEST):
+            left = (HIDDEN_FILE, BITS_FILE, SUMS_FILE, MANIFEST)
+            for path in (*products, *(self.folder / name for name in left)):
                 with contextlib.suppress(OSError):
                     path.unlink()
         self._lock.release(self.folder)
@@ -166,6 +171,10 @@ class Output:
             part.write_text(text, encoding="utf-8")
             part.replace(self.folder / name)
 
+    def write_json(self, name: str, content: Any) -> None:
+        """Write it to a small file. Raises what `write_text` does."""
+        self.write_text(name, json.dumps(content, indent=1))
+
     def write_bytes(self, name: str, content: Iterable[bytes | memoryview]) -> None:
         """Write a file that has to outlive a power cut, in one step.
 
@@ -191,6 +200,19 @@ class Output:
             with path.open("r+b" if path.exists() else "wb") as file:
                 file.seek(place)
                 file.write(content)
+
+    def read_json(self, name: str) -> Any:
+        """What a small file says; None where there is none, or it says nothing."""
+        return _read(self.folder / name)
+
+    def delete(self, name: str) -> None:
+        """See that there is no such file.
+
+        Raises:
+            OptionError: it cannot be deleted.
+        """
+        with _writing(self.folder):
+            (self.folder / name).unlink(missing_ok=True)
 
     def sync(self, name: str) -> None:
         """Have a file outlive a power cut. Raises what `write_at` does."""

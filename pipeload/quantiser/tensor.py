@@ -93,7 +93,7 @@ def quantised(
     """A weight of [rows, columns] as integers, and what goes with it; one after the other part."""
 
     def rows(start: int, stop: int) -> Iterator[torch.Tensor]:
-        return read_weight(_rows(entry, start, stop), reading)
+        return read_weight(rows_of(entry, start, stop), reading)
 
     return integers(entry.name, entry.shape[1], entry.dtype, how, parts=parts, rows=rows)
 
@@ -131,7 +131,7 @@ def part_stems(name: str, count: int) -> list[str]:
     return [stem] if count == 1 else [f"{stem}parts.{i}." for i in range(count)]
 
 
-def _rows(entry: TensorEntry, start: int, stop: int) -> TensorEntry:
+def rows_of(entry: TensorEntry, start: int, stop: int) -> TensorEntry:
     """Some rows of a stored weight."""
     rows, columns = entry.shape
     size = entry.nbytes // rows

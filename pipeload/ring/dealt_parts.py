@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from pipeload.budget.output_head import output_head
 from pipeload.errors import UnsupportedModelError
 from pipeload.ring.crossing_trial import try_crossing
-from pipeload_hooks import find_blocks
+from pipeload_hooks import find_decoder_blocks
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -38,7 +38,7 @@ def parts_to_deal(
     Raises:
         UnsupportedModelError: it has no such blocks, or they share more than their outputs.
     """
-    blocks = _decoder_blocks(model)
+    blocks = find_decoder_blocks(model)
     if not blocks:
         raise UnsupportedModelError(
             f"{type(model).__name__} has no blocks that could be dealt out to ranks. Load it "
@@ -53,18 +53,6 @@ def parts_to_deal(
         nbytes = head[1].weight.numel() * head[1].weight.element_size()
         found.append(DealtPart(head[0], nbytes, ()))
     return found
-
-
-def _decoder_blocks(model: Any) -> list[tuple[str, nn.Module]]:
-    """Of the largest list of blocks in what generates."""
-    get = getattr(model, "get_decoder", None)
-    decoder = get() if get is not None else None
-    inside = {id(module) for module in (decoder or model).modules()}
-    lists: dict[str, list[tuple[str, nn.Module]]] = {}
-    for block in find_blocks(model):
-        if id(block.module) in inside:
-            lists.setdefault(block.name.rpartition(".")[0], []).append((block.name, block.module))
-    return max(lists.values(), key=_count_weights, default=[])
 
 
 def _layers(blocks: Sequence[tuple[str, nn.Module]]) -> list[tuple[int, ...]]:
@@ -85,10 +73,6 @@ def _layers(blocks: Sequence[tuple[str, nn.Module]]) -> list[tuple[int, ...]]:
 def _numbers(modules: Sequence[nn.Module]) -> set[int]:
     named = (getattr(module, "layer_idx", None) for module in modules)
     return {number for number in named if isinstance(number, int)}
-
-
-def _count_weights(blocks: Sequence[tuple[str, nn.Module]]) -> int:
-    return sum(p.numel() for _, module in blocks for p in module.parameters())
 
 
 def _bytes_in(name: str, weights: Mapping[str, Weight]) -> int:

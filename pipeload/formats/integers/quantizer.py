@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from pipeload.formats.integers.expert_matrices import ExpertShape
 
 _STATISTICS = ("BF16", "F16", "F32")
+_OF_ONE = ({"bits": 8}, *({"bits": 4, "group_size": group} for group in GROUPS))
 
 
 class PipeloadConfig(QuantizationConfigMixin):
@@ -67,7 +68,8 @@ class PipeloadConfig(QuantizationConfigMixin):
             exact_inputs: whether inputs are never rounded for speed; not the checkpoint's.
             part_bytes: the most that a weight, or one of the parts it is stored in, takes.
             modules_to_not_convert: paths of Linears, or of what holds them, that are floats.
-            modules: what differs for single Linears, by their paths: {"bits": 8}.
+            modules: what holds for single Linears, by their paths: {"bits": 8}, or {"bits": 4,
+                "group_size": 32}.
             experts: the dtype, a safetensors code, of what goes with the integers of experts; None
                 where all of them are floats.
             **_: what later versions may add.
@@ -82,10 +84,11 @@ class PipeloadConfig(QuantizationConfigMixin):
         self.modules_to_not_convert = list(modules_to_not_convert)
         self.modules = {path: dict(told) for path, told in (modules or {}).items()}
         for path, told in self.modules.items():
-            if told != {"bits": 8}:
+            if told not in _OF_ONE:
                 raise OptionError(
                     f"quantization_config has modules[{path!r}]={told!r}, and this version of "
-                    "pipeload knows {'bits': 8} alone. Take a newer pipeload."
+                    "pipeload knows {'bits': 8}, or 4 with a group_size of 32, 64 or 128. Take a "
+                    "newer pipeload."
                 )
         allowed: dict[str, tuple[object, ...]] = {
             "bits": (8, 4),
@@ -119,9 +122,8 @@ class PipeloadConfig(QuantizationConfigMixin):
         """Give what holds for the Linear at `path`."""
         if path not in self.modules:
             return self
-        return PipeloadConfig(
-            8, method=self.method, exact_inputs=self.exact_inputs, part_bytes=self.part_bytes
-        )
+        own = {**vars(self), "modules": None, "group_size": None, **self.modules[path]}
+        return PipeloadConfig(**own)
 
     def fits(self, module: nn.Linear) -> bool:
         """Tell whether the kernel takes a weight of its shape."""

@@ -127,6 +127,23 @@ def from_int4(values: torch.Tensor, scales_and_zeros: torch.Tensor) -> torch.Ten
     return made
 
 
+def error_of_rows(
+    weight: torch.Tensor, made: Int8 | Int4, column_weights: torch.Tensor
+) -> torch.Tensor:
+    """Sum of each row's squared errors, each times what its column weighs: fp32 of [rows].
+
+    Args:
+        weight: of [rows, columns].
+        made: of it.
+        column_weights: of [columns].
+    """
+    if isinstance(made, Int4):
+        error = from_int4(made.values, made.scales_and_zeros)
+    else:
+        error = made.values.float().mul_(made.scale.float()[:, None])
+    return error.sub_(weight).square_() @ column_weights
+
+
 def _nearest(exact: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
     return ((exact - zero) / scale).round_().clamp_(-8, 7)
 

@@ -35,7 +35,6 @@ from pipeload.formats.integers.linear import Int4Linear, Int8Linear
 from pipeload.formats.integers.order import ORDERS, kernel_order
 from pipeload.formats.integers.packed_linear import PackedLinear
 from pipeload.formats.integers.parted_linear import PartedLinear
-from pipeload.formats.integers.quantizer import PipeloadConfig
 from pipeload.formats.integers.rounding import to_int8
 from pipeload.hf.pending_load import PendingLoad
 from pipeload.quantiser.resumable_shards import MANIFEST
@@ -186,8 +185,6 @@ def test_heads_that_cannot_be(llama: Path, tmp_path: Path) -> None:
     save_random(config, tmp_path / "odd", torch.bfloat16, seed=1)
     with pytest.raises(UnsupportedModelError, match="no output head that could be int8"):
         pipeload.quantize(tmp_path / "odd", tmp_path / "made", head="int8")
-    with pytest.raises(OptionError, match=r"knows \{'bits': 8\} alone"):
-        PipeloadConfig(8, modules={"lm_head": {"bits": 2}})
 
 
 def test_a_head_that_is_stored_beside_the_embedding(
