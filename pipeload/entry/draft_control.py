@@ -37,8 +37,6 @@ _PASSES_MEASURED = 12
 _LOOK_AGAIN = 8
 """Passes without guesses after which some are checked all the same."""
 _FEW = 2
-_SURE_ENOUGH = 0.4
-"""The most confidence that the next guess is asked for: the library's own number."""
 
 
 def tokens_kept(right: float, count: int) -> float:
@@ -66,6 +64,8 @@ class DraftControl:
     """The share of right guesses to begin with; it weighs as `_TRIES` of them."""
     alone: deque[float] = field(default_factory=lambda: deque(maxlen=_WINDOW))
     """Seconds of passes before the draft was there."""
+    computing: deque[float] = field(default_factory=lambda: deque(maxlen=_WINDOW))
+    """What of these was no waiting."""
     share_alone: float = 1.0
     """Of what a pass reads beside the draft, the part that is read without it."""
     _latest: deque[Took] = field(default_factory=lambda: deque(maxlen=_WINDOW))
@@ -77,6 +77,11 @@ class DraftControl:
         """Whether passes without a draft have been timed."""
         return len(self.alone) >= _PASSES_ALONE
 
+    def note_alone(self, seconds: float, computing: float) -> None:
+        """A pass of a single token is over, before the draft was there; what it computed of it."""
+        self.alone.append(seconds)
+        self.computing.append(computing)
+
     def note(self, took: Took) -> None:
         """A pass is over."""
         self._since = 0 if took.guessed else self._since + 1
@@ -86,16 +91,17 @@ class DraftControl:
         """The latest passes say nothing of those to come."""
         self._latest.clear()
 
-    def promises(self, read_more: float, seconds: float) -> bool:
+    def promises(self, read_more: float, share: float) -> bool:
         """Whether a draft is worth loading.
 
         Args:
-            read_more: what a pass would read with it, over what it reads now.
-            seconds: that one guess may take.
+            read_more: what a pass would read in addition, over what it reads now.
+            share: of the model's size, that of the draft.
         """
-        now = median(self.alone)
+        now, guess = median(self.alone), min(self.computing) * share
+        waiting = now - min(self.computing)
         best = max(
-            tokens_kept(self.right, count) / (now * read_more + count * seconds)
+            tokens_kept(self.right, count) / (now + waiting * read_more + count * guess)
             for count in range(1, MOST + 1)
         )
         return best * now > _WORTH_LOADING
@@ -110,16 +116,6 @@ class DraftControl:
         if not best and self._since >= _LOOK_AGAIN:
             best = _FEW
         return max(0, min(best, room))
-
-    @property
-    def confidence(self) -> float:
-        """The least probability that its latest guess has for a draft to guess on.
-
-        A guess that costs as much as so many tokens otherwise has to be that likely to be kept.
-        """
-        cost = self._per_guess + self._pass_seconds[1]
-        best = max(range(1, MOST + 1), key=self._rate)
-        return min(_SURE_ENOUGH, cost * self._rate(best))
 
     @property
     def pays(self) -> bool:

@@ -118,31 +118,34 @@ class Drafting:
         self._before: Plan | None = None
         """The model's, when the draft came."""
         self._garbage = False
+        self._computed = 0.0
+        """Seconds, when the latest pass was over."""
 
     def is_wanted(self, model: Any) -> bool:
         """Whether guesses could be of use: something is read in each pass, and nothing settled."""
         return not self.given_up and model.pipeload.plan.bytes_per_pass > 0
 
-    def begin(self, room: int) -> tuple[int, float]:
-        """How many to guess, and the least confidence: see `Course`."""
+    def begin(self, room: int) -> int:
+        """How many to guess: see `Course`."""
         if self._garbage:
             self._garbage = False
             gc.collect()  # models are cycles
         if self._named is not None and self.assistant is None:
             if self.given_up or room < _LEAST_ROOM or not self.control.knows_alone:
-                return 0, 0.0
+                return 0
             self._load()
             if self.assistant is None:
-                return 0, 0.0
-        count = self.control.count(room)
-        return count, self.control.confidence if self.control.tokens_per_pass else 0.0
+                return 0
+        return self.control.count(room)
 
     def end(self, guessed: int, kept: int, seconds: float, guessing: float, *, first: bool) -> None:
         """A pass is over: see `Course`."""
         if first:  # it took the prompt, and the draft did
+            self._computed = self._model().pipeload.stats().compute_seconds
             return
         if self._named is not None and self.assistant is None:
-            self.control.alone.append(seconds)
+            if not self.given_up:
+                self._time_alone(seconds)
             return
         self.control.note(Took(guessed, kept, seconds, guessing))
         if self.assistant is not None and not self.control.pays:
@@ -155,6 +158,12 @@ class Drafting:
                 alone,
             )
             self._drop()
+
+    def _time_alone(self, seconds: float) -> None:
+        computed = self._model().pipeload.stats().compute_seconds
+        if self._computed:
+            self.control.note_alone(seconds, computed - self._computed)
+        self._computed = computed
 
     def end_for_good(self) -> None:
         """The model is not streamed any more."""
@@ -170,9 +179,7 @@ class Drafting:
         """Load the draft, unless it does not fit, or cannot be worth it."""
         assert self._named is not None  # noqa: S101 - else nobody calls
         model = self._model()
-        why = self._against(model)
-        if why:
-            self._refuse(why)
+        if not self._may_come(model):
             return
         before = model.pipeload.plan
         try:
@@ -195,25 +202,21 @@ class Drafting:
         self.given_up = True
         _log.info("no drafts by %s: %s", self._named, why)
 
-    def _against(self, model: Any) -> str:
-        """Why the draft is not to be loaded; empty if it may be."""
+    def _may_come(self, model: Any) -> bool:
+        """Whether the draft is to be loaded now. One that does not fit never will be."""
         folder = Path(self._named or "")
-        if not folder.is_dir():  # on the hub: its size shows when it is there
-            return ""
+        if not folder.is_dir():  # a file, or on the hub: its size shows when it is there
+            return True
         governor, plan = model.pipeload.session.governor, model.pipeload.plan
         nbytes = held_bytes(folder)
         room = governor.budget - governor.wants[0]
         if nbytes > room:
-            return (
+            self._refuse(
                 f"it takes {format_size(nbytes)}, and the limit leaves {format_size(room)} for it"
             )
-        stats = model.pipeload.stats()
-        computing = stats.compute_seconds / max(stats.passes, 1)
+            return False
         whole = governor.wants[1] + plan.pinned_bytes
-        read_more = 1 + nbytes / plan.bytes_per_pass
-        if not self.control.promises(read_more, computing * min(1.0, nbytes / whole)):
-            return "passes wait too little for the disk"
-        return ""
+        return self.control.promises(nbytes / plan.bytes_per_pass, min(1.0, nbytes / whole))
 
     def _loaded(self) -> Any:
         request = self._request

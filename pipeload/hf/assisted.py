@@ -33,8 +33,8 @@ _NOT_BESIDE = (
 class Course(Protocol):
     """Who says how many guesses a pass checks, and hears what became of them."""
 
-    def begin(self, room: int) -> tuple[int, float]:
-        """How many tokens to guess, `room` at most, and the least confidence to guess on with."""
+    def begin(self, room: int) -> int:
+        """How many tokens to guess, `room` at most."""
 
     @property
     def assistant(self) -> Any:
@@ -133,8 +133,10 @@ def candidates(model: Any, *args: Any, **kwargs: Any) -> Any:
         changed = {"generation_config": config, "input_ids": input_ids, "model_kwargs": told}
         made = make(model, **{**kwargs, **changed, "assistant_model": course.assistant})
         if course.assistant is not None:
-            # Else the library moves the threshold by what it thinks a wrong guess costs.
-            made.assistant_generation_config.assistant_confidence_threshold = None
+            # A model's own copy is as unsure of a word as the model, and guesses it all the same:
+            # no guess is the last because it is unlikely.
+            for config in (made.assistant_generation_config, made.generation_config):
+                config.assistant_confidence_threshold = 0.0
         return made
 
     return Guesses(course, inner, kwargs["generation_config"].max_length)
@@ -156,25 +158,24 @@ class Guesses(library.CandidateGenerator):
         self, input_ids: torch.Tensor, **_kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Guess: ids int64 `[1, tokens + guesses]`, and logits `[1, guesses, words]` of a draft."""
-        count, confidence = self._course.begin(self._longest - input_ids.shape[1] - 1)
+        count = self._course.begin(self._longest - input_ids.shape[1] - 1)
         began = time.perf_counter()
         ids, logits = input_ids, None
         if count > 0:
             if self._inner is None:
                 self._inner, self._of = self._make(input_ids), self._course.assistant
-            self._ask_for(count, confidence)
+            self._ask_for(count)
             ids, logits = self._inner.get_candidates(input_ids)
         self._began = time.perf_counter()
         self._guessing = self._began - began
         self._guessed = ids.shape[1] - input_ids.shape[1]
         return ids, logits
 
-    def _ask_for(self, count: int, confidence: float) -> None:
+    def _ask_for(self, count: int) -> None:
         if self._of is None:
             self._inner.num_output_tokens = count
         else:
             self._inner.num_assistant_tokens = count
-            self._inner.generation_config.assistant_confidence_threshold = confidence
 
     def update_candidate_strategy(
         self, _input_ids: torch.Tensor, _scores: torch.Tensor, num_matches: Any
