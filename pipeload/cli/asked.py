@@ -74,13 +74,10 @@ def with_seed(asked: Arguments, draw: Callable[[int], int] = secrets.randbelow) 
 
 def load_asked(asked: Arguments, model: str) -> Any:
     """A model under the limit, and with the options, that were asked for."""
-    return load_with(
-        model,
-        asked,
-        tokens=asked.tokens,
-        exact_inputs=asked.exact_inputs,
-        **({} if asked.ranks is None or model != asked.model else {"ranks": asked.ranks}),
-    )
+    more: dict[str, Any] = {}
+    if model == asked.model:
+        more = {"draft": asked.draft} if asked.ranks is None else {"ranks": asked.ranks}
+    return load_with(model, asked, tokens=asked.tokens, exact_inputs=asked.exact_inputs, **more)
 
 
 def generate_answer(

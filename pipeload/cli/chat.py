@@ -11,6 +11,7 @@ import torch
 import pipeload
 from pipeload.cli.asked import load_asked, with_seed
 from pipeload.cli.conversation import Conversation
+from pipeload.cli.draft import NO_MODELS
 from pipeload.cli.load_model import check_model
 from pipeload.cli.log_lines import log, silence_libraries
 from pipeload.cli.run_report import describe_plan
@@ -34,6 +35,8 @@ def chat(asked: Arguments, *, debug: bool) -> None:
     """
     silence_libraries(debug=debug)
     check_model(asked.model, files=True)
+    if asked.draft not in NO_MODELS:
+        check_model(asked.draft, files=True)
     tokenizer = load_tokenizer(asked.model)
     if not tokenizer.chat_template:
         raise OptionError(

@@ -200,10 +200,11 @@ Stop = Annotated[
 Draft = Annotated[
     str,
     typer.Option(
-        metavar="MODEL|lookup|off",
+        metavar="auto|MODEL|lookup|off",
         help=(
-            "Have a small MODEL guess tokens, or `lookup` find them in the text: one pass checks "
-            "several. Last bits may change."
+            "What guesses tokens, several of which one pass checks, while that pays: a small "
+            "MODEL; `auto`, the model's own copy by `pipeload quantize`; `lookup`, the text so "
+            "far. Several rows at once may change last bits."
         ),
     ),
 ]

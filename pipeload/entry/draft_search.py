@@ -10,6 +10,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import huggingface_hub.constants
 import transformers
 
 from pipeload.checkpoint.fingerprint import SOURCE_DIGEST, fingerprint
@@ -64,7 +65,7 @@ def held_bytes(folder: Path) -> int:
 def _places(pretrained: str | os.PathLike[str]) -> Iterator[Path]:
     """Folders that hold models, `_MOST_FOLDERS` at most; that of the model itself is not one."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    hub = Path(transformers.utils.hub.constants.HF_HUB_CACHE)
+    hub = Path(huggingface_hub.constants.HF_HUB_CACHE)
     above = [(cache / "pipeload", "*"), (hub, "models--*/snapshots/*")]
     if Path(pretrained).is_dir():
         above.insert(0, (Path(pretrained).resolve().parent, "*"))

@@ -55,8 +55,15 @@ def attach_draft(model: Any, pretrained: str | os.PathLike[str], request: Reques
         OptionError: the model cannot have one, or the draft has other tokens.
         CheckpointError: the draft cannot be loaded.
     """
+    try:
+        _attach(model, pretrained, request)
+    except BaseException:
+        model.pipeload.session.close()  # it is not to be had without what was asked for
+        raise
+
+
+def _attach(model: Any, pretrained: str | os.PathLike[str], request: Request) -> None:
     wanted = request.draft
-    assert wanted is not None  # noqa: S101 - else nobody calls
     if not model.can_generate():
         raise OptionError(
             f"draft={str(wanted)!r} is for models that generate text, and {type(model).__name__} "
@@ -65,8 +72,10 @@ def attach_draft(model: Any, pretrained: str | os.PathLike[str], request: Reques
     named = None if wanted == LOOKUP else _named(model, pretrained, request)
     if named is None and wanted != LOOKUP:
         return
-    drafting = Drafting(named, request, weakref.ref(model))
+    if not model.pipeload.plan.bytes_per_pass:
+        _log.info("nothing is guessed as long as the whole model fits the limit")
     reference = weakref.ref(model)
+    drafting = Drafting(named, request, reference)
     undo = model.pipeload.session.close
     for name, answer in (("generate", _generate), (assisted.MAKES_CANDIDATES, _candidates)):
         undo.push(partial(take_off, reference, name))
@@ -106,11 +115,12 @@ class Drafting:
 
     def __init__(self, named: str | None, request: Request, model: weakref.ref[Any]) -> None:
         """`named`: the draft's folder or hub id; None looks tokens up in the text."""
-        self._named, self._request, self._model = named, request, model
+        self._named, self._request, self._reference = named, request, model
         self.assistant: Any = None
         """The draft while it is in memory."""
-        right = {} if named is not None else {"right": _LOOKED_UP_RIGHT}
-        self.control = DraftControl(**right)
+        self.control = DraftControl()
+        if named is None:
+            self.control.right = _LOOKED_UP_RIGHT
         self.busy = threading.Lock()
         """Held by the `generate` that it guesses for."""
         self.given_up = False
@@ -120,6 +130,11 @@ class Drafting:
         self._garbage = False
         self._computed = 0.0
         """Seconds, when the latest pass was over."""
+
+    @property
+    def _model(self) -> Any:
+        """Whose `generate` this is: it is running."""
+        return self._reference()
 
     def is_wanted(self, model: Any) -> bool:
         """Whether guesses could be of use: something is read in each pass, and nothing settled."""
@@ -141,7 +156,7 @@ class Drafting:
     def end(self, guessed: int, kept: int, seconds: float, guessing: float, *, first: bool) -> None:
         """A pass is over: see `Course`."""
         if first:  # it took the prompt, and the draft did
-            self._computed = self._model().pipeload.stats().compute_seconds
+            self._computed = self._model.pipeload.stats().compute_seconds
             return
         if self._named is not None and self.assistant is None:
             if not self.given_up:
@@ -160,7 +175,7 @@ class Drafting:
             self._drop()
 
     def _time_alone(self, seconds: float) -> None:
-        computed = self._model().pipeload.stats().compute_seconds
+        computed = self._model.pipeload.stats().compute_seconds
         if self._computed:
             self.control.note_alone(seconds, computed - self._computed)
         self._computed = computed
@@ -178,7 +193,7 @@ class Drafting:
     def _load(self) -> None:
         """Load the draft, unless it does not fit, or cannot be worth it."""
         assert self._named is not None  # noqa: S101 - else nobody calls
-        model = self._model()
+        model = self._model
         if not self._may_come(model):
             return
         before = model.pipeload.plan
@@ -230,7 +245,7 @@ class Drafting:
 
 
 def _generate(reference: weakref.ref[Any], drafting: Drafting) -> Callable[..., Any]:
-    model_class = type(reference())
+    model_class: Any = type(reference())
 
     @functools.wraps(model_class.generate)
     def generate(*args: Any, **kwargs: Any) -> Any:

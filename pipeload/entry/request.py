@@ -82,8 +82,8 @@ def make_request(given: GivenOptions, enclosing: Request | None = None) -> Reque
         device_limit=device_bytes,
         found_out=found_out,
     )
-    ranks = check_ranks(given.ranks, device)
     draft = _checked_draft(given)
+    ranks = check_ranks(given.ranks, device)
     return Request(options, hint, given.pressure == "auto", bool(given.exact_inputs), ranks, draft)
 
 

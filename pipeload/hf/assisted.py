@@ -62,18 +62,29 @@ def is_usual(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bo
     if any(given.get(name) is not None for name in _NOT_BESIDE):
         return False
     ids = given.pop("inputs", None)
-    ids = given.get("input_ids") if ids is None else ids
-    whole = isinstance(ids, torch.Tensor) and ids.dim() == 2 and not ids.is_floating_point()
-    if not whole or ids.shape[0] != 1:
-        return False
+    return (
+        _is_one_prompt(given.get("input_ids") if ids is None else ids)
+        and _takes_several(given)
+        and _can_be_cropped(model)
+        and _is_plain(model, given)
+    )
+
+
+def _is_one_prompt(ids: object) -> bool:
+    whole = isinstance(ids, torch.Tensor) and not ids.is_floating_point() and ids.dim() == 2
+    return whole and len(ids) == 1  # type: ignore[arg-type]
+
+
+def _takes_several(given: dict[str, Any]) -> bool:
+    """Whether what is given can do with several tokens at once, and with some that are cut off.
+
+    A criterion that looks at the latest token alone would miss the rest.
+    """
     criteria = given.pop("stopping_criteria", None) or ()
-    # Several tokens come at once, and one that looks at the latest alone would miss the rest.
-    if not all(getattr(one, "takes_several", False) for one in criteria):
-        return False
-    caches = [given[name] for name in ("cache", "past_key_values") if given.get(name) is not None]
-    if any(not isinstance(cache, DynamicCache) for cache in caches):
-        return False
-    return _can_be_cropped(model) and _is_plain(model, given)
+    caches = (given.get(name) for name in ("cache", "past_key_values"))
+    return all(getattr(one, "takes_several", False) for one in criteria) and all(
+        cache is None or isinstance(cache, DynamicCache) for cache in caches
+    )
 
 
 def _can_be_cropped(model: Any) -> bool:
@@ -154,9 +165,7 @@ class Guesses(library.CandidateGenerator):
         self._first = True
         self._guessed, self._guessing, self._began = 0, 0.0, 0.0
 
-    def get_candidates(
-        self, input_ids: torch.Tensor, **_kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def get_candidates(self, input_ids: torch.Tensor, **_kwargs: Any) -> tuple[Any, Any]:
         """Guess: ids int64 `[1, tokens + guesses]`, and logits `[1, guesses, words]` of a draft."""
         count = self._course.begin(self._longest - input_ids.shape[1] - 1)
         began = time.perf_counter()

@@ -78,7 +78,7 @@ def answer(model: Any, tokenizer: Any, prompt: str, tokens: int) -> Took:
 
 def work(given: argparse.Namespace, limit: int, draft: str, asked: Connection) -> None:
     """In a process of its own: answer what comes, until None does; then the peak of memory."""
-    logging.basicConfig(format=f"  [%(processName)s] %(message)s")
+    logging.basicConfig(format="  [%(processName)s] %(message)s")
     logging.getLogger("pipeload").setLevel(logging.INFO)
     tokenizer: Any = AutoTokenizer.from_pretrained(given.folder)
     model = pipeload.from_pretrained(
