@@ -196,7 +196,9 @@ class Drafting:
         model = self._model
         if not self._may_come(model):
             return
-        before = model.pipeload.plan
+        before, governor = model.pipeload.plan, model.pipeload.session.governor
+        # First, as loading and planning take some memory themselves; what is over comes back.
+        governor.shrink(governor.budget - self._held_bytes())
         try:
             draft = self._loaded()
         except Exception as error:  # the library raises nearly anything; the answer goes on
@@ -219,11 +221,8 @@ class Drafting:
 
     def _may_come(self, model: Any) -> bool:
         """Whether the draft is to be loaded now. One that does not fit never will be."""
-        folder = Path(self._named or "")
-        if not folder.is_dir():  # a file, or on the hub: its size shows when it is there
-            return True
         governor, plan = model.pipeload.session.governor, model.pipeload.plan
-        nbytes = held_bytes(folder)
+        nbytes = self._held_bytes()
         room = governor.budget - governor.wants[0]
         if nbytes > room:
             self._refuse(
@@ -232,6 +231,11 @@ class Drafting:
             return False
         whole = governor.wants[1] + plan.pinned_bytes
         return self.control.promises(nbytes / plan.bytes_per_pass, min(1.0, nbytes / whole))
+
+    def _held_bytes(self) -> int:
+        """About what the draft takes; 0 of a file, or one on the hub: it shows when it is there."""
+        folder = Path(self._named or "")
+        return held_bytes(folder) if folder.is_dir() else 0
 
     def _loaded(self) -> Any:
         request = self._request

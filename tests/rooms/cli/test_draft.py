@@ -30,7 +30,7 @@ BARE = ("--no-chat-template", "--max-new-tokens", 12)
 class Always(DraftControl):
     """Four guesses for each pass, from the first on."""
 
-    pays = knows_alone = True  # type: ignore[assignment]
+    pays = knows_alone = True
 
     def count(self, room: int) -> int:
         return max(0, min(4, room))
