@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import inspect
 import logging
 import os
 import threading
@@ -249,7 +250,9 @@ class Drafting:
 
 
 def _generate(reference: weakref.ref[Any], drafting: Drafting) -> Callable[..., Any]:
-    model_class: Any = type(reference())
+    model: Any = reference()
+    model_class, signature = type(model), inspect.signature(model.generate)
+    del model
 
     @functools.wraps(model_class.generate)
     def generate(*args: Any, **kwargs: Any) -> Any:
@@ -266,6 +269,9 @@ def _generate(reference: weakref.ref[Any], drafting: Drafting) -> Callable[..., 
         finally:
             drafting.busy.release()
 
+    # What it takes is what the bound method does, which itself would hold the model.
+    del vars(generate)["__wrapped__"]
+    vars(generate)["__signature__"] = signature
     return generate
 
 

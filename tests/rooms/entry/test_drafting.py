@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import itertools
 import json
 import logging
@@ -174,6 +175,7 @@ def test_a_draft_that_comes_in_the_middle(shelf: Path, caplog: pytest.LogCapture
 def test_lookup(shelf: Path) -> None:
     """Tokens that followed the latest ones before; the same answer."""
     model, plain = load(shelf, "lookup"), load_plain(shelf / "model")
+    assert inspect.signature(model.generate) == inspect.signature(plain.generate)
     ids = PROMPT.repeat(1, 3)
     assert torch.equal(model.generate(ids, **GREEDY), plain.generate(ids, **GREEDY))
     assert len(ACCOUNTANT.clients) == 1
