@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import secrets
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
-from pipeload.cli.draft import OFF
 from pipeload.cli.load_model import load_with
 from pipeload.cli.log_lines import log
+from pipeload.entry.drafting import AUTO, LOOKUP
 from pipeload.serving.answer_text import StopAt
 
 if TYPE_CHECKING:
@@ -19,6 +19,11 @@ if TYPE_CHECKING:
 
     from pipeload.cli.answer import Answer
     from pipeload.cli.cooling import Cooling
+
+
+OFF: Final = "off"
+NO_MODELS: Final = frozenset({OFF, LOOKUP, AUTO})
+"""What `--draft` takes beside a model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

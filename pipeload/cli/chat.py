@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 
 import pipeload
-from pipeload.cli.asked import load_asked, with_seed
+from pipeload.cli.asked import NO_MODELS, load_asked, with_seed
 from pipeload.cli.conversation import Conversation
-from pipeload.cli.draft import NO_MODELS
 from pipeload.cli.load_model import check_model
 from pipeload.cli.log_lines import log, silence_libraries
 from pipeload.cli.run_report import describe_plan

@@ -6,8 +6,9 @@ clock each, and all have to guess the same: there, the library's own numbers of 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
+from pipeload.cli.asked import OFF
 from pipeload.cli.log_lines import log
 from pipeload.entry.draft_search import check_same_tokens
 from pipeload.entry.drafting import AUTO, LOOKUP
@@ -18,9 +19,6 @@ if TYPE_CHECKING:
 
     from pipeload.cli.asked import Arguments
 
-OFF: Final = "off"
-NO_MODELS: Final = frozenset({OFF, LOOKUP, AUTO})
-"""What `--draft` takes beside a model."""
 _LOOKED_UP = 10
 """Tokens that followed the latest ones where these stood before: the library's usual number."""
 

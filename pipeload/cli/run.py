@@ -18,11 +18,11 @@ import pipeload
 from pipeload._sizes import counted
 from pipeload._text_tables import as_text
 from pipeload.cli.answer import Answer
-from pipeload.cli.asked import generate_answer, load_asked, with_seed
+from pipeload.cli.asked import NO_MODELS, generate_answer, load_asked, with_seed
 from pipeload.cli.conversation import Conversation
 from pipeload.cli.conversation_file import tokens_kept
 from pipeload.cli.cooling import Cooling
-from pipeload.cli.draft import NO_MODELS, draft_settings
+from pipeload.cli.draft import draft_settings
 from pipeload.cli.load_model import check_model, traced
 from pipeload.cli.log_lines import log, silence_libraries
 from pipeload.cli.progress_bar import first_pass

@@ -38,7 +38,6 @@ from pipeload.hf.takeover import intercept_loading
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from pipeload.budget.plan import Plan
     from pipeload.entry.request import Request
 
 _log = logging.getLogger("pipeload")
@@ -126,9 +125,8 @@ class Drafting:
         """Held by the `generate` that it guesses for."""
         self.given_up = False
         """Whether the draft was, for good, or will never be loaded."""
-        self._before: Plan | None = None
-        """The model's, when the draft came."""
         self._garbage = False
+        """Whether a draft has gone that may still be there: models are cycles."""
         self._computed = 0.0
         """Seconds, when the latest pass was over."""
 
@@ -143,9 +141,7 @@ class Drafting:
 
     def begin(self, room: int) -> int:
         """How many to guess: see `Course`."""
-        if self._garbage:
-            self._garbage = False
-            gc.collect()  # models are cycles
+        self.collect()
         if self._named is not None and self.assistant is None:
             if self.given_up or room < _LEAST_ROOM or not self.control.knows_alone:
                 return 0
@@ -180,6 +176,12 @@ class Drafting:
         if self._computed:
             self.control.note_alone(seconds, computed - self._computed)
         self._computed = computed
+
+    def collect(self) -> None:
+        """Have the memory of a draft that has gone be free."""
+        if self._garbage:
+            self._garbage = False
+            gc.collect()
 
     def end_for_good(self) -> None:
         """The model is not streamed any more."""
@@ -231,7 +233,7 @@ class Drafting:
             )
             return False
         whole = governor.wants[1] + plan.pinned_bytes
-        return self.control.promises(nbytes / plan.bytes_per_pass, min(1.0, nbytes / whole))
+        return self.control.promises(nbytes / max(1, plan.bytes_per_pass), min(1.0, nbytes / whole))
 
     def _held_bytes(self) -> int:
         """About what the draft takes; 0 of a file, or one on the hub: it shows when it is there."""
@@ -267,6 +269,7 @@ def _generate(reference: weakref.ref[Any], drafting: Drafting) -> Callable[..., 
         try:
             return assisted.assist(model, drafting, args, kwargs)
         finally:
+            drafting.collect()
             drafting.busy.release()
 
     # What it takes is what the bound method does, which itself would hold the model.
