@@ -30,6 +30,16 @@ _NOT_BESIDE = (
 """Arguments that mean another way to generate, or may remember what was only guessed."""
 
 
+_CACHES = ("cache", "past_key_values")
+_GROWN: tuple[tuple[str, tuple[bool, ...]], ...] = (
+    ("_prepare_attention_mask", (False,)),
+    ("_prepare_position_ids", (False,)),
+    ("_prepare_token_type_ids", ()),
+)
+"""What the library makes its arguments as long as the text with; False: it is no encoder's. Older
+versions lack one of them, and the argument."""
+
+
 class Course(Protocol):
     """Who says how many guesses a pass checks, and hears what became of them."""
 
@@ -81,7 +91,7 @@ def _takes_several(given: dict[str, Any]) -> bool:
     A criterion that looks at the latest token alone would miss the rest.
     """
     criteria = given.pop("stopping_criteria", None) or ()
-    caches = (given.get(name) for name in ("cache", "past_key_values"))
+    caches = (given.get(name) for name in _CACHES)
     return all(getattr(one, "takes_several", False) for one in criteria) and all(
         cache is None or isinstance(cache, DynamicCache) for cache in caches
     )
@@ -114,6 +124,10 @@ def _is_plain(model: Any, given: dict[str, Any]) -> bool:
     )
 
 
+def _as_it_is(told: dict[str, Any], *_more: object) -> dict[str, Any]:
+    return told
+
+
 def assist(model: Any, course: Course, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Have the library generate, with the guesses that `course` asks for."""
     token = COURSE.set(course)
@@ -136,11 +150,11 @@ def candidates(model: Any, *args: Any, **kwargs: Any) -> Any:
         config = copy.copy(kwargs["generation_config"])
         if course.assistant is None:
             config.prompt_lookup_num_tokens = 1
-        told = {name: value for name, value in kwargs["model_kwargs"].items() if name != "cache"}
+        given = kwargs["model_kwargs"].items()
+        told = {name: value for name, value in given if name not in _CACHES}
         length = input_ids.shape[1]  # the text has grown since the library was asked
-        told = library._prepare_attention_mask(told, length, False)
-        told = library._prepare_position_ids(told, length, False)
-        told = library._prepare_token_type_ids(told, length)
+        for name, more in _GROWN:
+            told = getattr(library, name, _as_it_is)(told, length, *more)
         changed = {"generation_config": config, "input_ids": input_ids, "model_kwargs": told}
         made = make(model, **{**kwargs, **changed, "assistant_model": course.assistant})
         if course.assistant is not None:
