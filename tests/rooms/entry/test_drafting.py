@@ -60,6 +60,11 @@ def shelf(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def plain_model(shelf: Path) -> Any:
+    return load_plain(shelf / "model")
+
+
 @pytest.fixture(autouse=True)
 def nobody_else(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """This process seems to hold what was planned for it, and no model of other tests."""
@@ -155,10 +160,12 @@ def test_as_the_library_with_the_same_draft(shelf: Path) -> None:
 
 
 @pytest.mark.usefixtures("steadily")
-def test_a_draft_that_comes_in_the_middle(shelf: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_draft_that_comes_in_the_middle(
+    shelf: Path, plain_model: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     """After two passes; mask and positions are those of the text by then."""
     caplog.set_level(logging.INFO, "pipeload")
-    model, plain = load(shelf, shelf / "copy"), load_plain(shelf / "model")
+    model, plain = load(shelf, shelf / "copy"), plain_model
     mask = torch.ones_like(PROMPT)
     wanted = plain.generate(PROMPT, attention_mask=mask, **GREEDY)[0].tolist()
     got, passes = counted(model, attention_mask=mask)
@@ -172,9 +179,9 @@ def test_a_draft_that_comes_in_the_middle(shelf: Path, caplog: pytest.LogCapture
 
 
 @pytest.mark.usefixtures("steadily")
-def test_lookup(shelf: Path) -> None:
+def test_lookup(shelf: Path, plain_model: Any) -> None:
     """Tokens that followed the latest ones before; the same answer."""
-    model, plain = load(shelf, "lookup"), load_plain(shelf / "model")
+    model, plain = load(shelf, "lookup"), plain_model
     assert inspect.signature(model.generate) == inspect.signature(plain.generate)
     ids = PROMPT.repeat(1, 3)
     assert torch.equal(model.generate(ids, **GREEDY), plain.generate(ids, **GREEDY))
@@ -186,7 +193,6 @@ class _Stop(StoppingCriteria):
         return torch.zeros(len(ids), dtype=torch.bool)
 
 
-@pytest.mark.usefixtures("steadily")
 @pytest.mark.parametrize(
     "options",
     [
@@ -200,10 +206,14 @@ class _Stop(StoppingCriteria):
     ],
     ids=lambda options: next(iter(options)),
 )
-def test_what_is_left_to_the_library(shelf: Path, options: dict[str, Any]) -> None:
+def test_what_is_left_to_the_library(plain_model: Any, options: dict[str, Any]) -> None:
     """Ways to generate that guesses do not fit, or that say themselves who guesses."""
-    model = load(shelf, "lookup")
-    assert not assisted.is_usual(model, (PROMPT,), {**GREEDY, **options})
+    assert not assisted.is_usual(plain_model, (PROMPT,), {**GREEDY, **options})
+
+
+def test_what_is_not_one_prompt(plain_model: Any) -> None:
+    """Batches, embeddings, and arguments that only a caller of that version knows the place of."""
+    model = plain_model
     assert assisted.is_usual(model, (PROMPT,), GREEDY)
     assert not assisted.is_usual(model, (PROMPT.repeat(2, 1),), GREEDY)
     assert not assisted.is_usual(model, (), {"inputs_embeds": torch.ones(1, 2, 96)})
@@ -211,9 +221,11 @@ def test_what_is_left_to_the_library(shelf: Path, options: dict[str, Any]) -> No
 
 
 @pytest.mark.usefixtures("steadily")
-def test_a_named_assistant_goes_before(shelf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_named_assistant_goes_before(
+    shelf: Path, plain_model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And one `generate` at a time is guessed for; requests that share readings are not."""
-    model, plain = load(shelf, shelf / "copy"), load_plain(shelf / "model")
+    model, plain = load(shelf, shelf / "copy"), plain_model
     monkeypatch.setattr(assisted, "assist", None)  # not to be called
     wanted = counted(model, assistant_model=plain)[0]
     with _course_of(model).busy:
@@ -238,13 +250,17 @@ class _Clock:
 
 
 def test_given_up_where_guesses_are_wrong(
-    shelf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    shelf: Path,
+    plain_model: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """A draft of random weights goes in the middle of an answer, and its memory is the model's."""
     caplog.set_level(logging.INFO, "pipeload")
     monkeypatch.setattr(assisted, "time", _Clock())
     save_random(tiny_config("llama", num_hidden_layers=1), tmp_path / "wrong", "fp32", seed=9)
-    model, plain = load(shelf, tmp_path / "wrong"), load_plain(shelf / "model")
+    model, plain = load(shelf, tmp_path / "wrong"), plain_model
     governor = model.pipeload.session.governor
     alone = governor.budget
     seen = []
