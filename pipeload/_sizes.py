@@ -7,7 +7,7 @@ from typing import Final
 
 from pipeload.errors import OptionError
 
-__all__ = ["counted", "format_size", "parse_share", "parse_size", "show_limit"]
+__all__ = ["counted", "format_least", "format_size", "parse_share", "parse_size", "show_limit"]
 
 _DECIMAL_UNITS: Final = ("B", "kB", "MB", "GB", "TB", "PB")
 _BINARY_UNITS: Final = ("KiB", "MiB", "GiB", "TiB", "PiB")
@@ -86,6 +86,15 @@ def format_size(nbytes: int) -> str:
         return f"{nbytes} B"
     digits = 2 if abs(value) < 9.995 else 1 if abs(value) < 99.95 else 0
     return f"{value:.{digits}f} {unit}"
+
+
+def format_least(nbytes: int) -> str:
+    """Show bytes of which less would not do: as `format_size`, but rounded up.
+
+    Who types what it says has at least as much.
+    """
+    step: int = 10 ** max(0, len(str(nbytes)) - 3)
+    return format_size(-(-nbytes // step) * step)
 
 
 def counted(count: int, name: str) -> str:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pipeload._sizes import format_size, show_limit
+from pipeload._sizes import format_least, format_size, show_limit
 from pipeload.errors import MemoryLimitError
 from pipeload.weights.arena import DTYPES
 
@@ -58,7 +58,7 @@ def process_too_small(
         f"always resident take {format_size(pinned)}, two buffers for the largest unit, "
         f"{largest.name!r}, {format_size(buffers)}, and all else "
         f"{format_size(rest)}. The smallest limit that works here is {smallest} bytes "
-        f"({format_size(smallest)}); fewer tokens or sequences at once (tokens=, batch=) lower "
+        f"({format_least(smallest)}); fewer tokens or sequences at once (tokens=, batch=) lower "
         f"it.{more}",
         limit=limit,
         smallest_limit=smallest,
@@ -82,7 +82,7 @@ def device_too_small(
         f"memory_limit={show_limit(limit)} of {name} is too small. "
         f"{format_size(floor)} are in use there, a pass needs {format_size(reserve)}, "
         f"embeddings, head and small weights take {format_size(pinned)}, and two buffers for "
-        f"the largest block must fit. Set at least {smallest} bytes ({format_size(smallest)}); "
+        f"the largest block must fit. Set at least {smallest} bytes ({format_least(smallest)}); "
         "fewer tokens or sequences at once (tokens=, batch=) lower that.",
         limit=limit,
         smallest_limit=smallest,
@@ -97,7 +97,7 @@ def staging_too_large(
     return MemoryLimitError(
         f"host_memory_limit={show_limit(limit)} is too small. This process holds "
         f"{format_size(floor)} already, and the staging between disk and device takes "
-        f"{format_size(staging)}. Set at least {smallest} bytes ({format_size(smallest)}); "
+        f"{format_size(staging)}. Set at least {smallest} bytes ({format_least(smallest)}); "
         f"with a larger memory_limit less is enough.{more}",
         limit=limit,
         smallest_limit=smallest,
@@ -230,7 +230,7 @@ def new_limit_too_small(limit: int, smallest: int, device: str | None) -> Memory
     cure = "" if device else " Loaded again, it may be cut more finely and take less."
     return MemoryLimitError(
         f"memory_limit={limit} bytes ({format_size(limit)}){of} is too small for this model as "
-        f"it was loaded; {smallest} bytes ({format_size(smallest)}) work now.{cure}",
+        f"it was loaded; {smallest} bytes ({format_least(smallest)}) work now.{cure}",
         limit=limit,
         smallest_limit=smallest,
         device=device,
@@ -242,7 +242,7 @@ def new_limit_below_staging(limit: int, smallest: int, device: str) -> MemoryLim
     return MemoryLimitError(
         f"host_memory_limit={limit} bytes ({format_size(limit)}) is too small for the "
         f"staging of a model that streams to {device}. Set at least "
-        f"{smallest} bytes ({format_size(smallest)}).",
+        f"{smallest} bytes ({format_least(smallest)}).",
         limit=limit,
         smallest_limit=smallest,
     )
@@ -269,7 +269,7 @@ def removal_too_large(
 def making_too_large(limit: int, smallest: int, what: str, of: str) -> MemoryLimitError:
     """Making a checkpoint, "quantising" it for one, needs more; `of`: for what, in words."""
     return MemoryLimitError(
-        f"{what} needs {format_size(smallest)}{of}, over the limit of {limit} bytes. Set at least "
+        f"{what} needs {format_least(smallest)}{of}, over the limit of {limit} bytes. Set at least "
         f"{smallest} bytes.",
         limit=limit,
         smallest_limit=smallest,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from pipeload._sizes import counted, format_size
+from pipeload._sizes import counted, format_least, format_size
 from pipeload._text_tables import Row, Tabled
 from pipeload.budget.buffer_count import BUFFER_COUNT
 from pipeload.budget.device_in_plan import worth_hosting
@@ -263,7 +263,7 @@ class Plan(Tabled):
 
     def _own_rows(self) -> list[tuple[str, int, str]]:
         units = f"parts of {counted(len(self.units), 'unit')}: blocks, modules or ranges of rows"
-        smallest = f"smallest that works: {format_size(self.smallest_limit)}"
+        smallest = f"smallest that works: {format_least(self.smallest_limit)}"
         experts = [] if self.experts is None else self.experts.rows()
         window = 0 if self.experts is None else self.experts.window_bytes
         of_units = counted(sum(bool(unit.stored) for unit in self.units), "unit")
@@ -290,11 +290,11 @@ class Plan(Tabled):
         share = self.device_share
         assert share is not None  # noqa: S101 - only then they are asked for
         blocks = f"parts of {counted(len(self.units), 'block')}"
-        smallest = f"smallest that works: {format_size(self.smallest_limit)}"
+        smallest = f"smallest that works: {format_least(self.smallest_limit)}"
         enough = self.enough_hosted_bytes
         less = enough is not None and enough < self.hosted_bytes
         hosted = f"; {format_size(enough or 0)} would do" if less else ""
-        host_smallest = f"smallest that works: {format_size(share.host_smallest_limit)}"
+        host_smallest = f"smallest that works: {format_least(share.host_smallest_limit)}"
         buffers = f"{self.slots} x {format_size(self.slot_bytes)}"
         scratch = share.staging_scratch_bytes
         return [

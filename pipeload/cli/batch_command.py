@@ -11,6 +11,7 @@ from pipeload.cli import choices
 from pipeload.cli import options as opt
 from pipeload.cli.batch_file import Shard
 from pipeload.cli.exit_status import load, reported
+from pipeload.cli.model_path import check_path
 
 Requests = Annotated[
     Path, typer.Argument(metavar="REQUESTS", help="A request on each line, as of OpenAI's batches.")
@@ -72,6 +73,7 @@ def batch(
 ) -> None:
     """Answer a file of requests, many by each reading; run again after a kill, it goes on."""
     with reported(debug=debug, quiet=quiet or json, smaller_pass=("--max-new-tokens",)):
+        check_path(model, files=True)
         load("generate_many")
         from pipeload.cli import batch as cli_batch
 

@@ -236,9 +236,15 @@ class Results:
     def _write(self, result: dict[str, Any]) -> None:
         text = json.dumps(result, ensure_ascii=False).translate(_LINE_ENDS)
         data = memoryview(text.encode() + b"\n")
-        while data:
-            data = data[os.write(self._file, data) :]
-        os.fsync(self._file)
+        try:
+            while data:
+                data = data[os.write(self._file, data) :]
+            os.fsync(self._file)
+        except OSError as error:
+            raise OptionError(
+                f"cannot write the results {str(self._path)!r}: {error.strerror}. Make room, and "
+                "run the same command again: it goes on from what is there."
+            ) from error
 
     def __enter__(self) -> Self:
         return self

@@ -9,6 +9,7 @@ import typer
 
 from pipeload.cli import options as opt
 from pipeload.cli.exit_status import reported
+from pipeload.cli.model_path import check_path
 
 BenchModel = Annotated[
     str | None, typer.Argument(help="Folder or hub id; the demo's model by default.")
@@ -75,6 +76,8 @@ def bench(
     if compare is not None and (device != "cpu" or host_memory_limit):
         raise typer.BadParameter("--compare is of processors; drop --device.")
     with reported(debug=debug, quiet=json):
+        if model is not None:
+            check_path(model)
         from pipeload.bench import measure as benchmark
         from pipeload.cli import plan as cli_plan
         from pipeload.cli.load_model import check_model

@@ -10,6 +10,7 @@ import typer
 from pipeload.cli import choices
 from pipeload.cli import options as opt
 from pipeload.cli.exit_status import load, reported
+from pipeload.cli.model_path import check_path
 
 ChatTokens = Annotated[
     int,
@@ -53,6 +54,7 @@ def chat(
         raise typer.BadParameter("--session goes with no --draft; drop one of them.")
     opt.check_sampling(temperature, seed, top_p, top_k)
     with reported(debug=debug, quiet=quiet, smaller_pass=("--tokens",)):
+        check_path(model, files=True)
         load("from_pretrained")
         from pipeload.cli import chat as cli_chat
         from pipeload.cli.asked import Arguments

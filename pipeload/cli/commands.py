@@ -7,6 +7,7 @@ OMP_WAIT_POLICY is set before torch reads it.
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from typing import Annotated
 
@@ -22,10 +23,13 @@ from pipeload.cli.chat_command import Session, chat
 from pipeload.cli.evaluate_command import evaluate
 from pipeload.cli.exit_status import Commands, load, reported
 from pipeload.cli.log_lines import replace_unprintable
+from pipeload.cli.model_path import check_path
 from pipeload.cli.prompt import read_prompt
 from pipeload.cli.serve_command import serve
 from pipeload.cli.timeline_command import timeline
 
+# On a narrower terminal the tables of --help cut options' names, which their lines do not.
+_TABLE_COLUMNS = 80
 DEMO_QUESTION = "What is the capital of France? Answer in one sentence."
 
 app = typer.Typer(
@@ -90,6 +94,7 @@ def run(
     sizes = ("--max-new-tokens", "--tokens")
     with reported(debug=debug, quiet=quiet or json, smaller_pass=sizes):
         text = read_prompt(prompt)
+        check_path(model, files=True)
         load("from_pretrained")
         from pipeload.cli import run as cli_run
         from pipeload.cli.asked import Arguments
@@ -144,6 +149,7 @@ def plan(
 ) -> None:
     """Show what a memory limit buys: what stays in memory, what is read per token, how fast."""
     with reported(debug=debug, quiet=json, smaller_pass=("--tokens", "--batch")):
+        check_path(model, files=True)
         load("from_pretrained")
         from pipeload.cli import plan as cli_plan
 
@@ -236,6 +242,7 @@ def quantize(
 ) -> None:
     """Make a quantised copy of a checkpoint; run again after a kill, it goes on."""
     with reported(debug=debug, quiet=quiet or json):
+        check_path(source)
         load("quantize")
         from pipeload.cli import quantise
 
@@ -272,6 +279,7 @@ def convert(
 ) -> None:
     """Write a GGUF file, or a GPTQ, AWQ or other 4-bit checkpoint, for pipeload's kernels."""
     with reported(debug=debug, quiet=quiet or json):
+        check_path(source, files=True)
         load("convert")
         from pipeload.cli import quantise
 
@@ -303,6 +311,8 @@ def command_names() -> list[str]:
 def main() -> None:
     """Run what was typed."""
     replace_unprintable()
+    if shutil.get_terminal_size().columns < _TABLE_COLUMNS:
+        app.rich_markup_mode = None
     try:
         app(prog_name="pipeload")
     except KeyboardInterrupt:  # outside any command

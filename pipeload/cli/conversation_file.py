@@ -63,17 +63,19 @@ class ConversationFile:
         """What is there, for a model on `device`; None where there is no file.
 
         Raises:
-            OptionError: it is no conversation, of another model, or longer than `most_tokens`.
+            OptionError: it is no conversation, a part of one, of another model, or longer than
+                `most_tokens`.
             CheckpointError: it is damaged.
             ReadError: the disk failed.
         """
         if not self._path.exists():
             return None
-        entries = read_header(self._path)
+        try:
+            entries = read_header(self._path)
+        except CheckpointError as error:  # whose cure would be to download it again
+            raise self._no_conversation() from error
         if _TALK not in entries:
-            raise OptionError(
-                f"{str(self._path)!r} is no conversation that was kept. Name another file."
-            )
+            raise self._no_conversation()
         with contextlib.closing(FileSet([self._path], "buffered")) as files:
             told = self._told(bytes(read_whole(entries[_TALK], files).tolist()))
             ids = torch.tensor([told["ids"]], dtype=torch.long)
@@ -104,6 +106,12 @@ class ConversationFile:
                 "another file."
             )
         return told
+
+    def _no_conversation(self) -> OptionError:
+        return OptionError(
+            f"{str(self._path)!r} is no whole conversation that was kept. Delete the file, or name "
+            "another one."
+        )
 
     def _damaged(self) -> CheckpointError:
         return CheckpointError(

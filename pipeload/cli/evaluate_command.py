@@ -10,6 +10,7 @@ import typer
 from pipeload.cli import choices
 from pipeload.cli import options as opt
 from pipeload.cli.exit_status import load, reported
+from pipeload.cli.model_path import check_path
 
 Models = Annotated[
     list[str], typer.Argument(help="Folders or hub ids, float or quantised; one row for each.")
@@ -54,6 +55,8 @@ def evaluate(
 ) -> None:
     """Measure perplexity: how well models predict a text, by a sliding window."""
     with reported(debug=debug, quiet=quiet or json, smaller_pass=("--window", "--batch")):
+        for model in models:
+            check_path(model, files=True)
         load("from_pretrained")
         from pipeload.cli import evaluate as cli_evaluate
 

@@ -49,6 +49,12 @@ class Commands(TyperGroup):
             if not standalone_mode:
                 raise
             sys.exit(1)
+        except OSError as error:  # of help that is written to a full disk: commands tell their own
+            if not standalone_mode:
+                raise
+            _drop_output()
+            typer.echo(f"error: {_cause(error)}.", err=True)
+            sys.exit(1)
         if standalone_mode:
             sys.exit(status if isinstance(status, int) else 0)
         return status
@@ -58,7 +64,10 @@ def _say_usage(error: Any) -> None:
     if type(error).__name__ == "NoArgsIsHelpError":  # nothing was typed
         error.show()
         return
-    message = " ".join(error.format_message().split()).rstrip(".") + "."
+    # pydantic names the kind of what a check of ours has raised
+    message = " ".join(error.format_message().split()).replace(": Value error, ", ": ")
+    message = message.rstrip(".")
+    message += "" if message.endswith("?") else "."
     place = "" if error.ctx is None else f" See {error.ctx.command_path} --help."
     typer.echo(f"error: {message}{place}", err=True)
 

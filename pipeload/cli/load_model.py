@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -13,6 +12,7 @@ from transformers.utils.hub import cached_file
 import pipeload
 from pipeload.checkpoint.headers import lacking
 from pipeload.cli.log_lines import log
+from pipeload.cli.model_path import check_path
 from pipeload.entry.sources import is_gguf, source_of
 from pipeload.entry.texts import first_line
 from pipeload.errors import CheckpointError, OptionError, PipeloadError
@@ -59,24 +59,17 @@ def check_model(model: str, *, files: bool = False) -> None:
         CheckpointError: the folder holds no model, or its configuration cannot be read.
         UnsupportedModelError: it is a GGUF file that cannot be streamed.
     """
+    check_path(model, files=files)
     path = Path(model)
     if path.is_dir():
         if (path / "config.json").exists():
             with explained(model):
                 transformers.AutoConfig.from_pretrained(model, trust_remote_code=False)
-        elif not (path / "adapter_config.json").exists():
-            raise CheckpointError(
-                f"folder {model!r} has no config.json, so it holds no model. Check the path."
-            )
         return
-    if files and is_gguf(model):
+    if is_gguf(model):
         with explained(model):
             check_gguf(path.parent, path.name)
         return
-    if path.exists():
-        raise OptionError(f"{model!r} is a file. Name the folder that holds config.json.")
-    if model.startswith((".", "/", "~")) or model.endswith(("/", os.sep)) or model.count("/") > 1:
-        raise OptionError(f"there is no folder {model!r}. Check the path.")
     log.info("no folder %r here: asking the model hub", model)
     try:
         transformers.AutoConfig.from_pretrained(model, trust_remote_code=False)

@@ -155,7 +155,8 @@ Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks and the li
 Prompt = Annotated[
     str,
     typer.Argument(
-        help='The prompt; "@FILE" reads a file, "-" or nothing standard input. "@@" is an "@".'
+        help='The prompt; "@FILE" reads a file, "-" or nothing standard input, less its last line '
+        'end. "@@" is an "@".'
     ),
 ]
 NewTokens = Annotated[int, typer.Option(min=1, help="The most tokens to generate.")]
@@ -202,9 +203,8 @@ Draft = Annotated[
     typer.Option(
         metavar="auto|MODEL|lookup|off",
         help=(
-            "What guesses tokens, several of which one pass checks, while that pays: a small "
-            "MODEL; `auto`, the model's own copy by `pipeload quantize`; `lookup`, the text so "
-            "far. Several rows at once may change last bits."
+            "What guesses tokens for one pass to check, while that pays: a small MODEL; `auto`, a "
+            "copy by `pipeload quantize`; `lookup`, the text so far. Last bits may change."
         ),
     ),
 ]

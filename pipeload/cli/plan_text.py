@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from pipeload._sizes import counted, format_size
+from pipeload._sizes import counted, format_least, format_size
 from pipeload.errors import MemoryLimitError
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ def _table(plans: Sequence[Plan | MemoryLimitError], *, batch: int, probed: bool
     lines = [("limit", "resident", "read/token", "s/token", "smallest")]
     for plan in plans:
         if isinstance(plan, MemoryLimitError):
-            limit, smallest = format_size(plan.limit), format_size(plan.smallest_limit)
+            limit, smallest = format_size(plan.limit), format_least(plan.smallest_limit)
             lines.append((limit, "too small", "-", "-", smallest))
             continue
         seconds = (plan.seconds_per_pass or 0.0) / batch
@@ -96,7 +96,7 @@ def _table(plans: Sequence[Plan | MemoryLimitError], *, batch: int, probed: bool
                 format_size(plan.resident),
                 format_size(round(plan.bytes_per_pass / batch)),
                 f"{seconds:.3g}" if seconds else "-",
-                format_size(plan.smallest_limit),
+                format_least(plan.smallest_limit),
             )
         )
     rate = next(plan.disk_rate for plan in plans if not isinstance(plan, MemoryLimitError))

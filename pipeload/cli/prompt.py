@@ -21,7 +21,8 @@ _NO_TEXT = "the prompt is no text in UTF-8"
 def read_prompt(prompt: str) -> str:
     """What the argument names: itself, standard input for "-", the text of FILE for "@FILE".
 
-    "@@" stands for a prompt that begins with "@".
+    "@@" stands for a prompt that begins with "@". What is read loses its last line end:
+    `echo` and editors add it, and it would be a token of its own.
 
     Raises:
         BadParameter: there is no such file, or what was given is empty or no text.
@@ -42,7 +43,7 @@ def _named(prompt: str) -> str:
         if prompt.startswith("@@"):
             return prompt[1:]
         if prompt.startswith("@"):
-            return Path(prompt[1:]).read_text(encoding="utf-8-sig")
+            return Path(prompt[1:]).read_text(encoding="utf-8-sig").removesuffix("\n")
     except UnicodeDecodeError as error:
         raise _refusal(f"{_NO_TEXT} ({error}).") from None
     except (OSError, ValueError) as error:  # no path may hold a zero byte
@@ -55,10 +56,12 @@ def _named(prompt: str) -> str:
 
 
 def _typed_in() -> str:
+    if sys.stdin is None:  # as in a shell's `<&-`, and under some supervisors
+        raise _refusal("standard input is closed. Type the prompt behind the model, or @FILE.")
     if sys.stdin.isatty():
         end = "Ctrl-Z and Enter" if os.name == "nt" else "Ctrl-D"
         typer.echo(f"Type the prompt, then {end} on a line of its own.", err=True)
-    return sys.stdin.read()
+    return sys.stdin.read().removesuffix("\n")
 
 
 def encode(

@@ -11,6 +11,7 @@ from pipeload._sizes import parse_size
 from pipeload.cli import batch_command, choices
 from pipeload.cli import options as opt
 from pipeload.cli.exit_status import load, reported
+from pipeload.cli.model_path import check_path
 from pipeload.errors import OptionError
 
 
@@ -95,6 +96,7 @@ def serve(
 ) -> None:
     """Answer OpenAI's API over HTTP; requests share each reading of the weights."""
     with reported(debug=debug, quiet=quiet, smaller_pass=("--max-new-tokens",)):
+        check_path(model, files=True)
         load("generate_many")
         from pipeload.cli import serve as cli_serve
 

@@ -8,6 +8,7 @@ Hugging Face folder: sharded safetensors, their index, configs and a tokenizer.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.metadata
 import json
@@ -109,8 +110,8 @@ def make_smollm2(target: Path, *, dtype: str = "bf16", max_shard_bytes: int = 50
         `target`.
 
     Raises:
-        OptionError: An argument means nothing, `target` is something else, or
-            the package that carries the model or the one that reads it is missing.
+        OptionError: An argument means nothing, `target` is something else or cannot be written,
+            or the package that carries the model or the one that reads it is missing.
         CheckpointError: The installed GGUF file is not the one this recipe knows.
     """
     target = Path(target)
@@ -122,6 +123,29 @@ def make_smollm2(target: Path, *, dtype: str = "bf16", max_shard_bytes: int = 50
     if _made_earlier(target, stamp):
         return target
     source = _find_gguf()
+    with _explained(target):
+        _make(source, target, stamp, dtype, max_shard_bytes)
+    return target
+
+
+@contextlib.contextmanager
+def _explained(target: Path) -> Iterator[None]:
+    """A disk that is full, or closed to this user, is told by the folder's name."""
+    from safetensors import SafetensorError  # what its writer makes of an error of the system
+
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        cause = getattr(error, "strerror", None) or error
+        raise OptionError(
+            f"the demo model cannot be written to '{target}': {cause}. Name another folder "
+            "(--folder), on a disk with 300 MB free."
+        ) from error
+
+
+def _make(
+    source: Path, target: Path, stamp: dict[str, object], dtype: str, max_shard_bytes: int
+) -> None:
     target.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
     try:
@@ -133,7 +157,6 @@ def make_smollm2(target: Path, *, dtype: str = "bf16", max_shard_bytes: int = 50
         _put_in_place(partial, target, stamp)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    return target
 
 
 def _made_earlier(target: Path, stamp: dict[str, object]) -> bool:

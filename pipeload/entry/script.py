@@ -198,7 +198,7 @@ def _count_own(words: Sequence[str]) -> int:
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """One line, as for everything else that is refused."""
-        self.exit(2, f"error: {message}\n")
+        self.exit(2, f"error: {message.rstrip('.')}. See {self.prog} --help.\n")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -293,5 +293,7 @@ def _end(error: PipeloadError) -> NoReturn:
     own = [f for f in own if "site-packages" not in f.filename and not f.filename.startswith("<")]
     where = f" ({own[-1].filename}, line {own[-1].lineno})" if own else ""
     sys.stdout.flush()
-    sys.stderr.write(f"error: {error}{where}\n")
+    # What makes a pass smaller, as it is typed here.
+    told = str(error).replace("(tokens=, batch=)", "(--tokens, --batch)")
+    sys.stderr.write(f"error: {told}{where}\n")
     raise SystemExit(1) from error

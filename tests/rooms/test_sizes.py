@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeload._sizes import format_size, parse_share, parse_size, show_limit
+from pipeload._sizes import format_least, format_size, parse_share, parse_size, show_limit
 from pipeload.errors import OptionError
 
 LARGEST = 2**63 - 1
@@ -177,3 +177,11 @@ def test_no_shares(text: str) -> None:
     """What is none is refused by name."""
     with pytest.raises(OptionError, match=r"memory_limit=.*is no percentage"):
         parse_share(text)
+
+
+@given(st.integers(0, LARGEST // 2))
+def test_what_is_said_to_be_enough_is_enough(nbytes: int) -> None:
+    """Typed as it is shown, it is no less, and more by no more than its last digit."""
+    said = format_least(nbytes)
+    typed = int(said.removesuffix(" B")) if nbytes < 1000 else parse_size(said)
+    assert nbytes <= typed <= nbytes + max(0, nbytes // 100)

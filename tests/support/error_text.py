@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 
 # Calls that only change how a value is shown.
 _SHOWN_AS_IT_IS = {
-    "bool", "first_line", "float", "format_size", "int", "list", "map", "max", "min", "next",
-    "repr", "set", "show", "show_limit", "sorted", "str", "tuple", "_join", "_quote", "_show",
+    "bool", "first_line", "float", "format_least", "format_size", "int", "list", "map", "max",
+    "min", "next", "repr", "set", "show", "show_limit", "sorted", "str", "tuple", "_join", "_quote",
+    "_show",
 }  # fmt: skip
 _DEEPEST = 8
 

@@ -97,6 +97,7 @@ def test_a_limit_that_is_too_small(refusal: Done) -> None:
     """One line, with the script's own line, and no traceback."""
     assert refusal.status == 1
     assert refusal.line.startswith("error: memory_limit=1000000 bytes (1.00 MB) is too small.")
+    assert "at once (--tokens, --batch) lower it" in refusal.line
     script = SCRIPTS / "streamed.py"
     lines = script.read_text().splitlines()
     called = next(n for n, line in enumerate(lines, start=1) if line.startswith('show("auto"'))
@@ -312,7 +313,11 @@ WRONG: dict[str, tuple[Sequence[str], int, str]] = {
     "no limit": (["--memory-limit", "4XB", "where.py"], 2, "--memory-limit='4XB'"),
     "no share": (["--memory-limit=150%", "where.py"], 2, "--memory-limit='150%'"),
     "no number": (["--tokens", "0", "where.py"], 2, "'0' must be a whole number of at least 1"),
-    "an unknown option": (["--fast", "where.py"], 2, "unrecognized arguments: --fast"),
+    "an unknown option": (
+        ["--fast", "where.py"],
+        2,
+        "--fast where.py. See python -m pipeload --help.",
+    ),
     "a file that cannot be read": (["/proc/self/mem"], 2, "cannot read '/proc/self/mem'"),
     "a limit without a value": (["--memory-limit"], 2, "--memory-limit: expected one argument"),
 }

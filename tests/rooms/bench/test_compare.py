@@ -122,6 +122,7 @@ def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "cannot be run. Check": setting(tmp_path, "plain", pythons={"plain": str(file)}),
         "there is no file 'x.gguf'": setting(tmp_path, "llama.cpp", gguf="x.gguf"),
         "is no folder, which others": setting(file, "plain"),
+        "is named twice in --compare": setting(tmp_path, "plain", "plain"),
         "by tokens after the first": setting(tmp_path, "plain", new_tokens=1),
     }
     for words, given in cases.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import errno
 import json
 import os
 import random
@@ -428,6 +429,27 @@ def test_writes_that_take_a_part(files: tuple[Path, Path], monkeypatch: pytest.M
         monkeypatch.setattr(os, "write", lambda file, data: real(file, data[:7]))
         results.answer(line, {"text": "long enough"})
     assert body_of(results_of(files[1])["batch_req_1"]) == {"text": "long enough"}
+
+
+def test_a_disk_that_fills_up(files: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which file it was is told; what was written of the line is cut off by the next run."""
+    write(files[0], [request(0, chat())])
+    (line,) = read_lines(files[0], ALL)
+    real, left = os.write, [7]
+
+    def fills_up(file: int, data: memoryview) -> int:
+        if not left:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real(file, data[: left.pop()])
+
+    with Results(files[1]) as results:
+        monkeypatch.setattr(os, "write", fills_up)
+        with pytest.raises(OptionError, match=r"write the results .*No space left.* Make room"):
+            results.answer(line, {"text": "long enough"})
+        monkeypatch.undo()
+    with Results(files[1]) as results:
+        assert not results.has(line)
+    assert files[1].read_bytes() == b""
 
 
 @pytest.mark.parametrize("kind", [signal.SIGTERM, signal.SIGINT])

@@ -272,7 +272,7 @@ def test_a_conversation_that_is_not_this_models(talker: Path, tmp_path: Path) ->
     assert_one_line(kept(talker, file, "-q", "--tokens", 20), 1, "memory is kept free for 20")
     assert file.read_bytes() == before
     for damaged, words in (
-        (before[:-10], "cannot be used"),
+        (before[:-10], "is no whole conversation that was kept. Delete the file"),
         (
             before.replace(b'\\\\"model\\\\"', b'\\\\"medal\\\\"').replace(b'"model"', b'"medal"'),
             "is damaged",
@@ -286,7 +286,7 @@ def test_a_conversation_that_is_not_this_models(talker: Path, tmp_path: Path) ->
         assert damaged != before
         assert_one_line(kept(talker, file, "-q"), 1, words)
     weights.rename(file)
-    assert_one_line(kept(talker, file, "-q"), 1, "is no conversation that was kept")
+    assert_one_line(kept(talker, file, "-q"), 1, "is no whole conversation that was kept")
 
 
 def test_a_conversation_that_cannot_be_kept(talker: Path, tmp_path: Path, tiny: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pty
@@ -16,6 +17,7 @@ import transformers
 import pipeload
 from pipeload.bench import measure
 from pipeload.cli import plan as cli_plan
+from pipeload.cli.prompt import read_prompt
 from pipeload.demo import model as demo_model
 from tests.support.commands import ROOT, answer, invoke, start
 from tests.support.commands import loud_libraries as loud_libraries  # noqa: PLC0414 - a fixture
@@ -157,6 +159,17 @@ def test_prompt_from_standard_input(talker: Path, prompt: list[str]) -> None:
     rest = ("--max-new-tokens", 4, "--quiet")
     piped = invoke("run", talker, *prompt, *rest, stdin=PROMPT)
     assert piped.stdout == invoke("run", talker, PROMPT, *rest).stdout
+
+
+def test_the_last_line_end_is_no_part_of_a_prompt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`echo` and editors add it; what else stands at the end stays."""
+    file = tmp_path / "prompt"
+    for text, read in (("w3\n", "w3"), ("w3", "w3"), (" w3\n\n", " w3\n")):
+        file.write_text(text)
+        monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+        assert read_prompt("-") == read_prompt(f"@{file}") == read
 
 
 def test_chat_template_and_system_message(talker: Path) -> None:

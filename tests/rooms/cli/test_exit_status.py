@@ -19,6 +19,7 @@ from tests.support.commands import invoke
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
     from typing import Any
 
 
@@ -121,6 +122,22 @@ def test_no_folder_with_a_slash(command: str) -> None:
     result = invoke(*words)
     assert result.exit_code == 1
     assert result.stderr == "error: there is no folder 'nosuch/'. Check the path.\n"
+
+
+@pytest.mark.parametrize("command", ["run", "plan", "eval", "quantize", "batch", "chat", "bench"])
+def test_no_folder_is_told_before_libraries_load(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They take seconds, on a small board many."""
+
+    def loads(name: str) -> None:
+        raise AssertionError(name)
+
+    monkeypatch.setattr(pipeload, "__getattr__", loads)
+    more = {"run": ("hello",), "eval": ("--text", "t"), "quantize": ("new",), "batch": ("a", "b")}
+    result = invoke(command, tmp_path / "none", *more.get(command, ()))
+    assert result.exit_code == 1
+    assert result.stderr == f"error: there is no folder '{tmp_path / 'none'}'. Check the path.\n"
 
 
 def test_no_folder_with_a_slash_in_a_program() -> None:

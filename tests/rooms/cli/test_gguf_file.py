@@ -65,6 +65,14 @@ def test_a_file_that_is_none(command: str, tmp_path: Path) -> None:
     assert str(broken) in result.stderr
 
 
+def test_a_folder_that_holds_a_file(tmp_path: Path) -> None:
+    """It is the file that has to be named."""
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    result = invoke("run", tmp_path, "hello")
+    assert result.exit_code == 1
+    assert f"so it holds no model. Name its file '{tmp_path / 'model.gguf'}'." in result.stderr
+
+
 def test_what_takes_no_files(tmp_path: Path) -> None:
     """Quantising begins with a folder of floats."""
     file = tmp_path / "model.gguf"

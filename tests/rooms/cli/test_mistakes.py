@@ -12,10 +12,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
+import typer
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
+from pipeload.cli import commands, exit_status
 from pipeload.cli.commands import app
+from pipeload.cli.exit_status import Commands
+from pipeload.cli.prompt import read_prompt
 from tests.rooms.quantiser.test_quantise import Full
 from tests.support.commands import invoke, save_tokenizer
 from tests.support.commands import loud_libraries as loud_libraries  # noqa: PLC0414 - a fixture
@@ -250,6 +254,54 @@ def test_words_that_mean_nothing(name: str) -> None:
     result = invoke(*words)
     assert_one_line(result, 2, message)
     assert result.stderr.endswith("--help.\n")
+
+
+def test_a_command_that_is_misspelt() -> None:
+    """The question ends as one."""
+    result = invoke("rnu")
+    assert_one_line(result, 2, "Did you mean 'run'? See ")
+
+
+def test_a_value_that_is_none_of_those() -> None:
+    """Without the kind of error that a library puts before it."""
+    result = invoke("quantize", "x", "y", "--method", "int2")
+    assert_one_line(result, 2, "'--method': 'int2' is not one of")
+
+
+def test_standard_input_that_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python has no object for it then."""
+    monkeypatch.setattr(sys, "stdin", None)
+    with pytest.raises(typer.BadParameter, match=r"standard input is closed\. Type the prompt"):
+        read_prompt("-")
+
+
+def test_help_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """`pipeload --help > FILE` on a full disk."""
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Commands, "get_help", fail)
+    monkeypatch.setattr(exit_status, "_drop_output", lambda: None)
+    with pytest.raises(SystemExit) as caught:
+        app(["--help"], prog_name="pipeload")
+    assert caught.value.code == 1
+    assert os.strerror(errno.ENOSPC) in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("columns", [40, 79, 80])
+def test_help_on_a_narrow_terminal(
+    columns: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every option's name is there to be typed."""
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setattr(app, "rich_markup_mode", app.rich_markup_mode)
+    monkeypatch.setattr(sys, "argv", ["pipeload", "run", "--help"])
+    with pytest.raises(SystemExit):
+        commands.main()
+    shown = capsys.readouterr().out
+    assert "--repetition-penalty" in shown
+    assert "\N{HORIZONTAL ELLIPSIS}" not in shown
 
 
 def test_a_prompt_from_a_file_that_is_no_text() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 
 from pipeload.demo import model as demo_model
@@ -187,6 +187,23 @@ def test_a_run_cut_off_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Monkey
     with pytest.raises(KeyboardInterrupt):
         make_smollm2(tmp_path / "model")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_place_that_takes_no_files(
+    small_model: tuple[Path, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No folder can be made there, or the disk is full, which safetensors tells its own way."""
+    del small_model  # what is converted here as well
+    with pytest.raises(OptionError, match=r"'/proc/demo/x': No such file.* Name another folder"):
+        make_smollm2(Path("/proc/demo/x"))
+
+    def full(*_: object, **_more: object) -> None:
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr("safetensors.torch.save_file", full)
+    with pytest.raises(OptionError, match=r"No space left on device .*\(--folder\)"):
+        make_smollm2(tmp_path / "full")
+    assert {file.name for file in tmp_path.iterdir()} == {"small.gguf", "made"}
 
 
 def make_small_folder(source: Path, folder: Path, dtype: str, max_shard_bytes: int) -> None:
