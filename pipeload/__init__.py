@@ -25,8 +25,9 @@ if TYPE_CHECKING:
     from pipeload.budget.plan import Plan
     from pipeload.engine.handle import Handle
     from pipeload.engine.stats import Stats
-    from pipeload.entry.api import from_pretrained, handle, plan, smallest_limit, streaming, wrap
+    from pipeload.entry.api import from_pretrained, handle, plan, streaming, wrap
     from pipeload.entry.many import generate_many
+    from pipeload.entry.smallest_limit import smallest_limit
     from pipeload.quantiser.convert import convert
     from pipeload.quantiser.quantise import quantize
 
@@ -66,7 +67,7 @@ _HOMES = {
     "handle": "pipeload.entry.api",
     "plan": "pipeload.entry.api",
     "quantize": "pipeload.quantiser.quantise",
-    "smallest_limit": "pipeload.entry.api",
+    "smallest_limit": "pipeload.entry.smallest_limit",
     "streaming": "pipeload.entry.api",
     "wrap": "pipeload.entry.api",
 }

@@ -14,6 +14,7 @@ Gallager, Data Networks, section 6.5.2).
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import threading
@@ -25,7 +26,7 @@ from pipeload.errors import OptionError
 from pipeload.system.memory import rss_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
 
 _KEPT_SHARE = 0.98
@@ -34,6 +35,8 @@ _CLEARLY = 1.5
 """Times as many passes: one draft of one token for each pass is even, of two is clearly more."""
 _CHANCE = 4.0
 """So many passes more tell nothing yet."""
+_AHEAD = 100.0
+"""Passes that a draft is counted with when it comes: before it has run it is known to be busy."""
 
 
 class Client(Protocol):
@@ -90,6 +93,8 @@ class Accountant:
         """Gives back so many bytes of what is kept for speed alone; returns how many it did."""
         self.rss_bytes = 0
         """All that the process held when it was measured last."""
+        self._begins_with = 0.0
+        """Passes that whoever comes next is counted with."""
 
     def renew_lock(self) -> None:
         """In a forked child: whoever held the lock is not there to let it go."""
@@ -126,7 +131,16 @@ class Accountant:
         with self.lock:
             self.limit = limit
             self._clients[id(client)] = client
-            self._passes[id(client)] = 0.0
+            self._passes[id(client)] = self._begins_with
+
+    @contextlib.contextmanager
+    def serving_first(self) -> Iterator[None]:
+        """Whoever comes inside is known to run more often than all who are there."""
+        self._begins_with = max(self._passes.values(), default=0.0) + _AHEAD
+        try:
+            yield
+        finally:
+            self._begins_with = 0.0
 
     def leave(self, client: Client) -> None:
         """Forget `client`. May be called again.
@@ -222,7 +236,8 @@ class Accountant:
         counts = [self._passes.get(id(client), 0.0) for client in clients]
         if newcomer is None:
             return shares_by_use(wants, counts, pool)
-        counts, wants = [max(counts, default=0.0), *counts], [newcomer, *wants]
+        count = max(self._begins_with, *counts) if counts else 0.0
+        counts, wants = [count, *counts], [newcomer, *wants]
         return shares_by_use(wants, counts, pool)[1:]
 
     def reclaim(self, client: Client, nbytes: int) -> int:

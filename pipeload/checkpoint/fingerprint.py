@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
     from pipeload.checkpoint.file_reads import FileSet
 
+SOURCE_DIGEST = "pipeload_source_digest"
+"""The key in config.json of a quantised checkpoint for the fingerprint of what it was made of."""
 _PAGE = 4096
 _SAMPLES = 512
 """Of each file: of a fine-tuning that has changed one byte of a hundred, they miss all once in 170

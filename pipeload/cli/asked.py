@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import secrets
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
-from pipeload.cli.draft import OFF
 from pipeload.cli.load_model import load_with
 from pipeload.cli.log_lines import log
+from pipeload.entry.drafting import AUTO, LOOKUP
 from pipeload.serving.answer_text import StopAt
 
 if TYPE_CHECKING:
@@ -19,6 +19,11 @@ if TYPE_CHECKING:
 
     from pipeload.cli.answer import Answer
     from pipeload.cli.cooling import Cooling
+
+
+OFF: Final = "off"
+NO_MODELS: Final = frozenset({OFF, LOOKUP, AUTO})
+"""What `--draft` takes beside a model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,13 +79,10 @@ def with_seed(asked: Arguments, draw: Callable[[int], int] = secrets.randbelow) 
 
 def load_asked(asked: Arguments, model: str) -> Any:
     """A model under the limit, and with the options, that were asked for."""
-    return load_with(
-        model,
-        asked,
-        tokens=asked.tokens,
-        exact_inputs=asked.exact_inputs,
-        **({} if asked.ranks is None or model != asked.model else {"ranks": asked.ranks}),
-    )
+    more: dict[str, Any] = {}
+    if model == asked.model:
+        more = {"draft": asked.draft} if asked.ranks is None else {"ranks": asked.ranks}
+    return load_with(model, asked, tokens=asked.tokens, exact_inputs=asked.exact_inputs, **more)
 
 
 def generate_answer(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 import pipeload
-from pipeload.cli.asked import load_asked, with_seed
+from pipeload.cli.asked import NO_MODELS, load_asked, with_seed
 from pipeload.cli.conversation import Conversation
 from pipeload.cli.load_model import check_model
 from pipeload.cli.log_lines import log, silence_libraries
@@ -34,6 +34,8 @@ def chat(asked: Arguments, *, debug: bool) -> None:
     """
     silence_libraries(debug=debug)
     check_model(asked.model, files=True)
+    if asked.draft not in NO_MODELS:
+        check_model(asked.draft, files=True)
     tokenizer = load_tokenizer(asked.model)
     if not tokenizer.chat_template:
         raise OptionError(

@@ -41,6 +41,7 @@ def chat(
     top_p: opt.TopP = None,
     top_k: opt.TopK = None,
     repetition_penalty: opt.RepetitionPenalty = None,
+    draft: opt.Draft = "off",
     system: opt.System = None,
     session: Session = None,
     io_mode: opt.IoModeOption = choices.IoMode.AUTO,
@@ -49,6 +50,8 @@ def chat(
     debug: opt.Debug = False,
 ) -> None:
     """Talk with a model: each turn goes on from the last one's cache."""
+    if session is not None and draft != "off":
+        raise typer.BadParameter("--session goes with no --draft; drop one of them.")
     opt.check_sampling(temperature, seed, top_p, top_k)
     with reported(debug=debug, quiet=quiet, smaller_pass=("--tokens",)):
         check_path(model, files=True)
@@ -72,6 +75,7 @@ def chat(
                 top_p=top_p,
                 top_k=top_k,
                 repetition_penalty=repetition_penalty,
+                draft=draft,
                 session=session,
                 io_mode=io_mode.value,
                 exact_inputs=exact_inputs,

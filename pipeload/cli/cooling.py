@@ -34,6 +34,8 @@ class Cooling(transformers.StoppingCriteria):
 
     keeps_nothing = True
     """From one call to the next: a request with it may be begun again."""
+    takes_several = True
+    """It sees what has come since the last call, not the latest token alone."""
 
     def __init__(self, most: float, root: Path | None = None) -> None:
         """`most`: degrees Celsius. `root`: in the place of `/sys`.

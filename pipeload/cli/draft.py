@@ -1,53 +1,50 @@
-"""`--draft`: tokens that something small guesses, and one pass of the model checks.
+"""`--draft` where several machines share a model: tokens that something small guesses.
 
-Speculative decoding (Leviathan, Kalman and Matias, Fast Inference from Transformers via Speculative
-Decoding, 2023) is transformers' own; where the disk is what a pass waits for, it divides that wait
-by the tokens that each pass keeps.
+On one machine `pipeload.from_pretrained(draft=...)` does it, and follows the clock. Ranks have a
+clock each, and all have to guess the same: there, the library's own numbers of guesses hold.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
+from pipeload.cli.asked import OFF
 from pipeload.cli.log_lines import log
-from pipeload.entry.texts import load_tokenizer
+from pipeload.entry.draft_search import check_same_tokens
+from pipeload.entry.drafting import AUTO, LOOKUP
 from pipeload.errors import OptionError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-OFF: Final = "off"
-LOOKUP: Final = "lookup"
+    from pipeload.cli.asked import Arguments
+
 _LOOKED_UP = 10
 """Tokens that followed the latest ones where these stood before: the library's usual number."""
 
 
-def draft_settings(
-    draft: str, tokenizer: Any, target: str, load: Callable[[str], Any]
-) -> dict[str, Any]:
-    """What `generate` is to be given for a draft.
+def draft_settings(asked: Arguments, model: Any, load: Callable[[str], Any]) -> dict[str, Any]:
+    """What `generate` is to be given for a draft on ranks.
 
     Args:
-        draft: a model's folder or name, `LOOKUP`, or `OFF`.
-        tokenizer: the target's.
-        target: the name of the model that checks.
+        asked: what was typed.
+        model: that checks.
         load: loads the draft, under the limit that both share.
 
     Raises:
-        OptionError: the draft has other tokens than the target.
+        OptionError: the draft has other tokens than the target, or is to be looked for.
         PipeloadError: it cannot be loaded.
     """
-    if draft == OFF:
+    draft = asked.draft
+    if draft == OFF or asked.ranks is None:
         return {}
     if draft == LOOKUP:
         return {"prompt_lookup_num_tokens": _LOOKED_UP}
-    theirs, ours = load_tokenizer(draft).get_vocab(), tokenizer.get_vocab()
-    if theirs != ours:
+    if draft == AUTO:
         raise OptionError(
-            f"the draft {draft!r} has other tokens than {target!r} ({len(theirs)} and {len(ours)} "
-            "are known to them). Use a model of the same family, such as the model's own copy by "
-            "`pipeload quantize`."
+            "--draft auto goes with no --ranks: each would find its own. Name the draft's folder."
         )
-    model = load(draft)
+    check_same_tokens(draft, asked.model, model)
+    made = load(draft)
     log.info("drafts by %s", draft)
-    return {"assistant_model": model}
+    return {"assistant_model": made}

@@ -201,10 +201,10 @@ Stop = Annotated[
 Draft = Annotated[
     str,
     typer.Option(
-        metavar="MODEL|lookup|off",
+        metavar="auto|MODEL|lookup|off",
         help=(
-            "Have a small MODEL guess tokens, or `lookup` find them in the text: one pass checks "
-            "several. Last bits may change."
+            "What guesses tokens for one pass to check, while that pays: a small MODEL; `auto`, a "
+            "copy by `pipeload quantize`; `lookup`, the text so far. Last bits may change."
         ),
     ),
 ]

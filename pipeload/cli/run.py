@@ -18,11 +18,11 @@ import pipeload
 from pipeload._sizes import counted
 from pipeload._text_tables import as_text
 from pipeload.cli.answer import Answer
-from pipeload.cli.asked import generate_answer, load_asked, with_seed
+from pipeload.cli.asked import NO_MODELS, generate_answer, load_asked, with_seed
 from pipeload.cli.conversation import Conversation
 from pipeload.cli.conversation_file import tokens_kept
 from pipeload.cli.cooling import Cooling
-from pipeload.cli.draft import LOOKUP, OFF, draft_settings
+from pipeload.cli.draft import draft_settings
 from pipeload.cli.load_model import check_model, traced
 from pipeload.cli.log_lines import log, silence_libraries
 from pipeload.cli.progress_bar import first_pass
@@ -64,7 +64,7 @@ def _rank(ranks: int | str | None) -> int:
 def _run(asked: Arguments) -> None:
     check_model(asked.model, files=True)
     cooling = None if asked.max_temperature is None else Cooling(asked.max_temperature)
-    if asked.draft not in {OFF, LOOKUP}:
+    if asked.draft not in NO_MODELS:
         check_model(asked.draft, files=True)
     tokenizer = load_tokenizer(asked.model)
     inputs = encode(tokenizer, asked.prompt, system=asked.system, chat_template=asked.chat_template)
@@ -73,9 +73,7 @@ def _run(asked: Arguments) -> None:
     given = prompt_tokens + (tokens_kept(asked.session, tokenizer) if asked.session else 0)
     asked = replace(asked, tokens=asked.tokens or given + asked.max_new_tokens)
     asked, model = _load(asked)
-    guesses = draft_settings(
-        asked.draft, tokenizer, asked.model, partial(load_asked, replace(asked, dtype="auto"))
-    )
+    guesses = draft_settings(asked, model, partial(load_asked, replace(asked, dtype="auto")))
     check_tokens(asked.model, model, int(inputs["input_ids"].max()))
     beyond = _warn_of_positions(model, given, asked.max_new_tokens)
     log.info("%s", describe_plan(pipeload.handle(model).plan))

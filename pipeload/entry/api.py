@@ -11,13 +11,14 @@ from pipeload.budget.shared_limit import ACCOUNTANT
 from pipeload.devices.shared_device_limit import account_of
 from pipeload.engine.forks import give_back_inherited
 from pipeload.engine.handle import Handle
+from pipeload.entry.drafting import attach_draft
 from pipeload.entry.exact_inputs import keep_inputs_exact
 from pipeload.entry.loading import Loading, needs_of, plan_pending, touched_of
 from pipeload.entry.options import GivenOptions
 from pipeload.entry.request import make_request
 from pipeload.entry.sources import check_source
 from pipeload.entry.wrap import wrap as wrap_model
-from pipeload.errors import MemoryLimitError, OptionError
+from pipeload.errors import OptionError
 from pipeload.hf.takeover import (
     current_intercept,
     intercept_everywhere,
@@ -52,6 +53,7 @@ def from_pretrained(
     host_memory_limit: int | str | None = None,
     exact_inputs: bool = False,
     ranks: int | str | None = None,
+    draft: str | os.PathLike[str] | None = None,
     auto_class: type[Any] | None = None,
     **kwargs: Any,
 ) -> Any:
@@ -92,6 +94,13 @@ def from_pretrained(
             MASTER_PORT): all run the same script, each within its own limit and from its own disk.
             "mixed" takes ranks with other processors, or another number of threads: results are
             the same on all of them, but those of no single machine. None: by itself.
+        draft: what guesses tokens, several of which `model.generate` has one reading check, of one
+            prompt at a time: a folder or hub id of a small model with the same tokens; "auto", the
+            model's own copy by `pipeload quantize`, if there is one beside it or in the caches;
+            "lookup", the text so far. A model is loaded after two passes, where these wait for the
+            disk and it fits the limit, and dropped when it does not pay. Tokens are those of the
+            library's assisted generation: several rows at once may change last bits, and sampling
+            draws other tokens. `generate(assistant_model=...)` goes before. None or "off": nothing.
         auto_class: the class whose `from_pretrained` is called. AutoModelForCausalLM when None.
         **kwargs: passed on to the library's `from_pretrained`.
 
@@ -103,7 +112,7 @@ def from_pretrained(
         MemoryLimitError: before any weight is read; says the smallest limit that works.
         CheckpointError: a file is missing, malformed or pickled.
         UnsupportedModelError: the model cannot be streamed exactly.
-        OptionError: an option means nothing.
+        OptionError: an option means nothing, or the draft has other tokens.
         ReadError: the disk failed, or does not answer.
         GroupError: a rank does not come, is lost, or has another model.
     """
@@ -116,6 +125,8 @@ def from_pretrained(
         )
     if not loading.loaded:
         raise _nothing_loaded(pretrained, auto_class)
+    if request.draft is not None:
+        attach_draft(result[0] if isinstance(result, tuple) else result, pretrained, request)
     return result
 
 
@@ -291,34 +302,6 @@ def plan(
     keep_inputs_exact(pending, request, lenient=False)
     touched = touched_of(pending.model, pending.model)
     return plan_pending(pending, needs_of(pending, where), touched, request).plan
-
-
-def smallest_limit(
-    pretrained: str | os.PathLike[str],
-    *args: Any,
-    tokens: int = 256,
-    batch: int = 1,
-    **kwargs: Any,
-) -> int:
-    """The smallest `memory_limit`, in bytes, with which `from_pretrained` works in this process.
-
-    Args:
-        pretrained: a folder or a hub id.
-        *args: as for `from_pretrained`.
-        tokens: longest sequence, prompt and answer, in tokens.
-        batch: sequences at once.
-        **kwargs: as for `from_pretrained`.
-
-    Raises:
-        CheckpointError: as for `from_pretrained`.
-        UnsupportedModelError: as for `from_pretrained`.
-        OptionError: as for `from_pretrained`.
-    """
-    try:
-        made = plan(pretrained, *args, memory_limit=1, tokens=tokens, batch=batch, **kwargs)
-    except MemoryLimitError as error:
-        return error.smallest_limit
-    return made.smallest_limit
 
 
 def handle(model: nn.Module) -> Handle:

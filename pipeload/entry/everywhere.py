@@ -20,10 +20,12 @@ from pipeload.errors import OptionError
 from pipeload.hf.patched_name import Patch
 from pipeload.system.on_import import when_imported
 
-_VARIABLES = [name for name in OPTIONS if name not in {"memory_limit", "read_timeout", "disk_rate"}]
+_OTHERS = {"memory_limit", "read_timeout", "disk_rate", "draft"}
+_VARIABLES = [name for name in OPTIONS if name not in _OTHERS]
 """What PIPELOAD_TOKENS and its like in the environment say, where nothing else does.
 
-Of the three others two have variables that count everywhere, and one is of `plan` alone.
+Of the others two have variables that count everywhere, one is of `plan` alone, one of
+`from_pretrained`.
 """
 _API = "pipeload.entry.api"
 _MODELS = "transformers.modeling_utils"

@@ -18,6 +18,7 @@ from pipeload.entry.api import handle
 from pipeload.entry.convoy_size import ConvoySize
 from pipeload.entry.ranks import refuse_turns
 from pipeload.errors import OptionError
+from pipeload.hf.assisted import UNASSISTED
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -256,4 +257,6 @@ class _Ambient:
             stack.enter_context(torch.set_grad_enabled(self._grad))
             for kind, dtype in self._autocast.items():
                 stack.enter_context(torch.autocast(kind, dtype=dtype))
+            # Requests share a reading already, and each is to have the bits of a run alone.
+            stack.callback(UNASSISTED.reset, UNASSISTED.set(True))
             yield

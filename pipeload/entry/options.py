@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Mapping
 
     import torch
@@ -30,6 +31,7 @@ class GivenOptions:
     host_memory_limit: int | str | None = None
     exact_inputs: bool = False
     ranks: int | str | None = None
+    draft: str | os.PathLike[str] | None = None
     disk_rate: float | None = None
     """Bytes per second to predict with; `pipeload.plan` alone takes it."""
 

@@ -25,6 +25,7 @@ LIMIT_VARIABLE = "PIPELOAD_MEMORY_LIMIT"
 """The environment variable that says what "auto" means."""
 _MAX_READERS = 64
 _PRESSURES = ("off", "auto")
+_NO_DRAFT = "off"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +38,8 @@ class Request:
     exact_inputs: bool
     ranks: int | str | None = None
     """Of several machines; None where this process has the model for itself."""
+    draft: str | os.PathLike[str] | None = None
+    """What guesses tokens: a model, "auto" or "lookup"; None: nothing."""
 
 
 def make_request(given: GivenOptions, enclosing: Request | None = None) -> Request:
@@ -79,8 +82,9 @@ def make_request(given: GivenOptions, enclosing: Request | None = None) -> Reque
         device_limit=device_bytes,
         found_out=found_out,
     )
+    draft = _checked_draft(given)
     ranks = check_ranks(given.ranks, device)
-    return Request(options, hint, given.pressure == "auto", bool(given.exact_inputs), ranks)
+    return Request(options, hint, given.pressure == "auto", bool(given.exact_inputs), ranks, draft)
 
 
 def _check(given: GivenOptions) -> None:
@@ -104,6 +108,24 @@ def _check(given: GivenOptions) -> None:
             f"exact_inputs={given.exact_inputs!r} means nothing. Give True or False; in the "
             "environment, 1 or 0."
         )
+
+
+def _checked_draft(given: GivenOptions) -> str | os.PathLike[str] | None:
+    """What guesses tokens; None for "off"."""
+    draft = given.draft
+    if draft is None or draft == _NO_DRAFT:
+        return None
+    if not isinstance(draft, (str, os.PathLike)) or not os.fspath(draft):
+        raise OptionError(
+            f"draft={draft!r} means nothing. Give 'auto', 'lookup', 'off', or the folder or hub id "
+            "of a small model."
+        )
+    if given.ranks is not None:
+        raise OptionError(
+            f"draft={str(draft)!r} goes with no ranks=: how much is guessed follows the clock, and "
+            "those of ranks differ. Pass generate() an assistant_model= instead, on all of them."
+        )
+    return draft
 
 
 def _device_limit(device: Device, memory_limit: int | str, outer: Options | None) -> int:

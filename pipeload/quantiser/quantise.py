@@ -14,6 +14,7 @@ import transformers
 
 from pipeload._sizes import parse_size
 from pipeload.checkpoint.file_reads import FileSet
+from pipeload.checkpoint.fingerprint import SOURCE_DIGEST, fingerprint
 from pipeload.checkpoint.headers import lacking, stamps_of
 from pipeload.checkpoint.hung_reads import resolve_timeout
 from pipeload.entry.sources import check_source
@@ -228,6 +229,7 @@ def make(
         if packed:
             rows["Experts"] = experts.described(packed, known.few_rows)
         changes: dict[str, Any] = {"quantization_config": config}
+        changes[SOURCE_DIGEST] = source.digest()  # `draft="auto"` finds it by that
         if choice.head is not None:
             rows["Output head"] = choice.head.form.description
             if choice.head.is_tied:
@@ -275,6 +277,10 @@ class _Source:
         """What stays as it is."""
         counts = {entry.name: math.prod(entry.shape) for entry in self._entries}
         return model_card.Floats(counts, without=self.linears.keys() | self._of_experts)
+
+    def digest(self) -> str:
+        """What tells the source from other checkpoints."""
+        return fingerprint(self._files)
 
     def columns(self) -> dict[str, int]:
         """Those of each Linear that a text may tell of, by its path."""

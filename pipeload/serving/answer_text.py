@@ -78,6 +78,8 @@ class StopAt(transformers.StoppingCriteria):
 
     keeps_nothing = True
     """From one call to the next: a request with it may be begun again."""
+    takes_several = True
+    """It sees what has come since the last call, not the latest token alone."""
 
     def __init__(self, tokenizer: Any, stops: Sequence[str], *, prompt_tokens: int) -> None:
         self._tokenizer, self._stops, self._prompt = tokenizer, stops, prompt_tokens

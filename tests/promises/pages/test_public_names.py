@@ -114,9 +114,9 @@ def test_every_option_is_described(function: Any) -> None:
 
 LACKING = {
     "from_pretrained": {"disk_rate"},
-    "wrap": {"disk_rate", "exact_inputs", "ranks"},
-    "streaming": {"disk_rate", "ranks"},
-    "plan": {"pressure", "ranks", "read_timeout"},
+    "wrap": {"draft", "disk_rate", "exact_inputs", "ranks"},
+    "streaming": {"draft", "disk_rate", "ranks"},
+    "plan": {"draft", "pressure", "ranks", "read_timeout"},
 }
 
 

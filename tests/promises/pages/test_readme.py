@@ -50,7 +50,9 @@ def commands() -> list[tuple[str, str]]:
     return found
 
 
-LONG = re.compile(r"^pipeload (bench|eval|demo)|--calibrate|accelerate launch|smollm2-draft")
+LONG = re.compile(
+    r"^pipeload (bench|eval|demo)|--calibrate|accelerate launch|smollm2-draft|--draft auto"
+)
 """Commands that take long, and of which nothing below depends but on `make sweep`."""
 SNIPPETS = [(text, output) for kind, text, output in blocks() if kind == "python"]
 

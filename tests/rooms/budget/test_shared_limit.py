@@ -234,3 +234,19 @@ def test_who_is_forgotten_is_not_counted(accountant: Accountant) -> None:
     accountant.join(FakeClient(), 700)
     accountant.forget_all()
     accountant.check_limit(800)
+
+
+def test_a_draft_is_served_first_when_it_comes(accountant: Accountant) -> None:
+    """Before it has run: the others give back all that it wants, down to their least."""
+    target, draft = FakeClient(wants=(20, 500)), FakeClient(wants=(10, 80))
+    accountant.join(target, 500)
+    target.budget = 120
+    with accountant.serving_first():
+        assert accountant.make_room((10, 80), 0)
+        assert target.budget == 40
+        accountant.join(draft, 500)
+    draft.budget = 80
+    assert accountant.share(target, 40) == 40
+    later = FakeClient(wants=(0, 500))
+    accountant.join(later, 500)
+    assert accountant._passes[id(later)] == 0

@@ -1,0 +1,288 @@
+"""`draft=`: the model's own `generate` has a small copy guess tokens, while that pays.
+
+The method becomes an attribute of the model, so that whoever calls it, PEFT and pipelines too, has
+it. What it cannot take (see `is_usual`), and what comes while another thread is at it, is the
+library's as ever. The draft is loaded between two passes, once these have been timed, and dropped
+between two passes: see [Note: when a draft pays] in draft_control.py.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import inspect
+import logging
+import os
+import threading
+import weakref
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import transformers
+
+from pipeload._sizes import format_size
+from pipeload.budget.shared_limit import ACCOUNTANT
+from pipeload.engine.guarded_methods import take_off
+from pipeload.entry.draft_control import DraftControl, Took
+from pipeload.entry.draft_search import check_same_tokens, find_own_copy, held_bytes
+from pipeload.entry.loading import Loading
+from pipeload.entry.sources import check_source, source_of
+from pipeload.entry.texts import first_line
+from pipeload.errors import OptionError
+from pipeload.formats.form_names import INT4
+from pipeload.hf import assisted
+from pipeload.hf.takeover import intercept_loading
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pipeload.entry.request import Request
+
+_log = logging.getLogger("pipeload")
+AUTO: Final = "auto"
+LOOKUP: Final = "lookup"
+_LEAST_ROOM = 16
+"""Tokens that may still come: for fewer, a draft is not loaded."""
+_LOOKED_UP_RIGHT = 0.5
+
+
+def attach_draft(model: Any, pretrained: str | os.PathLike[str], request: Request) -> None:
+    """Have the `generate` of a model that streams use the draft that was asked for, from now on.
+
+    Raises:
+        OptionError: the model cannot have one, or the draft has other tokens.
+        CheckpointError: the draft cannot be loaded.
+    """
+    try:
+        _attach(model, pretrained, request)
+    except BaseException:
+        model.pipeload.session.close()  # it is not to be had without what was asked for
+        raise
+
+
+def _attach(model: Any, pretrained: str | os.PathLike[str], request: Request) -> None:
+    wanted = request.draft
+    if not model.can_generate():
+        raise OptionError(
+            f"draft={str(wanted)!r} is for models that generate text, and {type(model).__name__} "
+            "does not. Leave it out."
+        )
+    named = None if wanted == LOOKUP else _named(model, pretrained, request)
+    if named is None and wanted != LOOKUP:
+        return
+    if not model.pipeload.plan.bytes_per_pass:
+        _log.info("nothing is guessed as long as the whole model fits the limit")
+    reference = weakref.ref(model)
+    drafting = Drafting(named, request, reference)
+    undo = model.pipeload.session.close
+    for name, answer in (("generate", _generate), (assisted.MAKES_CANDIDATES, _candidates)):
+        undo.push(partial(take_off, reference, name))
+        object.__setattr__(model, name, answer(reference, drafting))
+    undo.push(drafting.end_for_good)
+
+
+def _named(model: Any, pretrained: str | os.PathLike[str], request: Request) -> str | None:
+    """The draft's folder or hub id; None if it was to be looked for, and there is none."""
+    wanted = request.draft
+    if wanted != AUTO:
+        named = os.fspath(wanted) if wanted is not None else ""
+        source, options = source_of(named)
+        check_source(source, {**options, "trust_remote_code": False}, request.options.device)
+        check_same_tokens(named, os.fspath(pretrained), model)
+        return named
+    if request.options.device is not None:
+        _log.info("no draft is looked for: copies by `pipeload quantize` run on the CPU alone")
+        return None
+    found = find_own_copy(pretrained, model.pipeload.session.files)
+    if found is not None:
+        return str(found)
+    folder = Path(os.fspath(pretrained)).name
+    _log.info(
+        "no draft of %s was found beside it or in the cache; this makes one: pipeload quantize %s "
+        "%s-draft --method %s --group-size 32 --head int8 --calibrate builtin",
+        folder,
+        pretrained,
+        folder,
+        INT4,
+    )
+    return None
+
+
+class Drafting:
+    """What guesses for one model. A `Course`, of one `generate` at a time."""
+
+    def __init__(self, named: str | None, request: Request, model: weakref.ref[Any]) -> None:
+        """`named`: the draft's folder or hub id; None looks tokens up in the text."""
+        self._named, self._request, self._reference = named, request, model
+        self.assistant: Any = None
+        """The draft while it is in memory."""
+        self.control = DraftControl()
+        if named is None:
+            self.control.right = _LOOKED_UP_RIGHT
+        self.busy = threading.Lock()
+        """Held by the `generate` that it guesses for."""
+        self.given_up = False
+        """Whether the draft was, for good, or will never be loaded."""
+        self._garbage = False
+        """Whether a draft has gone that may still be there: models are cycles."""
+        self._computed = 0.0
+        """Seconds, when the latest pass was over."""
+
+    @property
+    def _model(self) -> Any:
+        """Whose `generate` this is: it is running."""
+        return self._reference()
+
+    def is_wanted(self, model: Any) -> bool:
+        """Whether guesses could be of use: something is read in each pass, and nothing settled."""
+        return not self.given_up and model.pipeload.plan.bytes_per_pass > 0
+
+    def begin(self, room: int) -> int:
+        """How many to guess: see `Course`."""
+        self.collect()
+        if self._named is not None and self.assistant is None:
+            if self.given_up or room < _LEAST_ROOM or not self.control.knows_alone:
+                return 0
+            self._load()
+            if self.assistant is None:
+                return 0
+        return self.control.count(room)
+
+    def end(self, guessed: int, kept: int, seconds: float, guessing: float, *, first: bool) -> None:
+        """A pass is over: see `Course`."""
+        if first:  # it took the prompt, and the draft did
+            self._computed = self._model.pipeload.stats().compute_seconds
+            return
+        if self._named is not None and self.assistant is None:
+            if not self.given_up:
+                self._time_alone(seconds)
+            return
+        self.control.note(Took(guessed, kept, seconds, guessing))
+        if self.assistant is not None and not self.control.pays:
+            alone = self.control.seconds_alone or 0.0
+            _log.info(
+                "the draft %s is given up: %.1f tokens per pass take longer than one by one, which "
+                "takes %.2g s each; its memory holds weights of the model again",
+                self._named,
+                self.control.tokens_per_pass,
+                alone,
+            )
+            self._drop()
+
+    def _time_alone(self, seconds: float) -> None:
+        computed = self._model.pipeload.stats().compute_seconds
+        if self._computed:
+            self.control.note_alone(seconds, computed - self._computed)
+        self._computed = computed
+
+    def collect(self) -> None:
+        """Have the memory of a draft that has gone be free."""
+        if self._garbage:
+            self._garbage = False
+            gc.collect()
+
+    def end_for_good(self) -> None:
+        """The model is not streamed any more."""
+        self._drop()
+
+    def _drop(self) -> None:
+        self.given_up, draft, self.assistant = True, self.assistant, None
+        if draft is not None:
+            self._garbage = True
+            draft.pipeload.session.close()
+
+    def _load(self) -> None:
+        """Load the draft, unless it does not fit, or cannot be worth it."""
+        assert self._named is not None  # noqa: S101 - else nobody calls
+        model = self._model
+        if not self._may_come(model):
+            return
+        before, governor = model.pipeload.plan, model.pipeload.session.governor
+        # First, as loading and planning take some memory themselves; what is over comes back.
+        governor.shrink(governor.budget - self._held_bytes())
+        try:
+            draft = self._loaded()
+        except Exception as error:  # the library raises nearly anything; the answer goes on
+            self._refuse(first_line(error))
+            return
+        if draft.pipeload.plan.bytes_per_pass > 0:
+            draft.pipeload.session.close()
+            self._garbage = True
+            self._refuse("it does not fit beside the model")
+            return
+        after = model.pipeload.plan.bytes_per_pass
+        self.control.share_alone = min(1.0, before.bytes_per_pass / max(after, 1))
+        self.control.forget()
+        self.assistant = draft
+        _log.info("drafts by %s, in memory", self._named)
+
+    def _refuse(self, why: str) -> None:
+        self.given_up = True
+        _log.info("no drafts by %s: %s", self._named, why)
+
+    def _may_come(self, model: Any) -> bool:
+        """Whether the draft is to be loaded now. One that does not fit never will be."""
+        governor, plan = model.pipeload.session.governor, model.pipeload.plan
+        nbytes = self._held_bytes()
+        room = governor.budget - governor.wants[0]
+        if nbytes > room:
+            self._refuse(
+                f"it takes {format_size(nbytes)}, and the limit leaves {format_size(room)} for it"
+            )
+            return False
+        whole = governor.wants[1] + plan.pinned_bytes
+        return self.control.promises(nbytes / max(1, plan.bytes_per_pass), min(1.0, nbytes / whole))
+
+    def _held_bytes(self) -> int:
+        """About what the draft takes; 0 of a file, or one on the hub: it shows when it is there."""
+        folder = Path(self._named or "")
+        return held_bytes(folder) if folder.is_dir() else 0
+
+    def _loaded(self) -> Any:
+        request = self._request
+        limit = ACCOUNTANT.limit or request.options.memory_limit
+        options = replace(request.options, memory_limit=limit)
+        source, named = source_of(self._named or "")
+        loading = Loading(replace(request, options=options, draft=None), lenient=False)
+        auto: Any = transformers.AutoModelForCausalLM
+        with ACCOUNTANT.serving_first(), intercept_loading(loading):
+            return auto.from_pretrained(source, dtype="auto", trust_remote_code=False, **named)
+
+
+def _generate(reference: weakref.ref[Any], drafting: Drafting) -> Callable[..., Any]:
+    model: Any = reference()
+    model_class, signature = type(model), inspect.signature(model.generate)
+    del model
+
+    @functools.wraps(model_class.generate)
+    def generate(*args: Any, **kwargs: Any) -> Any:
+        model = reference()
+        if model is None:
+            raise ReferenceError("the model is gone")
+        free = not assisted.UNASSISTED.get() and drafting.is_wanted(model)
+        if not free or not assisted.is_usual(model, args, kwargs):
+            return model_class.generate(model, *args, **kwargs)
+        if not drafting.busy.acquire(blocking=False):  # another thread's; this one goes without
+            return model_class.generate(model, *args, **kwargs)
+        try:
+            return assisted.assist(model, drafting, args, kwargs)
+        finally:
+            drafting.collect()
+            drafting.busy.release()
+
+    # What it takes is what the bound method does, which itself would hold the model.
+    del vars(generate)["__wrapped__"]
+    vars(generate)["__signature__"] = signature
+    return generate
+
+
+def _candidates(reference: weakref.ref[Any], _drafting: Drafting) -> Callable[..., Any]:
+    def candidates(*args: Any, **kwargs: Any) -> Any:
+        model = reference()
+        if model is None:
+            raise ReferenceError("the model is gone")
+        return assisted.candidates(model, *args, **kwargs)
+
+    return candidates

@@ -1,0 +1,399 @@
+"""`from_pretrained(draft=...)`: `generate` as ever, in fewer passes, as long as that pays."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import itertools
+import json
+import logging
+import shutil
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import transformers
+from transformers import StoppingCriteria, StoppingCriteriaList
+
+import pipeload
+from pipeload.budget.shared_limit import ACCOUNTANT, Accountant
+from pipeload.checkpoint.fingerprint import SOURCE_DIGEST
+from pipeload.entry import draft_search, drafting
+from pipeload.entry.draft_control import DraftControl
+from pipeload.errors import CheckpointError, OptionError
+from pipeload.hf import assisted
+from tests.support.commands import save_tokenizer
+from tests.support.models import load_plain, save_random, tiny_config
+from tests.support.streaming import smallest_limit, steady_floor
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+SPARE = 1_200_000
+"""Bytes over the smallest limit: not for the whole model, but for a copy of it."""
+NEW = 24
+GREEDY: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None}
+PROMPT = torch.arange(5, 24)[None]
+
+
+class Steady(DraftControl):
+    """Three guesses for each pass after the second, whatever the clock says."""
+
+    pays = True
+
+    def promises(self, *_figures: float) -> bool:
+        return True
+
+    def count(self, room: int) -> int:
+        return max(0, min(3, room))
+
+
+@pytest.fixture(scope="module")
+def shelf(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model, its copy, and a copy of another one that is said to be larger."""
+    folder = tmp_path_factory.mktemp("shelf")
+    save_random("llama", folder / "model", "fp32", seed=3)
+    pipeload.quantize(folder / "model", folder / "copy", method="int8")
+    other = save_random("llama", folder / "aside" / "other", "fp32", seed=4)
+    pipeload.quantize(other, folder / "a-copy-of-another", method="int8")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def plain_model(shelf: Path) -> Any:
+    return load_plain(shelf / "model")
+
+
+@pytest.fixture(autouse=True)
+def nobody_else(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """This process seems to hold what was planned for it, and no model of other tests."""
+    gc.collect()
+    ACCOUNTANT.forget_all()
+    monkeypatch.setattr(Accountant, "other_bytes", lambda _self: 0)
+    with steady_floor():
+        yield
+    ACCOUNTANT.forget_all()
+
+
+@pytest.fixture
+def steadily(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drafting, "DraftControl", Steady)
+
+
+def load(shelf: Path, draft: object, **options: Any) -> Any:
+    folder = shelf / "model"
+    limit = smallest_limit(folder) + SPARE
+    settings = {"dtype": "auto", "memory_limit": limit, "draft": draft, **options}
+    return pipeload.from_pretrained(folder, **settings)
+
+
+def counted(model: Any, **options: Any) -> tuple[list[int], int]:
+    """The tokens of an answer, and the passes of the model that it took."""
+    before = model.pipeload.stats().passes
+    ids = model.generate(PROMPT, **{**GREEDY, **options})
+    return ids[0].tolist(), model.pipeload.stats().passes - before
+
+
+# -- finding one ---------------------------------------------------------------------------------
+
+
+def test_a_copy_is_found_by_what_it_was_made_of(shelf: Path) -> None:
+    """Not by its name: one that names another digest is not taken."""
+    model = load(shelf, None)
+    files = model.pipeload.session.files
+    assert draft_search.find_own_copy(shelf / "model", files) == shelf / "copy"
+    told = json.loads((shelf / "copy" / "config.json").read_text())
+    assert len(told[SOURCE_DIGEST]) == 64
+
+
+def test_a_wrong_digest(shelf: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Then none is found, which is said with the command that makes one; the model answers."""
+    shutil.copytree(shelf / "model", tmp_path / "model")
+    shutil.copytree(shelf / "a-copy-of-another", tmp_path / "copy")
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "config.json").write_text("{")
+    caplog.set_level(logging.INFO, "pipeload")
+    model = load(tmp_path, "auto")
+    assert f"pipeload quantize {tmp_path / 'model'} model-draft" in caplog.text
+    assert counted(model)[1] == NEW
+    assert "generate" not in vars(model)
+
+
+def test_the_smallest_copy_in_the_cache(
+    shelf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of several, in the folder that pipeload keeps models in."""
+    cache = tmp_path / "pipeload"
+    shutil.copytree(shelf / "copy", cache / "small")
+    shutil.copytree(shelf / "copy", cache / "large")
+    shutil.copy(cache / "large" / "model.safetensors", cache / "large" / "more.safetensors")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    model = load(shelf, None)
+    files = model.pipeload.session.files
+    assert draft_search.find_own_copy("some/model", files) == cache / "small"
+
+
+# -- generating ----------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("steadily")
+def test_as_the_library_with_the_same_draft(shelf: Path) -> None:
+    """Greedy or sampled, equal to plain assisted generation with as many guesses."""
+    model = load(shelf, "auto")
+    counted(model)  # the draft is there after that
+    plain, draft = load_plain(shelf / "model"), load_plain(shelf / "copy")
+    draft.generation_config.num_assistant_tokens = 3
+    draft.generation_config.num_assistant_tokens_schedule = "constant"
+    draft.generation_config.assistant_confidence_threshold = 0.0
+    calls: list[int] = []
+    plain.register_forward_hook(lambda *_: calls.append(1))
+    for options in ({}, {"do_sample": True, "temperature": 1.3, "top_k": 20}):
+        calls.clear()
+        torch.manual_seed(5)
+        wanted = plain.generate(PROMPT, assistant_model=draft, **{**GREEDY, **options})
+        torch.manual_seed(5)
+        got, passes = counted(model, **options)
+        assert got == wanted[0].tolist()
+        assert passes == len(calls)
+    assert len(ACCOUNTANT.clients) == 2
+
+
+@pytest.mark.usefixtures("steadily")
+def test_a_draft_that_comes_in_the_middle(
+    shelf: Path, plain_model: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """After two passes; mask and positions are those of the text by then."""
+    caplog.set_level(logging.INFO, "pipeload")
+    model, plain = load(shelf, shelf / "copy"), plain_model
+    mask = torch.ones_like(PROMPT)
+    wanted = plain.generate(PROMPT, attention_mask=mask, **GREEDY)[0].tolist()
+    got, passes = counted(model, attention_mask=mask)
+    assert got == wanted
+    assert 3 < passes < NEW
+    assert "in memory" in caplog.text
+    assert counted(model)[0] == wanted  # it is there from the beginning now
+    governors = ACCOUNTANT.clients
+    draft = next(one for one in governors if one is not model.pipeload.session.governor)
+    assert draft.budget >= draft.wants[1]  # all of it is held
+
+
+@pytest.mark.usefixtures("steadily")
+def test_lookup(shelf: Path, plain_model: Any) -> None:
+    """Tokens that followed the latest ones before; the same answer."""
+    model, plain = load(shelf, "lookup"), plain_model
+    assert inspect.signature(model.generate) == inspect.signature(plain.generate)
+    ids = PROMPT.repeat(1, 3)
+    assert torch.equal(model.generate(ids, **GREEDY), plain.generate(ids, **GREEDY))
+    assert len(ACCOUNTANT.clients) == 1
+
+
+class _Stop(StoppingCriteria):
+    def __call__(self, ids: torch.Tensor, _scores: object, **_options: object) -> torch.Tensor:
+        return torch.zeros(len(ids), dtype=torch.bool)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_beams": 2},
+        {"num_return_sequences": 2, "do_sample": True},
+        {"use_cache": False},
+        {"cache_implementation": "static"},
+        {"stopping_criteria": StoppingCriteriaList([_Stop()])},
+        {"prompt_lookup_num_tokens": 3},
+        {"guidance_scale": 1.5},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_what_is_left_to_the_library(plain_model: Any, options: dict[str, Any]) -> None:
+    """Ways to generate that guesses do not fit, or that say themselves who guesses."""
+    assert not assisted.is_usual(plain_model, (PROMPT,), {**GREEDY, **options})
+
+
+def test_what_is_not_one_prompt(plain_model: Any) -> None:
+    """Batches, embeddings, and arguments that only a caller of that version knows the place of."""
+    model = plain_model
+    assert assisted.is_usual(model, (PROMPT,), GREEDY)
+    assert not assisted.is_usual(model, (PROMPT.repeat(2, 1),), GREEDY)
+    assert not assisted.is_usual(model, (), {"inputs_embeds": torch.ones(1, 2, 96)})
+    assert not assisted.is_usual(model, (PROMPT, None, None), GREEDY)
+
+
+@pytest.mark.usefixtures("steadily")
+def test_a_named_assistant_goes_before(
+    shelf: Path, plain_model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And one `generate` at a time is guessed for; requests that share readings are not."""
+    model, plain = load(shelf, shelf / "copy"), plain_model
+    monkeypatch.setattr(assisted, "assist", None)  # not to be called
+    wanted = counted(model, assistant_model=plain)[0]
+    with _course_of(model).busy:
+        assert counted(model)[0] == wanted
+    (_, many), *_ = pipeload.generate_many(model, [{"input_ids": PROMPT, **GREEDY}])
+    assert many[0].tolist() == wanted
+
+
+def _course_of(model: Any) -> Any:
+    cells = vars(model)["generate"].__closure__
+    return next(c.cell_contents for c in cells if isinstance(c.cell_contents, drafting.Drafting))
+
+
+# -- giving up -----------------------------------------------------------------------------------
+
+
+class _Clock:
+    """A second passes each time it is asked."""
+
+    def __init__(self) -> None:
+        self.perf_counter = itertools.count(1.0).__next__
+
+
+def test_given_up_where_guesses_are_wrong(
+    shelf: Path,
+    plain_model: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A draft of random weights goes in the middle of an answer, and its memory is the model's."""
+    caplog.set_level(logging.INFO, "pipeload")
+    monkeypatch.setattr(assisted, "time", _Clock())
+    save_random(tiny_config("llama", num_hidden_layers=1), tmp_path / "wrong", "fp32", seed=9)
+    model, plain = load(shelf, tmp_path / "wrong"), plain_model
+    governor = model.pipeload.session.governor
+    alone = governor.budget
+    seen = []
+    watch = model.register_forward_hook(lambda *_: seen.append(governor.budget))
+    wanted = plain.generate(PROMPT, **{**GREEDY, "max_new_tokens": 60})[0].tolist()
+    assert counted(model, max_new_tokens=60)[0] == wanted
+    watch.remove()
+    assert "is given up" in caplog.text
+    assert min(seen) < alone  # it was there
+    gc.collect()
+    assert len(ACCOUNTANT.clients) == 1
+    assert governor.budget == alone
+    assert counted(model) == (wanted[: PROMPT.shape[1] + NEW], NEW)
+
+
+@pytest.mark.parametrize("why", ["whole", "large", "fast", "late"])
+def test_never_loaded(
+    shelf: Path,
+    why: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Where all fits, the draft does not, passes do not wait, or little is to come."""
+    caplog.set_level(logging.INFO, "pipeload")
+    monkeypatch.setattr(drafting.Drafting, "_loaded", None)  # not to be called
+    options: dict[str, Any] = {}
+    if why == "whole":
+        options["memory_limit"] = smallest_limit(shelf / "model") + 100_000_000
+    elif why == "large":
+        options["memory_limit"] = smallest_limit(shelf / "model") + 100_000
+    elif why == "fast":
+        monkeypatch.setattr(DraftControl, "promises", lambda *_figures: False)
+    new = 12 if why == "late" else NEW
+    model = load(shelf, shelf / "copy", **options)
+    assert counted(model, max_new_tokens=new)[1] == new
+    told = {"whole": "the whole model fits", "large": "the limit leaves"}
+    assert told.get(why, "") in caplog.text
+
+
+@pytest.mark.parametrize("broken", [True, False])
+def test_a_draft_that_cannot_be_loaded(
+    shelf: Path,
+    broken: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The answer goes on without: also where it turns out to be larger than it looked."""
+    caplog.set_level(logging.INFO, "pipeload")
+    monkeypatch.setattr(drafting, "DraftControl", Steady)
+    folder = shelf / "copy"
+    if broken:
+        monkeypatch.setattr(drafting.Drafting, "_loaded", lambda _self: 1 / 0)
+    else:
+        monkeypatch.setattr(drafting, "held_bytes", lambda _folder: 0)
+        folder = shelf / "model"
+    model = load(shelf, folder)
+    assert counted(model)[1] == NEW
+    assert ("division by zero" if broken else "does not fit") in caplog.text
+    gc.collect()
+    assert len(ACCOUNTANT.clients) == 1
+
+
+@pytest.mark.usefixtures("steadily")
+def test_the_plain_model_has_none(shelf: Path) -> None:
+    """`remove` takes it off and frees it; whoever has kept the method is told."""
+    model = load(shelf, shelf / "copy")
+    wanted, _ = counted(model)
+    kept = model.generate, model._get_candidate_generator
+    model.pipeload.remove()
+    assert not {"generate", "_get_candidate_generator"} & vars(model).keys()
+    assert model.generate(PROMPT, **GREEDY)[0].tolist() == wanted
+    gc.collect()
+    assert ACCOUNTANT.clients == []
+    del model
+    gc.collect()
+    for method in kept:
+        with pytest.raises(ReferenceError, match="gone"):
+            method()
+
+
+# -- mistakes ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"draft": 3}, "draft=3 means nothing. Give 'auto', 'lookup', 'off'"),
+        ({"draft": ""}, "means nothing"),
+        ({"draft": "auto", "ranks": 2}, "goes with no ranks="),
+        ({"draft": "lookup", "auto_class": transformers.AutoModel}, "does not. Leave it out"),
+    ],
+)
+def test_what_means_nothing(shelf: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        load(shelf, **options)
+    assert ACCOUNTANT.clients == []
+
+
+@pytest.mark.parametrize("tokenizer", [False, True])
+def test_other_tokens(shelf: Path, tmp_path: Path, tokenizer: bool) -> None:
+    """By their number, or by what they stand for."""
+    shutil.copytree(shelf / "model", tmp_path / "model")
+    words = 512 if tokenizer else 400
+    save_random(tiny_config("llama", vocab_size=words), tmp_path / "draft", "fp32", seed=1)
+    if tokenizer:
+        save_tokenizer(tmp_path / "model")
+        save_tokenizer(tmp_path / "draft", reverse=True)
+    with pytest.raises(OptionError, match="has other tokens than"):
+        load(tmp_path, tmp_path / "draft")
+
+
+def test_no_model(shelf: Path, tmp_path: Path) -> None:
+    """It is refused when the model is loaded, not when it answers."""
+    shutil.copytree(shelf / "copy", tmp_path / "draft")
+    (tmp_path / "draft" / "config.json").write_text('{"model_type": "nothing"}')
+    with pytest.raises(CheckpointError, match="cannot be loaded"):
+        load(shelf, tmp_path / "draft")
+    with pytest.raises(CheckpointError):
+        load(shelf, tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_adapters(shelf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PEFT's own `generate` calls the model's."""
+    peft = pytest.importorskip("peft")
+    model = load(shelf, "lookup")
+    begun: list[int] = []
+
+    def begin(room: int) -> int:
+        begun.append(room)
+        return 0
+
+    monkeypatch.setattr(_course_of(model), "begin", begin)
+    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], r=2))
+    adapted.generate(input_ids=PROMPT, **GREEDY)
+    assert len(begun) == NEW
