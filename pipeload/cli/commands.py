@@ -16,6 +16,7 @@ import typer
 from pipeload import __version__
 from pipeload._sizes import parse_size
 from pipeload.cli import choices
+from pipeload.cli import making_options as making
 from pipeload.cli import options as opt
 from pipeload.cli.batch_command import batch
 from pipeload.cli.bench_command import bench
@@ -223,20 +224,20 @@ def demo(
 
 @app.command()
 def quantize(
-    source: opt.Source,
-    target: opt.Target,
+    source: making.Source,
+    target: making.Target,
     *,
-    method: opt.MethodOption = choices.Method.INT8,
-    group_size: opt.GroupSize = None,
-    zero_points: opt.ZeroPointsOption = None,
-    double_quant: opt.DoubleQuant = False,
-    head: opt.HeadOption = choices.Head.FLOAT,
-    calibrate: opt.Calibrate = None,
-    calibration_tokens: opt.CalibrationTokens = None,
-    gptq: opt.GptqOption = False,
-    size: opt.SizeOption = None,
+    method: making.MethodOption = choices.Method.INT8,
+    group_size: making.GroupSize = None,
+    zero_points: making.ZeroPointsOption = None,
+    double_quant: making.DoubleQuant = False,
+    head: making.HeadOption = choices.Head.FLOAT,
+    calibrate: making.Calibrate = None,
+    calibration_tokens: making.CalibrationTokens = None,
+    gptq: making.GptqOption = False,
+    size: making.SizeOption = None,
     memory_limit: opt.MemoryLimit = "auto",
-    max_shard_size: opt.ShardSize = "2GB",
+    max_shard_size: making.ShardSize = "2GB",
     json: opt.Json = False,
     quiet: opt.Quiet = False,
     debug: opt.Debug = False,
@@ -268,13 +269,13 @@ def quantize(
 
 @app.command()
 def convert(
-    source: opt.CodedSource,
-    target: opt.Target,
+    source: making.CodedSource,
+    target: making.Target,
     *,
-    dtype: opt.ConvertedDtype = choices.Dtype.BF16,
-    head: opt.HeadOption = choices.Head.FLOAT,
+    dtype: making.ConvertedDtype = choices.Dtype.BF16,
+    head: making.HeadOption = choices.Head.FLOAT,
     memory_limit: opt.MemoryLimit = "auto",
-    max_shard_size: opt.ShardSize = "2GB",
+    max_shard_size: making.ShardSize = "2GB",
     json: opt.Json = False,
     quiet: opt.Quiet = False,
     debug: opt.Debug = False,
