@@ -12,7 +12,6 @@ import contextlib
 import hashlib
 import importlib.metadata
 import json
-import os
 import shutil
 import tempfile
 from pathlib import Path
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipeload.demo.tokenizer import tokenizer_files
 from pipeload.errors import CheckpointError, OptionError
+from pipeload.system.user_cache import user_cache
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -87,11 +87,7 @@ PERMUTED_HEADS = {
 
 def default_model_folder() -> Path:
     """The per-user cache folder in which the demo keeps its model."""
-    # The XDG rules: an unset, empty or relative value means the default.
-    cache = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    if not cache.is_absolute():
-        cache = Path.home() / ".cache"
-    return cache / "pipeload" / "smollm2-135m-instruct"
+    return user_cache() / "smollm2-135m-instruct"
 
 
 def make_smollm2(target: Path, *, dtype: str = "bf16", max_shard_bytes: int = 50_000_000) -> Path:

@@ -6,6 +6,7 @@ the same files finds the copy by it, whatever the folders are called.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ from pipeload.checkpoint.untrusted_json import is_file, read_json
 from pipeload.entry.sources import source_of
 from pipeload.entry.texts import load_tokenizer
 from pipeload.errors import CheckpointError, OptionError, PipeloadError
+from pipeload.system.user_cache import user_cache
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -64,9 +66,10 @@ def held_bytes(folder: Path) -> int:
 
 def _places(pretrained: str | os.PathLike[str]) -> Iterator[Path]:
     """Folders that hold models, `_MOST_FOLDERS` at most; that of the model itself is not one."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     hub = Path(huggingface_hub.constants.HF_HUB_CACHE)
-    above = [(cache / "pipeload", "*"), (hub, "models--*/snapshots/*")]
+    above = [(hub, "models--*/snapshots/*")]
+    with contextlib.suppress(RuntimeError):  # nobody knows where the user's home is
+        above.insert(0, (user_cache(), "*"))
     if Path(pretrained).is_dir():
         above.insert(0, (Path(pretrained).resolve().parent, "*"))
     seen: set[Path] = set()

@@ -1,13 +1,25 @@
-"""Compiles a C file of pipeload's own with the user's compiler, once for a process."""
+"""Compiles a C file of pipeload's own with the user's compiler, and keeps the library.
+
+[Note: kept libraries] To compile takes up to three seconds, so a library stays in the user's cache,
+by a name that says all it was made of: the text, that of the headers beside it, the compiler and
+its options. It runs in this process, so one is taken only from a folder that is this user's and
+that nobody else can write to. Where there is none, each process compiles for itself.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import hashlib
 import os
+import platform
 import shutil
+import stat
 import subprocess
 import tempfile
 from pathlib import Path
+
+from pipeload.system.user_cache import user_cache
 
 # Contracted to one operation, a product and a sum round otherwise than torch's two.
 _OPTIONS = ("-O3", "-fPIC", "-fopenmp", "-ffp-contract=off")
@@ -20,25 +32,80 @@ def compiler() -> str | None:
 
 
 def compile_library(source: Path) -> ctypes.CDLL | None:
-    """Make a library of one file; None without a compiler (`cc`, or $CC), or if that goes wrong.
+    """The library of one file; None without a compiler (`cc`, or $CC), or if that goes wrong.
 
-    It takes half a second, in a folder that is gone when the library is loaded. Threads are torch's
-    own. Whether the processor can run it, the file's `int supported(void)` has to tell.
+    Threads are torch's own. Whether the processor can run it, the file's `int supported(void)` has
+    to tell.
     """
     command = compiler()
     if command is None:
         return None
     try:
-        with tempfile.TemporaryDirectory(prefix="pipeload-") as folder:
-            part, whole = Path(folder, "kernel.o"), Path(folder, "kernel.so")
-            # In two steps: linked without OpenMP, it takes the one that torch has loaded.
-            _run(command, *_OPTIONS, "-c", str(source), "-o", str(part))
-            _run(command, "-shared", str(part), "-o", str(whole))
-            library = ctypes.CDLL(str(whole))
+        kept = _place(source, command)
+        library = _load_kept(kept) or _compile(source, command, kept)
         library.supported.argtypes, library.supported.restype = [], ctypes.c_int
         return library if library.supported() else None
     except (OSError, subprocess.SubprocessError, AttributeError):
         return None
+
+
+def _place(source: Path, command: str) -> Path | None:
+    """Where the library of such a file is kept; None where nothing can be."""
+    found = Path(command).resolve()
+    told = found.stat()
+    made_by = (*_OPTIONS, str(found), told.st_size, told.st_mtime_ns, platform.machine())
+    digest = hashlib.sha256(repr(made_by).encode())
+    for file in (source, *sorted(source.parent.glob("*.h"))):
+        digest.update(file.read_bytes())
+    with contextlib.suppress(RuntimeError):
+        return user_cache() / "kernels" / f"{source.stem}-{digest.hexdigest()[:32]}.so"
+    return None
+
+
+def _load_kept(kept: Path | None) -> ctypes.CDLL | None:
+    """One that was made before, if nobody but this user can have made it."""
+    with contextlib.suppress(OSError):
+        if kept is not None and _is_ours(kept.parent) and _is_ours(kept):
+            return ctypes.CDLL(str(kept))
+    return None
+
+
+def _is_ours(path: Path) -> bool:
+    told, me = path.lstat(), getattr(os, "geteuid", None)  # Windows has no such owners
+    others = told.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    return me is not None and told.st_uid == me() and not others and not path.is_symlink()
+
+
+def _compile(source: Path, command: str, kept: Path | None) -> ctypes.CDLL:
+    with tempfile.TemporaryDirectory(prefix="pipeload-") as folder:
+        part, whole = Path(folder, "kernel.o"), Path(folder, "kernel.so")
+        # In two steps: linked without OpenMP, it takes the one that torch has loaded.
+        _run(command, *_OPTIONS, "-c", str(source), "-o", str(part))
+        _run(command, "-shared", str(part), "-o", str(whole))
+        library = ctypes.CDLL(str(whole))
+        if kept is not None:
+            with contextlib.suppress(OSError):  # a cache that cannot be written to is none
+                _keep(whole, kept)
+        return library
+
+
+def _keep(library: Path, kept: Path) -> None:
+    """Put a library where the next process finds it, in one step; older ones of its file go."""
+    kept.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    descriptor, part = tempfile.mkstemp(dir=kept.parent, prefix=f".{kept.stem}-")
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(library.read_bytes())
+            file.flush()
+            os.fsync(file.fileno())
+        Path(part).replace(kept)
+    except BaseException:
+        Path(part).unlink(missing_ok=True)
+        raise
+    stem, _, _ = kept.stem.rpartition("-")
+    for other in kept.parent.glob(f"{stem}-*.so"):
+        if other != kept:
+            other.unlink()
 
 
 def _run(*command: str) -> None:

@@ -1,0 +1,124 @@
+"""Compiled libraries are kept in the user's cache, and taken from there if they can be trusted."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pipeload.formats import compiler
+from pipeload.formats.compiler import compile_library
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+pytestmark = pytest.mark.skipif(compiler.compiler() is None, reason="needs a C compiler")
+
+
+@pytest.fixture
+def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A file with a header beside it, and a cache of its own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder = tmp_path / "source"
+    folder.mkdir()
+    (folder / "answer.h").write_text("#define ANSWER 42\n")
+    lines = ("int supported(void) { return 1; }", "int answer(void) { return ANSWER; }", "")
+    (folder / "one.c").write_text("\n".join(('#include "answer.h"', *lines)))
+    return folder / "one.c"
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Grows by what is compiled."""
+    found: list[str] = []
+    run: Callable[..., None] = compiler._run
+
+    def note(*command: str) -> None:
+        found.append(command[-1])
+        run(*command)
+
+    monkeypatch.setattr(compiler, "_run", note)
+    return found
+
+
+def answer(source: Path) -> int:
+    library = compile_library(source)
+    assert library is not None
+    found: int = library.answer()
+    return found
+
+
+def kept(tmp_path: Path) -> list[Path]:
+    return sorted((tmp_path / "cache" / "pipeload" / "kernels").iterdir())
+
+
+def test_compiled_once(source: Path, tmp_path: Path, compiled: list[str]) -> None:
+    """By the next process, that is; nobody else can write what is kept."""
+    assert [answer(source), answer(source)] == [42, 42]
+    assert len(compiled) == 2  # compiled, and linked
+    (file,) = kept(tmp_path)
+    assert file.parent.stat().st_mode & 0o777 == 0o700
+    assert file.stat().st_mode & 0o022 == 0
+
+
+def test_what_is_made_of_something_else(
+    source: Path, tmp_path: Path, compiled: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A header, the compiler or its options: the older library goes, that of others stays."""
+    other = shutil.copy(source, source.with_name("two-parts.c"))
+    assert [answer(source), answer(Path(other))] == [42, 42]
+    source.with_name("answer.h").write_text("#define ANSWER 43\n")
+    assert answer(source) == 43
+    assert len(kept(tmp_path)) == 2
+    monkeypatch.setattr(compiler, "_OPTIONS", (*compiler._OPTIONS, "-DANY"))
+    assert answer(source) == 43
+    assert len(compiled) == 8
+    assert [file.name.rpartition("-")[0] for file in kept(tmp_path)] == ["one", "two-parts"]
+
+
+@pytest.mark.parametrize("spoil", ["text", "cut", "link", "writable", "folder"])
+def test_what_cannot_be_trusted(
+    spoil: str, source: Path, tmp_path: Path, compiled: list[str]
+) -> None:
+    """It is compiled again, and put right where that can be."""
+    assert answer(source) == 42
+    (file,) = kept(tmp_path)
+    # A copy: what a process has loaded must not change under it.
+    other = Path(shutil.copy(file, tmp_path / "other.so"))
+    file.unlink()
+    if spoil == "text":
+        file.write_text("no library")
+    elif spoil == "cut":
+        file.write_bytes(other.read_bytes()[:100])
+    elif spoil == "link":
+        file.symlink_to(other)
+    else:
+        shutil.copy(other, file)
+        (file if spoil == "writable" else file.parent).chmod(0o777)
+    assert answer(source) == 42
+    assert len(compiled) == 4
+    assert answer(source) == 42
+    assert len(compiled) == (6 if spoil == "folder" else 4)
+
+
+def test_where_nothing_can_be_kept(
+    source: Path, tmp_path: Path, compiled: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each process compiles for itself, as it does where nobody knows a home."""
+    (tmp_path / "cache").write_text("a file")
+    assert [answer(source), answer(source)] == [42, 42]
+    monkeypatch.setattr(compiler, "user_cache", lambda: Path("~nobody").expanduser())
+    assert answer(source) == 42
+    monkeypatch.delattr(os, "geteuid")
+    assert answer(source) == 42
+    assert len(compiled) == 8
+
+
+def test_without_a_compiler(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is kept is not taken: what computes would depend on what ran before."""
+    assert answer(source) == 42
+    monkeypatch.setenv("CC", "/nonexistent")
+    assert compile_library(source) is None
