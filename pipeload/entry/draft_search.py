@@ -7,7 +7,6 @@ the same files finds the copy by it, whatever the folders are called.
 from __future__ import annotations
 
 import contextlib
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +21,7 @@ from pipeload.errors import CheckpointError, OptionError, PipeloadError
 from pipeload.system.user_cache import user_cache
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Iterator
 
     from pipeload.checkpoint.file_reads import FileSet

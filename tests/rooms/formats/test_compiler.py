@@ -110,7 +110,7 @@ def test_where_nothing_can_be_kept(
     """Each process compiles for itself, as it does where nobody knows a home."""
     (tmp_path / "cache").write_text("a file")
     assert [answer(source), answer(source)] == [42, 42]
-    monkeypatch.setattr(compiler, "user_cache", lambda: Path("~nobody").expanduser())
+    monkeypatch.setattr(compiler, "user_cache", lambda: Path("~no such user").expanduser())
     assert answer(source) == 42
     monkeypatch.delattr(os, "geteuid")
     assert answer(source) == 42
