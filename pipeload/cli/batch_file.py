@@ -9,6 +9,7 @@ are known by the number of their request, so that nothing that a request says ca
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import stat
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 _ID = "batch_req_"
+_NO_ROOM = {errno.ENOSPC, errno.EDQUOT}
 URLS = ("/v1/chat/completions", "/v1/completions")
 """What requests may be for."""
 _LINE_KEYS = {"custom_id", "method", "url", "body"}
@@ -241,9 +243,10 @@ class Results:
                 data = data[os.write(self._file, data) :]
             os.fsync(self._file)
         except OSError as error:
+            cure = "Make room" if error.errno in _NO_ROOM else "Check the disk"
             raise OptionError(
-                f"cannot write the results {str(self._path)!r}: {error.strerror}. Make room, and "
-                "run the same command again: it goes on from what is there."
+                f"cannot write the results {str(self._path)!r}: {error.strerror}. {cure}, and run "
+                "the same command again: it goes on from what is there."
             ) from error
 
     def __enter__(self) -> Self:

@@ -65,17 +65,20 @@ class ConversationFile:
         Raises:
             OptionError: it is no conversation, a part of one, of another model, or longer than
                 `most_tokens`.
-            CheckpointError: it is damaged.
+            CheckpointError: it is damaged, or no file.
             ReadError: the disk failed.
         """
         if not self._path.exists():
             return None
         try:
             entries = read_header(self._path)
-        except CheckpointError as error:  # whose cure would be to download it again
-            raise self._no_conversation() from error
+        except CheckpointError as error:
+            if not self._path.is_file():
+                raise
+            # The cure would be to download it again.
+            raise self._no_conversation("Delete it if it was one, or name another file.") from error
         if _TALK not in entries:
-            raise self._no_conversation()
+            raise self._no_conversation("Name another file.")
         with contextlib.closing(FileSet([self._path], "buffered")) as files:
             told = self._told(bytes(read_whole(entries[_TALK], files).tolist()))
             ids = torch.tensor([told["ids"]], dtype=torch.long)
@@ -107,11 +110,8 @@ class ConversationFile:
             )
         return told
 
-    def _no_conversation(self) -> OptionError:
-        return OptionError(
-            f"{str(self._path)!r} is no whole conversation that was kept. Delete the file, or name "
-            "another one."
-        )
+    def _no_conversation(self, cure: str) -> OptionError:
+        return OptionError(f"{str(self._path)!r} is no whole conversation that was kept. {cure}")
 
     def _damaged(self) -> CheckpointError:
         return CheckpointError(

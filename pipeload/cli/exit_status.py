@@ -38,6 +38,7 @@ class Commands(TyperGroup):
             SystemExit: with 2 if it was wrong, else with the command's status.
         """
         standalone_mode = extra.pop("standalone_mode", True)
+        asked = {*(args[0] if args and args[0] is not None else sys.argv[1:])}
         try:
             status = super().main(*args, **{**extra, "standalone_mode": False})
         except _UsageError as error:
@@ -49,8 +50,9 @@ class Commands(TyperGroup):
             if not standalone_mode:
                 raise
             sys.exit(1)
-        except OSError as error:  # of help that is written to a full disk: commands tell their own
-            if not standalone_mode:
+        except OSError as error:
+            # What commands let through, they are to: it has a traceback. The rest is a full disk.
+            if not standalone_mode or asked.isdisjoint({"--help", "--version"}):
                 raise
             _drop_output()
             typer.echo(f"error: {_cause(error)}.", err=True)

@@ -33,10 +33,11 @@ def run(source: str, target: Path, *, json: bool, debug: bool, **options: Any) -
     silence_libraries(debug=debug)
     check_model(source)
     read = LateBar(lambda: ProgressBar("calibrating", "Linears", time_left=True))
+    back = LateBar(lambda: ProgressBar("going back", "blocks", time_left=True))
     shown = LateBar(lambda: BytesBar("quantising"))
     make = partial(quantise.make, source, target, progress=shown.show, calibrating=read.show)
-    with explained(source, "quantise"), closing(shown), closing(read):
-        made = make(trust_remote_code=False, **options)
+    with explained(source, "quantise"), closing(shown), closing(back), closing(read):
+        made = make(trust_remote_code=False, going_back=back.show, **options)
     _report(made, "stayed floats", json=json)
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeload.demo.tokenizer import tokenizer_files
-from pipeload.errors import CheckpointError, OptionError
+from pipeload.errors import CheckpointError, OptionError, PipeloadError
 from pipeload.system.user_cache import user_cache
 
 if TYPE_CHECKING:
@@ -131,11 +131,13 @@ def _explained(target: Path) -> Iterator[None]:
 
     try:
         yield
+    except PipeloadError:  # some of them are of the system, too
+        raise
     except (OSError, SafetensorError) as error:
         cause = getattr(error, "strerror", None) or error
         raise OptionError(
-            f"the demo model cannot be written to '{target}': {cause}. Name another folder "
-            "(--folder), on a disk with 300 MB free."
+            f"the demo model cannot be written to '{target}': {cause}. Name another folder by "
+            "`pipeload demo --folder`, or set XDG_CACHE_HOME; it takes 300 MB."
         ) from error
 
 

@@ -27,8 +27,10 @@ class _Upgrade(NamedTuple):
     """Loss that goes, a byte."""
     name: str
     nbytes: int
+    start: int
+    """The number of the option that it builds on."""
     to: int
-    """The option's number."""
+    """And of the one that it leads to."""
 
 
 def spend(options: Mapping[str, Sequence[Option]], room: int) -> dict[str, int] | None:
@@ -45,15 +47,13 @@ def spend(options: Mapping[str, Sequence[Option]], room: int) -> dict[str, int] 
     room -= sum(options[name][number].nbytes for name, number in chosen.items())
     if room < 0:
         return None
-    full: set[str] = set()
     upgrades = (one for name, found in options.items() for one in _upgrades(name, found))
-    # Those of one Linear are in order: on a hull, each is worth less than the one before.
+    # Those of one Linear are in order: on a hull, each is worth no more than the one before.
     for upgrade in sorted(upgrades, key=lambda one: -one.worth):
-        if upgrade.name in full or upgrade.nbytes > room:
-            full.add(upgrade.name)  # what follows builds on it
-            continue
-        room -= upgrade.nbytes
-        chosen[upgrade.name] = upgrade.to
+        # Without what it builds on, which had no room, it is left out, too.
+        if upgrade.start == chosen[upgrade.name] and upgrade.nbytes <= room:
+            room -= upgrade.nbytes
+            chosen[upgrade.name] = upgrade.to
     return chosen
 
 
@@ -64,19 +64,15 @@ def _smallest(options: Sequence[Option]) -> int:
 def _upgrades(name: str, options: Sequence[Option]) -> Iterator[_Upgrade]:
     """From the smallest option on, to what brings most a byte, and so on."""
     here = _smallest(options)
-    while True:
-        found = [
-            _Upgrade(
-                (options[here].loss - one.loss) / (one.nbytes - options[here].nbytes),
-                name,
-                one.nbytes - options[here].nbytes,
-                number,
-            )
-            for number, one in enumerate(options)
-            if one.nbytes > options[here].nbytes and one.loss < options[here].loss
-        ]
-        if not found:
-            return
-        best = max(found, key=lambda one: one.worth)
+    while found := list(_better(name, options, here)):
+        best = max(found, key=lambda one: (one.worth, one.nbytes))
         yield best
         here = best.to
+
+
+def _better(name: str, options: Sequence[Option], here: int) -> Iterator[_Upgrade]:
+    now = options[here]
+    for number, one in enumerate(options):
+        nbytes = one.nbytes - now.nbytes
+        if nbytes > 0 and one.loss < now.loss:
+            yield _Upgrade((now.loss - one.loss) / nbytes, name, nbytes, here, number)

@@ -9,14 +9,16 @@ kinds of Linears, mixed bits are no better than the same for all.
 from __future__ import annotations
 
 import gc
+import json
 from collections import Counter
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 from torch import nn
 
-from pipeload._sizes import format_size, parse_size
+from pipeload._sizes import counted, format_size, parse_size
 from pipeload.budget.limit_errors import making_too_large
+from pipeload.entry.smallest_limit import smallest_limit
 from pipeload.errors import MemoryLimitError, OptionError, UnsupportedModelError
 from pipeload.formats.integers.rounding import GROUPS, error_of_rows
 from pipeload.quantiser.bit_budget import Option, spend
@@ -24,8 +26,9 @@ from pipeload.quantiser.calibration import load_floats, windows_of
 from pipeload.quantiser.calibration_text import WINDOW
 from pipeload.quantiser.forms import IntegerForm
 from pipeload.quantiser.output_gradients import OutputGradients, working_bytes
-from pipeload.quantiser.resumable_shards import BITS_FILE, HIDDEN_FILE
+from pipeload.quantiser.resumable_shards import BITS_FILE
 from pipeload.quantiser.tensor import read_weight, rows_of
+from pipeload.ring.crossing_trial import try_crossing
 from pipeload.system.memory import parse_limit
 from pipeload.weights.row_cuts import RowRange
 from pipeload_hooks import find_decoder_blocks
@@ -46,6 +49,7 @@ if TYPE_CHECKING:
 
 _TOKENS: Final = 2048
 """Whose gradients are taken, of those that are read."""
+_LEAST_TOKENS: Final = 2
 _ITEMS: Final = 1 << 20
 """Of a weight at once, on the way back."""
 _RANGES, _RANGE_ROWS = 8, 64
@@ -72,26 +76,28 @@ def shared_by(pending: PendingLoad, choice: Choice) -> Shared:
         UnsupportedModelError: there is something that nobody knows the worth of.
     """
     model = pending.model
-    name = type(model).__name__
-    if choice.experts:
-        raise UnsupportedModelError(
-            f"{name} has experts, and how much each of them matters is not known. Leave --size out."
-        )
+    kept = (model.get_submodule(path) for path in choice.kept)
+    if choice.experts or not all(isinstance(module, nn.Linear) for module in kept):
+        raise _unknown(model, "has experts, and how much each of them matters is not known.")
     linears = {path: choice.linears[stored] for stored, path in choice.paths.items()}
     blocks = find_decoder_blocks(model)
     inside = tuple(f"{block.name}." for block in blocks)
     if outside := [path for path in linears if not path.startswith(inside)]:
-        raise UnsupportedModelError(
-            f"{outside[0]!r} of {name} lies in no block of what generates, so nobody knows how "
-            "much it matters. Leave --size out."
-        )
+        raise _unknown(model, f"has {outside[0]!r} in no block of what generates.")
     entries, tied = pending.checkpoint.entries, model.all_tied_weights_keys or {}
     stored = {name: entries[source] for source, name in pending.plain_parameters().items()}
     of_linears = {}
     for path, module in model.named_modules():
-        weight = f"{path}.weight"
-        if isinstance(module, nn.Linear) and (entry := stored.get(tied.get(weight, weight))):
-            of_linears[path] = entry
+        if isinstance(module, nn.Linear):
+            weight = f"{path}.weight"
+            found = stored.get(tied.get(weight, weight))
+            if found is None:
+                raise _unknown(model, f"does not store {path!r} as it holds it.")
+            of_linears[path] = found
+    crossing = try_crossing(model, [block.name for block in blocks])
+    if crossing is not None and crossing[0] is not None:
+        made_in = blocks[crossing[0].made_in].name
+        raise _unknown(model, f"uses what {made_in!r} makes elsewhere than in its output.")
     other_bytes = sum(entry.nbytes for entry in entries.values())
     other_bytes -= sum(entries[name].nbytes for name in choice.paths)
     if (head := choice.head) is not None:
@@ -100,6 +106,14 @@ def shared_by(pending: PendingLoad, choice: Choice) -> Shared:
         rows, columns = source.shape
         other_bytes += head.form.stored_bytes(rows, columns, source.dtype)
     return Shared(linears, of_linears, blocks, other_bytes)
+
+
+def _unknown(model: nn.Module, why: str) -> UnsupportedModelError:
+    """Nobody knows what errors cost there."""
+    return UnsupportedModelError(
+        f"bits cannot be shared out among the Linears of {type(model).__name__}: it {why} Leave "
+        "--size out."
+    )
 
 
 class MixedBits:
@@ -156,12 +170,15 @@ class MixedBits:
         if chosen is None:
             weights, options = gradients(reading), {}
             for path in self.shared.linears:
-                losses = self._losses(path, mean_squares[path], weights[path], reading)
+                rows = weights.get(path)
+                if rows is None:  # it has not run
+                    rows = torch.zeros(self.shared.entries[path].shape[0])
+                losses = self._losses(path, mean_squares[path], rows, reading)
                 options[path] = list(map(Option, self._sizes(path), losses))
             places = spend(options, self._room)
             assert places is not None  # noqa: S101 - the smallest fit, as was seen first
             chosen = {path: self._fitting(path)[place] for path, place in places.items()}
-            output.write_json(BITS_FILE, chosen)
+            output.write_bytes(BITS_FILE, [json.dumps(chosen).encode()])
         return {path: self._forms[number] for path, number in chosen.items()}
 
     def describe(self, chosen: Mapping[str, IntegerForm]) -> str:
@@ -179,8 +196,14 @@ class MixedBits:
 
         Raises:
             CheckpointError: a value is not finite.
+            UnsupportedModelError: what it is given, or the loss's gradient, is not.
             ReadError: it could not be read.
         """
+        if not bool(columns.isfinite().all() and rows.isfinite().all()):
+            raise UnsupportedModelError(
+                f"inputs of {path!r}, or gradients at its outputs, are too large for a number, so "
+                "nobody knows how much it matters. Leave --size out, or give another text."
+            )
         forms = [self._forms[number].integers(columns) for number in self._fitting(path)]
         entry = self.shared.entries[path]
         losses, tried = [0.0] * len(forms), 0.0
@@ -247,6 +270,11 @@ def find_gradients(
     """
     model, batch = _load(pretrained, shared.blocks, memory_limit, **kwargs)
     windows = windows_of(text, pretrained, model, **kwargs)
+    if windows.shape[1] < _LEAST_TOKENS:
+        raise OptionError(
+            f"the text {text.name!r} makes {counted(windows.shape[1], 'token')}, and a loss takes "
+            f"{_LEAST_TOKENS}. Give a longer text, or more calibration_tokens."
+        )
     windows = windows[: max(1, _TOKENS // windows.shape[1])]
     blocks = [model.get_submodule(block.name) for block in shared.blocks]
     few = reading._replace(items=min(reading.items, _ITEMS))
@@ -260,13 +288,35 @@ def find_gradients(
         if advance is not None:
             advance(done, total)
 
-    for ids in groups:
-        found.add(ids, step)
-    output.delete(HIDDEN_FILE)
+    with torch.inference_mode(mode=False):
+        for ids in groups:
+            found.add(ids.clone(), step)
     sums = found.by_path
     del model, blocks, found
     gc.collect()  # its memory is needed for what comes now
     return sums
+
+
+def check_limit(
+    pretrained: str | os.PathLike[str], shared: Shared, memory_limit: int | str, **kwargs: Any
+) -> None:
+    """See, before anything is read, that the limit is large enough for gradients of a window.
+
+    Raises:
+        MemoryLimitError: it is not; says the smallest that works.
+        PipeloadError: as `pipeload.from_pretrained`.
+    """
+    limit = parse_limit(memory_limit)
+    options = {"dtype": "auto", "tokens": WINDOW, **kwargs}
+    least = smallest_limit(pretrained, **options) + _beside(shared.blocks, 1)
+    if limit < least:
+        raise making_too_large(limit, least, "finding gradients", "")
+
+
+def _beside(blocks: Sequence[Block], windows: int) -> int:
+    """What the largest block's backward takes, in bytes."""
+    inside = [[m for m in block.module.modules() if isinstance(m, nn.Linear)] for block in blocks]
+    return max(working_bytes(linears, windows * WINDOW) for linears in inside)
 
 
 def _load(
@@ -277,10 +327,9 @@ def _load(
 ) -> tuple[Any, int]:
     """The streamed model, and how many windows at once leave room for it within the limit."""
     limit = parse_limit(memory_limit)
-    inside = [[m for m in block.module.modules() if isinstance(m, nn.Linear)] for block in blocks]
     batch = _TOKENS // WINDOW
     while True:
-        beside = max(working_bytes(linears, batch * WINDOW) for linears in inside)
+        beside = _beside(blocks, batch)
         try:
             options = {"tokens": WINDOW, "batch": batch, **kwargs}
             return load_floats(pretrained, memory_limit=max(1, limit - beside), **options), batch

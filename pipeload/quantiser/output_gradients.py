@@ -23,7 +23,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from pipeload.errors import UnsupportedModelError
+from pipeload.errors import UnsupportedModelError, UnsupportedOperationError
 from pipeload.quantiser.resumable_shards import HIDDEN_FILE
 from pipeload.quantiser.tensor import bytes_of, read_weight
 
@@ -85,13 +85,26 @@ class OutputGradients:
         """Add what a text tells, int64 of [windows, tokens]; `advance` is called for each block.
 
         Raises:
-            UnsupportedModelError: a block by itself gives something else than in the model.
+            UnsupportedModelError: a block by itself gives something else than in the model, or has
+                weights that are neither in a Linear nor there as long as it runs.
+            OptionError: the disk has no room for hidden states.
             PipeloadError: what passes of the model raise.
         """
+        try:
+            self._add(ids, advance)
+        except UnsupportedOperationError as error:  # autograd would record what does not stay
+            raise UnsupportedModelError(
+                f"{type(self._model).__name__} cannot be gone back through block by block, so "
+                "nobody knows how much its Linears matter. Leave --size out."
+            ) from error
+        finally:
+            self._calls.clear()
+            self._output.delete(HIDDEN_FILE)
+
+    def _add(self, ids: torch.Tensor, advance: Callable[[], None]) -> None:
         with torch.no_grad(), contextlib.ExitStack() as hooks:
             for undo in self._attach():
                 hooks.callback(undo)
-            self._calls.clear()
             self._gradient = self._forward(ids)
             for block, call in zip(reversed(self._blocks), reversed(self._calls), strict=True):
                 self._live, hidden = True, self._load(call)
@@ -127,7 +140,7 @@ class OutputGradients:
             logits.flatten(0, 1).float(), ids[:, kept + 1].flatten(), reduction="sum"
         )
         del logits
-        loss.backward()
+        loss.backward(inputs=[self._hidden])  # no other parameter gets a gradient
         torch.set_grad_enabled(False)
         gradient, self._hidden = self._hidden.grad, torch.empty(0)
         assert gradient is not None  # noqa: S101 - the logits come of nothing else
@@ -149,7 +162,7 @@ class OutputGradients:
         for path, module in self._model.named_modules():
             if isinstance(module, nn.Linear):
                 yield module.register_forward_pre_hook(self._enter, prepend=True).remove
-                yield module.register_forward_hook(self._leave(path)).remove
+                yield module.register_forward_hook(self._leave(path), with_kwargs=True).remove
 
     def _begin(self, place: int) -> Callable[..., Any]:
         """Before a block: keep what it is called with; or differentiate by its hidden states."""
@@ -174,13 +187,13 @@ class OutputGradients:
             torch.set_grad_enabled(False)
             found = _first(output)
             following = self._calls[place + 1 : place + 2]
-            if following and not torch.equal(found, self._load(following[0])):
+            if following and not _alike(found, self._load(following[0])):
                 raise UnsupportedModelError(
                     f"{type(block).__name__} by itself gives something else than in "
                     f"{type(self._model).__name__}, so nobody knows how much its Linears matter. "
                     "Leave --size out."
                 )
-            found.backward(self._gradient)
+            found.backward(self._gradient, inputs=[self._hidden])
             gradient, self._hidden = self._hidden.grad, torch.empty(0)
             assert gradient is not None  # noqa: S101 - its output was made of it
             self._gradient = gradient
@@ -196,18 +209,15 @@ class OutputGradients:
         """After a Linear: what stands for it is."""
 
         def after(
-            module: nn.Linear, args: tuple[Any, ...], output: torch.Tensor
+            module: nn.Linear, args: tuple[Any, ...], kwargs: dict[str, Any], output: torch.Tensor
         ) -> torch.Tensor | None:
             if not self._live:
                 return None
-            if path not in self._stored:
-                raise UnsupportedModelError(
-                    f"{path!r} of {type(self._model).__name__} is not stored as the model holds "
-                    "it, so nobody knows how much it matters. Leave --size out."
-                )
             torch.set_grad_enabled(True)
             stand: Any = _FromDisk  # torch has it without types
-            made: torch.Tensor = stand.apply(args[0], output.detach(), self._back(path))
+            given = args[0] if args else kwargs["input"]
+            # In a list: what is given as a tensor, and given back, may not be changed in place.
+            made: torch.Tensor = stand.apply(given, [output.detach()], self._back(path))
             return made
 
         return after
@@ -234,6 +244,8 @@ class OutputGradients:
     def _keep(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
         """What a block is called with; hidden states go to the disk."""
         hidden = _hidden(args, kwargs).contiguous()
+        if not self._calls:
+            self._output.check_room(hidden.nbytes * len(self._blocks))
         start = sum(call.hidden.nbytes for call in self._calls)
         self._output.write_at(HIDDEN_FILE, start, bytes_of(hidden))
         return _Call(*_called_with(args, kwargs, None), hidden.to("meta"), start)
@@ -250,10 +262,10 @@ class _FromDisk(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, given: torch.Tensor, output: torch.Tensor, back: Callable[..., torch.Tensor]
+        ctx: Any, given: torch.Tensor, output: list[torch.Tensor], back: Callable[..., torch.Tensor]
     ) -> torch.Tensor:
         ctx.back = back
-        return output.view_as(output)
+        return output[0]
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
@@ -264,6 +276,11 @@ def working_bytes(linears: Iterable[nn.Linear], tokens: int) -> int:
     """About what the backward of a block with these Linears takes, for so many tokens."""
     wide = sum(one.in_features + one.out_features for one in linears)
     return _COPIES * 4 * wide * tokens + 2 * _LOGIT_BYTES
+
+
+def _alike(found: torch.Tensor, before: torch.Tensor) -> bool:
+    """Whether a block gave the same; what is no number says nothing, and is told of later."""
+    return torch.equal(found, before) or not bool(before.isfinite().all())
 
 
 def _apart(tensor: torch.Tensor) -> torch.Tensor:

@@ -21,7 +21,7 @@ from pipeload.quantiser import calibration, experts, model_card
 from pipeload.quantiser.calibration_text import BUILTIN, find_text
 from pipeload.quantiser.float_source import FloatSource
 from pipeload.quantiser.folder import Origin, complete, copy_rest, write_weights
-from pipeload.quantiser.mixed_bits import MixedBits, find_gradients, shared_by
+from pipeload.quantiser.mixed_bits import MixedBits, check_limit, find_gradients, shared_by
 from pipeload.quantiser.options import choose, make_form, make_head_form
 from pipeload.quantiser.resumable_shards import Output, divide
 from pipeload.quantiser.tensor import ROUNDED_BYTES_PER_ITEM, items_at_once
@@ -146,11 +146,13 @@ def make(
     max_shard_size: int | str,
     progress: Progress | None,
     calibrating: Progress | None = None,
+    going_back: Progress | None = None,
     **kwargs: Any,
 ) -> Made:
     """As `quantize`, and raises what that does; says what stayed floats, too.
 
-    `calibrating` is called with Linears that have run, and all that will.
+    `calibrating` is called with Linears that have run, and all that will; `going_back`, for a size,
+    with blocks that gradients have gone back through, and all.
     """
     if size is not None and calibrate is None:
         calibrate = BUILTIN
@@ -178,6 +180,8 @@ def make(
     source = FloatSource(pending, form, choice)
     mixed = None if size is None else MixedBits(size, shared_by(pending, choice), gptq=gptq)
     _items(memory_limit, source, gptq)  # refuses before anything is made
+    if mixed is not None and memory_limit is not None:
+        check_limit(pretrained, mixed.shared, memory_limit, **kwargs)
     floats = source.floats()
     origin = Origin(pretrained, pending.files)
     request = origin.request() | {
@@ -208,7 +212,7 @@ def make(
                 mixed.shared,
                 output,
                 memory_limit="auto" if memory_limit is None else memory_limit,
-                advance=calibrating,
+                advance=going_back,
                 **kwargs,
             )
             forms = mixed.choose(output, known.mean_squares, gradients, reading)

@@ -100,7 +100,7 @@ class Output:
                     for path in self._others():
                         if path.name != MANIFEST:  # last: without it the folder is not ours
                             path.unlink()
-                    self.write_json(MANIFEST, request)
+                    self.write_text(MANIFEST, json.dumps(request, indent=1))
         except BaseException:
             self._lock.release(self.folder)
             raise
@@ -152,7 +152,7 @@ class Output:
         there = [
             path.exists() and path.stat().st_size == n for path, n in zip(paths, sizes, strict=True)
         ]
-        self._check_room(sum(n for n, found in zip(sizes, there, strict=True) if not found))
+        self.check_room(sum(n for n, found in zip(sizes, there, strict=True) if not found))
         for path, shard, found in zip(paths, shards, there, strict=True):
             if found:
                 done(sum(step.nbytes for step in shard))
@@ -170,10 +170,6 @@ class Output:
         with _writing(self.folder):
             part.write_text(text, encoding="utf-8")
             part.replace(self.folder / name)
-
-    def write_json(self, name: str, content: Any) -> None:
-        """Write it to a small file. Raises what `write_text` does."""
-        self.write_text(name, json.dumps(content, indent=1))
 
     def write_bytes(self, name: str, content: Iterable[bytes | memoryview]) -> None:
         """Write a file that has to outlive a power cut, in one step.
@@ -273,7 +269,12 @@ class Output:
                 raise
             part.replace(path)
 
-    def _check_room(self, nbytes: int) -> None:
+    def check_room(self, nbytes: int) -> None:
+        """See that so much can be written.
+
+        Raises:
+            OptionError: the disk has less free.
+        """
         with _writing(self.folder):
             free = shutil.disk_usage(self.folder).free
         if nbytes and free < nbytes + _SPARE_BYTES:

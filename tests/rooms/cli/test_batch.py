@@ -435,16 +435,19 @@ def test_a_disk_that_fills_up(files: tuple[Path, Path], monkeypatch: pytest.Monk
     """Which file it was is told; what was written of the line is cut off by the next run."""
     write(files[0], [request(0, chat())])
     (line,) = read_lines(files[0], ALL)
-    real, left = os.write, [7]
+    real, left, code = os.write, [7], errno.ENOSPC
 
     def fills_up(file: int, data: memoryview) -> int:
         if not left:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            raise OSError(code, os.strerror(code))
         return real(file, data[: left.pop()])
 
     with Results(files[1]) as results:
         monkeypatch.setattr(os, "write", fills_up)
         with pytest.raises(OptionError, match=r"write the results .*No space left.* Make room"):
+            results.answer(line, {"text": "long enough"})
+        code = errno.EIO
+        with pytest.raises(OptionError, match=r"write the results .*Check the disk"):
             results.answer(line, {"text": "long enough"})
         monkeypatch.undo()
     with Results(files[1]) as results:

@@ -272,7 +272,7 @@ def test_a_conversation_that_is_not_this_models(talker: Path, tmp_path: Path) ->
     assert_one_line(kept(talker, file, "-q", "--tokens", 20), 1, "memory is kept free for 20")
     assert file.read_bytes() == before
     for damaged, words in (
-        (before[:-10], "is no whole conversation that was kept. Delete the file"),
+        (before[:-10], "is no whole conversation that was kept. Delete it if it was one"),
         (
             before.replace(b'\\\\"model\\\\"', b'\\\\"medal\\\\"').replace(b'"model"', b'"medal"'),
             "is damaged",
@@ -286,7 +286,11 @@ def test_a_conversation_that_is_not_this_models(talker: Path, tmp_path: Path) ->
         assert damaged != before
         assert_one_line(kept(talker, file, "-q"), 1, words)
     weights.rename(file)
-    assert_one_line(kept(talker, file, "-q"), 1, "is no whole conversation that was kept")
+    words = "is no whole conversation that was kept. Name another file."
+    assert_one_line(kept(talker, file, "-q"), 1, words)
+    file.unlink()
+    file.mkdir()
+    assert_one_line(kept(talker, file, "-q"), 1, "is not a regular file")
 
 
 def test_a_conversation_that_cannot_be_kept(talker: Path, tmp_path: Path, tiny: Any) -> None:
