@@ -28,7 +28,19 @@ _SHARED_AMONG_THREADS = 32768
 """Numbers that torch computes in one thread if they are fewer."""
 _WHOLE_VECTORS = 64
 """Numbers that torch computes at once at most: two registers of 16 bits each."""
-_BY_NUMBER = (nn.SiLU, nn.GELU, nn.ReLU, nn.Sigmoid, nn.Tanh)
+_BY_NUMBER = (nn.SiLU, nn.ReLU, nn.Sigmoid, nn.Tanh)
+_BY_NUMBER_OF_LIBRARY = {
+    "AccurateGELUActivation",
+    "FastGELUActivation",
+    "GELUTanh",
+    "NewGELUActivation",
+    "QuickGELUActivation",
+    "ReLUSquaredActivation",
+    "SiLUActivation",
+}
+"""Each was tried. Exact GELU is not among them: contiguous numbers, as the gate of a single row is,
+are oneDNN's to compute, others torch's, and bits differ.
+"""
 
 
 def rows_of_experts(ids: torch.Tensor, experts: int) -> dict[int, list[int]]:
@@ -73,15 +85,22 @@ def activates_rows_alone(library: nn.Module, wide: int, inner: int) -> bool:
     It makes `inner` numbers of `wide`.
     """
     whole = not inner % _WHOLE_VECTORS and not wide % _WHOLE_VECTORS
-    return whole and _by_number(type(library), type(getattr(library, "act_fn", None)))
-
-
-def _by_number(library: type, function: type) -> bool:
-    gate = getattr(library, "_apply_gate", None)  # those that have none still get the default
+    gate = getattr(type(library), "_apply_gate", None)  # those that have none get the default
     default = getattr(gate, "__module__", "") == "transformers.integrations.moe"
-    return default and (function in _BY_NUMBER or function.__module__ == "transformers.activations")
+    return whole and default and _by_number(getattr(library, "act_fn", None))
+
+
+def _by_number(function: object) -> bool:
+    kind = type(function)
+    if kind.__module__ == "transformers.activations":
+        return kind.__name__ in _BY_NUMBER_OF_LIBRARY
+    tanh = isinstance(function, nn.GELU) and function.approximate == "tanh"
+    return kind in _BY_NUMBER or tanh
 
 
 def temporary_bytes(rows: int, hidden: int, inner: int) -> int:
-    """The most that the inputs of one call are held in, rounded; `rows` were sent to experts."""
-    return max(product.temporary_bytes(rows, hidden), product.temporary_bytes(MOST_TOGETHER, inner))
+    """The most that the inputs of one call are held in, rounded; `rows` are those of the model."""
+    given = min(rows, MOST_TOGETHER)
+    return max(
+        product.temporary_bytes(given, hidden), product.temporary_bytes(MOST_TOGETHER, inner)
+    )

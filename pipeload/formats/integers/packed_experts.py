@@ -111,7 +111,9 @@ class PackedExperts(nn.Module):
     def _run_all(self, hidden: torch.Tensor, ids: torch.Tensor, made: torch.Tensor) -> None:
         """Have experts compute with [rows, hidden], into [rows * k, hidden]."""
         pairs, count = rows_of_experts(ids, self.num_experts), ids.shape[-1]
-        recorded = torch.is_grad_enabled() and hidden.requires_grad
+        # A bias may be trained, or what an activation function has, though the input is not.
+        trained = hidden.requires_grad or any(p.requires_grad for p in self.parameters())
+        recorded = torch.is_grad_enabled() and trained
         alone = recorded or self.exact_inputs or self.shape.bits != 4  # without a kernel of ours
         most = 0 if alone else most_together(self.shape.wide, hidden.dtype)
         packed = self.packed.detach()
@@ -136,9 +138,13 @@ class PackedExperts(nn.Module):
         first, second = self._places
         count = len(made) // len(hidden)
         mine = [(pair, expert) for expert, some in pairs.items() for pair in some]
-        forth = [(pair // count, expert, row) for row, (pair, expert) in enumerate(mine)]
+        sent = [pair // count for pair, _ in mine]
+        given = hidden
+        if len(mine) < len(hidden):  # of a prompt: the others would be rounded for nothing
+            given, sent = hidden.index_select(0, torch.tensor(sent)), [*range(len(mine))]
+        forth = [(sent[row], expert, row) for row, (_, expert) in enumerate(mine)]
         opened = hidden.new_empty((len(mine), first.rows))
-        product.multiply_sent(hidden, self._sent(packed, first, forth), opened)
+        product.multiply_sent(given, self._sent(packed, first, forth), opened)
         opened = self._biased(opened, self._first, [expert for _, expert in mine])
         library, shape = self._library[0], self.shape
         if len(pairs) > 1 and not activates_rows_alone(library, shape.wide, shape.inner):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -18,6 +19,7 @@ from pipeload.formats.integers import packed_experts, product
 from pipeload.formats.integers.expert_matrices import (
     ExpertMatrix,
     ExpertProducts,
+    ExpertShape,
     shape_of,
 )
 from pipeload.formats.integers.expert_rows import MOST_TOGETHER, activates_rows_alone
@@ -252,24 +254,52 @@ def test_together_as_one_by_one(dtype: torch.dtype) -> None:
             assert torch.equal(made, one_by_one(ours, *given)), (rows, count)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@torch.no_grad()
+def test_together_whatever_the_activation(dtype: torch.dtype) -> None:
+    """The library's own, and torch's: those of numbers by themselves, and all others."""
+    _, ours, _ = make(4, dtype)
+    torchs = nn.GELU(), nn.GELU("tanh"), nn.Sigmoid(), nn.Tanh(), nn.ReLU(), nn.SiLU()
+    for function in (*(ACT2FN[name] for name in ACT2FN), *torchs):
+        ours._library[0].act_fn = function.to(dtype)
+        for rows in (1, 2, 5, 8):
+            hidden, ids, by = routing(rows, dtype)
+            given = 8 * hidden, ids, by
+            made, alone = ours(*given), one_by_one(ours, *given)
+            assert torch.equal(made.nan_to_num(), alone.nan_to_num()), (function, rows)
+
+
 @pytest.mark.skipif(product.compiled() is None, reason="there is no kernel here")
 @torch.no_grad()
 def test_two_calls_for_all_experts(monkeypatch: pytest.MonkeyPatch) -> None:
     """One for each matrix, while that is few rows; what AVX512-VNNI adds changes nothing."""
     _, ours, _ = make(4, torch.bfloat16)
     given = routing(9, torch.bfloat16)
-    expected, counts = ours(*given), []
+    expected, counts, rounded = ours(*given), [], []
     multiply = product.multiply_sent
 
     def counted(rows: torch.Tensor, sent: product.Sent, into: torch.Tensor) -> torch.Tensor:
         counts.append(len(sent.pairs))
+        rounded.append(len(rows))
         return multiply(rows, sent, into, vnni=False)
 
     monkeypatch.setattr(product, "multiply_sent", counted)
     assert torch.equal(ours(*given), expected)
     assert counts == [18, 18]
-    ours(*routing(30, torch.bfloat16))
+    assert rounded == [9, 18]
+    given = routing(40, torch.bfloat16)
+    assert torch.equal(ours(*given), one_by_one(ours, *given))
+    assert len(counts) > 2
     assert max(counts) <= MOST_TOGETHER
+    # Of a prompt, none but those that are multiplied.
+    assert rounded[2:] == counts[2:]
+
+
+def test_what_is_rounded_of_a_prompt_is_counted() -> None:
+    """As few rows as one call multiplies: less than the floats of as many."""
+    shape = ExpertShape(8, hidden=2048, inner=64, wide=128, bits=4, group=32, dtype="BF16")
+    rounded = ExpertProducts(shape, torch.bfloat16, rounded=True)
+    assert rounded.of(4096) == rounded._replace(rounded=False).of(4096)
 
 
 def other_kinds() -> list[type[nn.Module]]:
@@ -300,10 +330,8 @@ def other_kinds() -> list[type[nn.Module]]:
     ]
 
 
-@pytest.mark.parametrize("kind", other_kinds(), ids=lambda kind: kind.__name__)
-@torch.no_grad()
-def test_other_kinds_together(kind: Any) -> None:
-    """Each expert's rows are activated as if there were no other."""
+def make_other(kind: Any) -> tuple[Any, Any]:
+    """The library's module without its parameters, and ours in bf16."""
     library = kind(Config(), torch.bfloat16)
     shape = shape_of(library, 4, GROUP, "BF16")
     assert shape is not None
@@ -311,6 +339,15 @@ def test_other_kinds_together(kind: Any) -> None:
     pairs = [(linear_of(first[e], 4), linear_of(library.down_proj[e], 4)) for e in range(EXPERTS)]
     ours: Any = PackedExperts(library, shape)
     ours.packed.data = torch.stack([packed_bytes(pair, shape.nbytes) for pair in pairs])
+    return library, ours
+
+
+@pytest.mark.parametrize("kind", other_kinds(), ids=lambda kind: kind.__name__)
+@torch.no_grad()
+def test_other_kinds_together(kind: Any) -> None:
+    """Each expert's rows are activated as if there were no other."""
+    library, ours = make_other(kind)
+    shape = ours.shape
     for rows in (1, 2, 7, 17):
         given = routing(rows, torch.bfloat16)
         assert torch.equal(ours(*given), one_by_one(ours, *given))
@@ -324,8 +361,12 @@ def test_which_activations_take_each_number_by_itself() -> None:
     assert not activates_rows_alone(library, 160, 80)
     library.act_fn = nn.Softmax(-1)
     assert not activates_rows_alone(library, 2 * INNER, INNER)
-    library.act_fn = ACT2FN["gelu_pytorch_tanh"]
-    assert activates_rows_alone(library, 2 * INNER, INNER)
+    for function in (ACT2FN["gelu_pytorch_tanh"], ACT2FN["silu"], nn.GELU("tanh")):
+        library.act_fn = function
+        assert activates_rows_alone(library, 2 * INNER, INNER)
+    for function in (ACT2FN["gelu"], ACT2FN["gelu_10"], nn.GELU()):
+        library.act_fn = function
+        assert not activates_rows_alone(library, 2 * INNER, INNER)
 
 
 @torch.no_grad()
@@ -384,6 +425,27 @@ def test_gradients_of_inputs(bits: int) -> None:
         found.append(hidden.grad)
     torch.testing.assert_close(*found, rtol=2e-3, atol=2e-3)
     assert ours.packed.grad is None
+
+
+def test_gradients_of_biases() -> None:
+    """Of inputs that need none; and of what an activation function has."""
+    _, ours = make_other(other_kinds()[0])
+    given = routing(5, torch.bfloat16)
+    found = []
+    for run in (ours, partial(one_by_one, ours)):
+        biases = ours.gate_up_proj_bias, ours.down_proj_bias
+        for bias in biases:
+            bias.requires_grad_()
+            bias.grad = None
+        run(*given).square().sum().backward()
+        found.append([bias.grad for bias in biases])
+    for grads in zip(*found, strict=True):
+        assert all(grad is not None and grad.abs().sum() > 0 for grad in grads)
+        assert torch.equal(*grads)
+    _, ours, _ = make(4)
+    ours.act_fn = ours._library[0].act_fn = nn.PReLU()
+    ours(*routing(5)).square().sum().backward()
+    assert ours.act_fn.weight.grad
 
 
 def test_without_values() -> None:
