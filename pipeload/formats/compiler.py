@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import hashlib
+import logging
 import os
 import platform
 import shutil
@@ -24,6 +25,9 @@ from pipeload.system.user_cache import user_cache
 # Contracted to one operation, a product and a sum round otherwise than torch's two.
 _OPTIONS = ("-O3", "-fPIC", "-fopenmp", "-ffp-contract=off")
 _SECONDS = 60
+_log = logging.getLogger("pipeload")
+_failed: set[str] = set()
+"""Compilers whose failure was told: what else they are given mostly fails for the same reason."""
 
 
 def compiler() -> str | None:
@@ -34,8 +38,8 @@ def compiler() -> str | None:
 def compile_library(source: Path) -> ctypes.CDLL | None:
     """The library of one file; None without a compiler (`cc`, or $CC), or if that goes wrong.
 
-    Threads are torch's own. Whether the processor can run it, the file's `int supported(void)` has
-    to tell.
+    Why it went wrong is a warning, the first time for each compiler. Threads are torch's own.
+    Whether the processor can run it, the file's `int supported(void)` has to tell.
     """
     command = compiler()
     if command is None:
@@ -45,8 +49,25 @@ def compile_library(source: Path) -> ctypes.CDLL | None:
         library = _load_kept(kept) or _compile(source, command, kept)
         library.supported.argtypes, library.supported.restype = [], ctypes.c_int
         return library if library.supported() else None
-    except (OSError, subprocess.SubprocessError, AttributeError):
+    except (OSError, subprocess.SubprocessError, AttributeError) as error:
+        if command not in _failed:
+            _failed.add(command)
+            _log.warning(
+                "the C compiler failed: %s. Models compute without it, more slowly; $CC names "
+                "another compiler",
+                _reason(error),
+            )
         return None
+
+
+def _reason(error: Exception) -> str:
+    """The first line of what a compiler says that tells of an error."""
+    if not isinstance(error, subprocess.CalledProcessError):
+        return str(error)
+    lines = [line.strip() for line in error.stderr.decode(errors="replace").splitlines()]
+    said = [line for line in lines if line]
+    ended = f"{error.cmd[0]} ended with {error.returncode}"  # less than 0: the signal
+    return next((line for line in said if "error" in line), said[0] if said else ended)
 
 
 def _place(source: Path, command: str) -> Path | None:

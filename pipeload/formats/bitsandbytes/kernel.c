@@ -1,5 +1,6 @@
 /* Dequantises 4-bit weights, 16 values at a time: see kernel.py, which compiles this file. */
 
+#include <cpuid.h>
 #include <immintrin.h>
 #include <stdint.h>
 
@@ -8,7 +9,14 @@ enum { FLOAT32, BFLOAT16, FLOAT16 };
 #define TARGET __attribute__((target("avx2,f16c")))
 #define LEAST_VALUES 65536 /* that are worth waking other threads for */
 
-int supported(void) { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c"); }
+/* Older compilers do not know "f16c" by name. */
+static inline int has_f16c(void)
+{
+    unsigned a, b, c = 0, d;
+    return __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
+}
+
+int supported(void) { return __builtin_cpu_supports("avx2") && has_f16c(); }
 
 /* Eight codes, by the numbers in the first eight bytes, times `scale`. */
 TARGET static inline __m256 eight(__m128i numbers, __m256 low, __m256 high, __m256 scale)

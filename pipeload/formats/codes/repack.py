@@ -97,8 +97,8 @@ def compiled() -> ctypes.CDLL | None:
     if library is None:
         _log.info(
             "integers of other programs are put in order by torch's own operations, which takes "
-            "long in every pass: there is no C compiler. Install one, or run `pipeload convert` "
-            "once."
+            "long in every pass: there is no C compiler that works. Install one, or run `pipeload "
+            "convert` once."
         )
         return None
     address, size = ctypes.c_void_p, ctypes.c_int64

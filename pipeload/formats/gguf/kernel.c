@@ -1,6 +1,7 @@
 /* Makes floats of GGUF's blocks, bit for bit as the package gguf does: see kernel.py, which compiles
    this file. The order of products and sums is the package's. */
 
+#include <cpuid.h>
 #include <immintrin.h>
 #include <stdint.h>
 #include <string.h>
@@ -12,7 +13,14 @@ enum { Q4_0 = 2, Q4_1 = 3, Q5_0 = 6, Q5_1 = 7, Q8_0 = 8, Q2_K = 10, Q3_K, Q4_K, 
 #define LEAST_VALUES 65536 /* that are worth waking other threads for */
 #define ROWS_AT_ONCE 8
 
-int supported(void) { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c"); }
+/* Older compilers do not know "f16c" by name. */
+static inline int has_f16c(void)
+{
+    unsigned a, b, c = 0, d;
+    return __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
+}
+
+int supported(void) { return __builtin_cpu_supports("avx2") && has_f16c(); }
 
 TARGET static inline float half(const uint8_t *at)
 {

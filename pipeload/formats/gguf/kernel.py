@@ -97,7 +97,8 @@ def can_unpack(kind: str) -> bool:
         )
     except (ImportError, KeyError, NotImplementedError):
         return False
-    why = "" if kind not in COMPILED else ": there is no C compiler, or the processor lacks AVX2"
+    lacks = ": there is no C compiler that works, or the processor lacks AVX2"
+    why = lacks if kind in COMPILED else ""
     _log.info("GGUF's %s is unpacked by the package gguf, which takes long%s", kind, why)
     return True
 

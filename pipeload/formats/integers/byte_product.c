@@ -5,7 +5,8 @@
    group, 16 sums are kept: the i-th one is of columns 2 i and 2 i + 1 of every 32. Sums of integers
    are exact; floats are multiplied and added in one order, group after group, in each of the 16 by
    itself, and those are added up at the end. So neither what is multiplied beside it, nor by how
-   many threads, nor how wide the processor's vectors are, changes a bit of a number. */
+   many threads, nor how wide the processor's vectors are, changes a bit of a number: but where
+   torch.set_flush_denormal(True) was called, which holds for the calling thread alone. */
 
 #include "rounded_inputs.h"
 
@@ -130,9 +131,11 @@ TARGET_VNNI static INLINE __m512 zero_vnni(void) { return _mm512_setzero_ps(); }
 
 TARGET_VNNI static INLINE __m512i widened_vnni(const int8_t *at, int whole)
 {
-    return _mm512_cvtepi8_epi16(
-        whole ? _mm256_loadu_si256((const __m256i *)at)
-              : _mm256_zextsi128_si256(_mm_loadu_si128((const __m128i *)at)));
+    const __m128i *const half = (const __m128i *)at;
+    const __m256i none = _mm256_setzero_si256();
+    return _mm512_cvtepi8_epi16(whole
+                                    ? _mm256_loadu_si256((const __m256i *)at)
+                                    : _mm256_inserti128_si256(none, _mm_loadu_si128(half), 0));
 }
 
 TARGET_VNNI static INLINE __m512i added_vnni(__m512i sum, __m512i weight, const int16_t *codes)

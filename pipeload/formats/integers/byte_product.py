@@ -68,8 +68,8 @@ def compiled() -> ctypes.CDLL | None:
     library = compile_library(_SOURCE)
     if library is None:
         _log.info(
-            "int8 weights are multiplied by torch's kernel: there is no C compiler, or the "
-            "processor lacks AVX2"
+            "int8 weights are multiplied by torch's kernel: there is no C compiler that works, or "
+            "the processor lacks AVX2"
         )
         return None
     addresses, sizes, kinds = [ctypes.c_void_p] * 5, [ctypes.c_int64] * 3, [ctypes.c_int] * 3

@@ -91,9 +91,10 @@ struct words {
 TARGET static INLINE __m256i some_words(const uint8_t *at, int64_t bytes)
 {
     const __m128i *const from = (const __m128i *)at;
+    const __m256i none = _mm256_setzero_si256();
     return bytes >= 32   ? _mm256_loadu_si256((const __m256i *)at)
-           : bytes >= 16 ? _mm256_zextsi128_si256(_mm_loadu_si128(from))
-                         : _mm256_setzero_si256();
+           : bytes >= 16 ? _mm256_inserti128_si256(none, _mm_loadu_si128(from), 0)
+                         : none;
 }
 
 TARGET static INLINE struct words words_avx2(const uint8_t *at, int64_t bytes)

@@ -120,7 +120,7 @@ def compiled() -> ctypes.CDLL | None:
     if library is None:
         _log.info(
             "int4 weights are put into the order of torch's kernel as they are read: there is no C "
-            "compiler, or the processor lacks AVX2"
+            "compiler that works, or the processor lacks AVX2"
         )
         return None
     addresses, sizes, kinds = [ctypes.c_void_p] * 5, [ctypes.c_int64] * 4, [ctypes.c_int] * 3

@@ -1,6 +1,7 @@
 /* What our kernels for int4 and int8 have in common: floats of any kind, and how a group of inputs
    is rounded to int16. See product.c and byte_product.c, which include this file. */
 
+#include <cpuid.h>
 #include <immintrin.h>
 #include <stdint.h>
 #include <string.h>
@@ -15,10 +16,16 @@ enum { FLOAT32, BFLOAT16, FLOAT16 };
 #define LEAST_PRODUCTS 65536 /* that are worth waking other threads for */
 #define LEAST_INPUT 1e-33f   /* what is smaller is zero: its reciprocal must be a number */
 
+/* Older compilers do not know "f16c" by name. */
+static inline int has_f16c(void)
+{
+    unsigned a, b, c = 0, d;
+    return __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
+}
+
 int supported(void)
 {
-    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-           __builtin_cpu_supports("f16c");
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c();
 }
 
 static inline int64_t item(int kind) { return kind == FLOAT32 ? 4 : 2; }

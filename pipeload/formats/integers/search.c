@@ -2,6 +2,7 @@
    compiles this file, says what is computed, and does the same with torch, operation by operation:
    whoever changes one changes the other. */
 
+#include <cpuid.h>
 #include <immintrin.h>
 #include <stdint.h>
 
@@ -12,7 +13,14 @@ enum { LANES = 8, FITS_OF_A_RANGE = 3 };
 #define INLINE TARGET static inline __attribute__((always_inline))
 #define LEAST_VALUES 4096 /* that are worth waking other threads for */
 
-int supported(void) { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c"); }
+/* Older compilers do not know "f16c" by name. */
+static inline int has_f16c(void)
+{
+    unsigned a, b, c = 0, d;
+    return __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
+}
+
+int supported(void) { return __builtin_cpu_supports("avx2") && has_f16c(); }
 
 struct grid {
     __m256 least, most; /* codes */

@@ -1,5 +1,6 @@
 /* Makes floats of some rows of an int4 weight: see unpack.py, which compiles this file. */
 
+#include <cpuid.h>
 #include <immintrin.h>
 #include <stdint.h>
 #include <string.h>
@@ -7,11 +8,23 @@
 enum { FLOAT32, BFLOAT16, FLOAT16 };
 
 #define TARGET __attribute__((target("avx2,f16c")))
+#if defined(__clang__) || __GNUC__ >= 10
 #define TARGET_BF16 __attribute__((target("avx512f,avx512bf16")))
+#else /* a compiler that does not know these instructions */
+#define TARGET_BF16 TARGET
+#define WITHOUT_BF16
+#endif
 #define LEAST_VALUES 65536 /* that are worth waking other threads for */
 #define MOST_TILE 64
 
-int supported(void) { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c"); }
+/* Older compilers do not know "f16c" by name. */
+static inline int has_f16c(void)
+{
+    unsigned a, b, c = 0, d;
+    return __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
+}
+
+int supported(void) { return __builtin_cpu_supports("avx2") && has_f16c(); }
 
 /* A scale or zero. */
 TARGET static inline float stored(const void *at, int64_t i, int kind)
@@ -42,10 +55,20 @@ TARGET static inline void put_float32(__m128i codes, const float *scales, const 
 TARGET_BF16 static inline void put_bfloat16(__m128i codes, const float *scales,
                                             const float *shifts, char *out)
 {
+#ifdef WITHOUT_BF16
+    uint32_t bits[16];
+    put_float32(codes, scales, shifts, (char *)bits);
+    for (int i = 0; i < 16; i++) { /* to nearest, ties to even; what is no number stays none */
+        const uint32_t whole = (bits[i] + 0x7fff + (bits[i] >> 16 & 1)) >> 16;
+        const int none = (bits[i] & 0x7fffffff) > 0x7f800000;
+        ((uint16_t *)out)[i] = (uint16_t)(none ? 0x7fc0 : whole);
+    }
+#else
     const __m512 a = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(codes));
     const __m512 b = _mm512_mul_ps(a, _mm512_loadu_ps(scales));
     const __m256bh made = _mm512_cvtneps_pbh(_mm512_add_ps(b, _mm512_loadu_ps(shifts)));
     memcpy(out, &made, 32);
+#endif
 }
 
 /* Some columns of a tile that share scales: `rows` values of each column, one column after the

@@ -122,3 +122,51 @@ def test_without_a_compiler(source: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert answer(source) == 42
     monkeypatch.setenv("CC", "/nonexistent")
     assert compile_library(source) is None
+
+
+def test_a_compiler_that_fails(
+    source: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is told from none: once, by what it says of the error."""
+    monkeypatch.setattr(compiler, "_failed", set())
+    source.write_text("int one(void)\n{\n    return no_such_name;\n}\n")
+    for _ in range(2):
+        assert compile_library(source) is None
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert "the C compiler failed: " in record.message
+    assert "one.c:3" in record.message
+    assert "no_such_name" in record.message
+
+
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        ("echo first >&2; echo second >&2; exit 1", "failed: first. "),
+        ("exit 3", "other ended with 3. "),
+        ("kill -9 $$", "other ended with -9. "),
+        ("exit 0", "kernel.so: cannot open shared object"),
+    ],
+)
+def test_what_a_compiler_says_that_fails(
+    script: str,
+    said: str,
+    source: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Something else, nothing, or that all went well."""
+    monkeypatch.setattr(compiler, "_failed", set())
+    other = source.with_name("other")
+    other.write_text(f"#!/bin/sh\n{script}\n")
+    other.chmod(0o755)
+    monkeypatch.setenv("CC", str(other))
+    assert compile_library(source) is None
+    assert said in caplog.text
+
+
+def test_a_processor_that_lacks_something(source: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Then nothing has failed."""
+    source.write_text("int supported(void) { return 0; }\n")
+    assert compile_library(source) is None
+    assert not caplog.records
