@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 METHOD: Final = "pipeload"
 OURS: Final = "pipeload's {} kernel, inputs rounded to int16"
 TORCHS: Final = "torch's {} kernel, exact inputs"
+FLOATS: Final = "{} experts as floats, exact inputs"
 
 
 class Integers(Format):
@@ -54,14 +55,22 @@ class Integers(Format):
 
     def kernel(self, model: nn.Module, /) -> str | None:
         """Say what multiplies weights by few rows of input: those of 4 bits first."""
+        from pipeload.formats.integers.packed_experts import PackedExperts
         from pipeload.formats.integers.packed_linear import PackedLinear
 
-        rounds: dict[int, bool] = {}
+        found: dict[tuple[int, bool], str] = {}  # of Linears and of experts
         for module in model.modules():
             if isinstance(module, PackedLinear):
-                rounds.setdefault(module.bits, module.will_round)
-        kinds = [(OURS if rounds[bits] else TORCHS).format(f"int{bits}") for bits in sorted(rounds)]
-        return "; ".join(kinds) or None
+                exact = TORCHS
+                key = module.bits, False
+            elif isinstance(module, PackedExperts):
+                exact = FLOATS if module.shape.bits == 4 else TORCHS
+                key = module.shape.bits, True
+            else:
+                continue
+            words = OURS if module.will_round else exact
+            found.setdefault(key, words.format(f"int{key[0]}"))
+        return "; ".join(dict.fromkeys(found[key] for key in sorted(found))) or None
 
 
 INTEGERS: Final = Integers()

@@ -21,7 +21,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from pipeload.errors import UnsupportedModelError
-from pipeload.formats.integers import product
+from pipeload.formats.integers import byte_product, product
 from pipeload.formats.integers.expert_matrices import ExpertMatrix
 from pipeload.formats.integers.expert_rows import (
     MOST_TOGETHER,
@@ -194,6 +194,12 @@ class PackedExperts(nn.Module):
         most = max(len(rows), min(len(rows) * count, MOST_TOGETHER))
         inner = self._gate(rows.new_empty((most, self.shape.wide)))
         inner.new_empty((most, self.shape.hidden))
+
+    @property
+    def will_round(self) -> bool:
+        """Whether few rows of input are rounded, for our own kernels."""
+        own = byte_product if self.shape.bits == 8 else product
+        return not self.exact_inputs and own.compiled() is not None
 
     def settle(self) -> None:
         """Copy experts that do not begin where torch's kernel for int8 can read."""

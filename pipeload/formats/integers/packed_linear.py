@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from pipeload.errors import UnsupportedModelError
 from pipeload.formats.integers import wide_product
+from pipeload.formats.integers.unpack import KINDS
 from pipeload.formats.integers.wide_product import Sizes, WeightBlock
 
 INT8_ALIGNMENT = 16
@@ -59,7 +60,8 @@ class PackedLinear(nn.Linear, abc.ABC):
         if not len(rows):
             return rows.new_empty((0, self.out_features))
         most = wide_product.most_by_kernel(self.bits, rows.dtype, rounded=self.rounds_inputs)
-        if len(rows) <= most:
+        # No kernel takes those of a model that was made fp64.
+        if len(rows) <= most and self.get_parameter(self.statistics).dtype in KINDS:
             return self.by_kernel(rows)
         return wide_product.multiply(rows, self.out_features, self.block)
 

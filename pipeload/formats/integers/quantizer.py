@@ -21,7 +21,7 @@ from pipeload.formats.form_names import CONVERTED, GGUF
 from pipeload.formats.integers.expert_matrices import shape_of
 from pipeload.formats.integers.format import METHOD
 from pipeload.formats.integers.linear import Int4Linear, Int8Linear
-from pipeload.formats.integers.order import BLOCK_ROWS, STORED
+from pipeload.formats.integers.order import BLOCK_ROWS, BY_ROWS, STORED
 from pipeload.formats.integers.packed_experts import PackedExperts
 from pipeload.formats.integers.packed_linear import PackedLinear
 from pipeload.formats.integers.parted_linear import PartedLinear
@@ -123,6 +123,8 @@ class PipeloadConfig(QuantizationConfigMixin):
         if path not in self.modules:
             return self
         own = {**vars(self), "modules": None, "group_size": None, **self.modules[path]}
+        if own["bits"] == 4:  # beside others of 8, which have no order
+            own["order"] = self.order or BY_ROWS
         return PipeloadConfig(**own)
 
     def fits(self, module: nn.Linear) -> bool:
@@ -195,9 +197,15 @@ class PipeloadQuantizer(HfQuantizer):
         import torch
 
         config = self.quantization_config
+        # A checkpoint tells the paths of the whole model, of which this may be the base alone.
+        base = str(getattr(model, "base_model_prefix", ""))
+        before = f"{base}." if base and not hasattr(model, base) else ""
         with torch.device("meta"):
             for path, module in list(model.named_modules()):
-                made = None if config.keeps(path) else _packed(config, module, path)
+                told = before + path
+                kept = config.keeps(path) or config.keeps(told)
+                own = config.for_module(path if path in config.modules else told)
+                made = None if kept else _packed(own, module, path)
                 if made is not None:
                     made.train(module.training)
                     parent, _, name = path.rpartition(".")
@@ -223,10 +231,9 @@ class PipeloadQuantizer(HfQuantizer):
 
 
 def _packed(config: PipeloadConfig, module: nn.Module, path: str) -> nn.Module | None:
-    """What takes the place of a module; None if it stays."""
+    """What takes the place of a module, by what holds for it; None if it stays."""
     if type(module) is nn.Linear:
-        own = config.for_module(path)
-        return own.make(module, path) if own.fits(module) else None
+        return config.make(module, path) if config.fits(module) else None
     shape = config.experts_as(module)
     if shape is None:
         return None

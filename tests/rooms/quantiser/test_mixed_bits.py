@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
-from transformers import AutoConfig
-from transformers.models.llama.modeling_llama import LlamaMLP
+from transformers import AutoConfig, AutoModel, LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaForCausalLM, LlamaMLP, LlamaModel
 from typer.testing import CliRunner
 
 import pipeload
@@ -20,7 +20,8 @@ from pipeload.checkpoint.file_reads import FileSet
 from pipeload.checkpoint.headers import read_header, stamps_of
 from pipeload.cli.commands import app
 from pipeload.errors import MemoryLimitError, OptionError, UnsupportedModelError
-from pipeload.formats.integers.quantizer import PipeloadConfig
+from pipeload.formats.integers.order import BY_ROWS
+from pipeload.formats.integers.quantizer import PipeloadConfig, PipeloadQuantizer
 from pipeload.quantiser import mixed_bits
 from pipeload.quantiser.bit_budget import Option, spend
 from pipeload.quantiser.output_gradients import OutputGradients
@@ -200,6 +201,13 @@ def test_streamed_is_plain(llama: Path, tmp_path: Path) -> None:
         assert_same(step_logits(load(folder, limit), prompt(), 3), expected, f"at {limit}")
     load_plain(folder).save_pretrained(tmp_path / "saved")
     assert_same(step_logits(load_plain(tmp_path / "saved"), prompt(), 3), expected, "saved")
+    # The base alone, whose paths are others than those that the checkpoint tells.
+    whole, bare = load_plain(folder).model, AutoModel.from_pretrained(folder, dtype="auto")
+    streamed = load_smallest(folder, auto_class=AutoModel)
+    with torch.no_grad():
+        hidden = [one(prompt()).last_hidden_state for one in (whole, bare, streamed)]
+    assert_same(hidden[1], hidden[0], "the base")
+    assert_same(hidden[2], hidden[0], "the base, streamed")
     # The ends: all that fits is taken, and no more than there is.
     for name, end in (("least", least), ("most", 10 * most)):
         made = pipeload.quantize(llama, tmp_path / f"{name}-mixed", method="int4", size=end)
@@ -289,6 +297,25 @@ def test_a_limit_that_is_too_small(
     monkeypatch.setattr(mixed_bits, "working_bytes", lambda *_: 1 << 50)
     with pytest.raises(MemoryLimitError, match=r"finding gradients needs 1\.13 PB"):
         pipeload.quantize(llama, tmp_path / "made", method="int4", size="2MB", memory_limit="2GB")
+
+
+def test_paths_that_a_checkpoint_tells() -> None:
+    """Of the whole model, for that and for its base; int4 beside int8 is in the order of rows."""
+    config = PipeloadConfig(
+        8,
+        modules={"model.layers.0.mlp.up_proj": {"bits": 4, "group_size": 32}},
+        modules_to_not_convert=["model.layers.1", "lm_head"],
+    )
+    sizes = LlamaConfig(**SIZES)
+    for make, path in ((LlamaForCausalLM, "model.layers"), (LlamaModel, "layers")):
+        with torch.device("meta"):
+            model: Any = make(sizes)
+        PipeloadQuantizer(config)._process_model_before_weight_loading(model)
+        first, second = model.get_submodule(path)
+        assert (first.mlp.up_proj.bits, first.mlp.up_proj.order) == (4, BY_ROWS)
+        assert first.mlp.up_proj.path == f"{path}.0.mlp.up_proj"
+        assert first.mlp.down_proj.bits == 8
+        assert type(second.mlp.up_proj) is nn.Linear
 
 
 def test_bits_that_nobody_knows() -> None:

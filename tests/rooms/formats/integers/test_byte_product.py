@@ -164,6 +164,9 @@ def test_a_linear_takes_it(dtype: torch.dtype) -> None:
     assert error(packed(x), exact) < max(5e-5, 16 * torch.finfo(dtype).eps)
     assert packed(x[:3].double()).dtype == torch.float64
     assert error(packed(x[:3].double()), exact[:3]) < 1e-5
+    packed.double()
+    assert packed(x[:3]).dtype == dtype
+    assert error(packed(x[:3]), exact[:3]) < max(5e-5, 16 * torch.finfo(dtype).eps)
 
 
 @needs_kernel

@@ -311,6 +311,9 @@ def test_double() -> None:
             assert packed(x[:count]).dtype == torch.float64
             assert error(packed(x[:count]), wanted[:count]) < 1e-5
         packed.double()
+    single = packed.product(x[:3].float())
+    assert single.dtype == torch.float32
+    assert error(single + packed.bias, wanted[:3]) < 1e-5
 
 
 def test_pickled_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:

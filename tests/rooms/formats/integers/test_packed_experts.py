@@ -15,7 +15,7 @@ from transformers.activations import ACT2FN
 from transformers.integrations.moe import use_experts_implementation
 
 from pipeload.errors import OptionError, UnsupportedModelError
-from pipeload.formats.integers import packed_experts, product
+from pipeload.formats.integers import byte_product, packed_experts, product
 from pipeload.formats.integers.expert_matrices import (
     ExpertMatrix,
     ExpertProducts,
@@ -23,6 +23,7 @@ from pipeload.formats.integers.expert_matrices import (
     shape_of,
 )
 from pipeload.formats.integers.expert_rows import MOST_TOGETHER, activates_rows_alone
+from pipeload.formats.integers.format import FLOATS, INTEGERS, OURS, TORCHS
 from pipeload.formats.integers.linear import Int4Linear, Int8Linear
 from pipeload.formats.integers.order import BY_ROWS, kernel_order, pack
 from pipeload.formats.integers.packed_experts import PackedExperts
@@ -409,6 +410,23 @@ def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     ours.exact_inputs = False
     monkeypatch.setattr(product, "compiled", lambda: None)
     assert torch.equal(ours(*given), expected)
+
+
+def test_what_multiplies_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of experts too, where no Linear is quantised: ranks compare it."""
+    four, eight = make(4)[1], make(8)[1]
+    both = nn.ModuleList((eight, four))
+    monkeypatch.setattr(product, "compiled", lambda: product)
+    monkeypatch.setattr(byte_product, "compiled", lambda: byte_product)
+    assert INTEGERS.kernel(four) == OURS.format("int4")
+    assert INTEGERS.kernel(both) == "; ".join((OURS.format("int4"), OURS.format("int8")))
+    both.append(linear_of(torch.ones(32, 64), 4))
+    assert INTEGERS.kernel(both) == "; ".join((OURS.format("int4"), OURS.format("int8")))
+    monkeypatch.setattr(product, "compiled", lambda: None)
+    eight.exact_inputs = True
+    wanted = (TORCHS.format("int4"), FLOATS.format("int4"), TORCHS.format("int8"))
+    assert INTEGERS.kernel(both) == "; ".join(wanted)
+    assert INTEGERS.kernel(nn.Linear(2, 2)) is None
 
 
 @pytest.mark.parametrize("bits", [4, 8])
