@@ -21,6 +21,7 @@ from pipeload.budget.limit_errors import making_too_large
 from pipeload.entry.smallest_limit import smallest_limit
 from pipeload.errors import MemoryLimitError, OptionError, UnsupportedModelError
 from pipeload.formats.integers.rounding import GROUPS, error_of_rows
+from pipeload.hf.expert_modules import find_experts
 from pipeload.quantiser.bit_budget import Option, spend
 from pipeload.quantiser.calibration import load_floats, windows_of
 from pipeload.quantiser.calibration_text import WINDOW
@@ -76,8 +77,7 @@ def shared_by(pending: PendingLoad, choice: Choice) -> Shared:
         UnsupportedModelError: there is something that nobody knows the worth of.
     """
     model = pending.model
-    kept = (model.get_submodule(path) for path in choice.kept)
-    if choice.experts or not all(isinstance(module, nn.Linear) for module in kept):
+    if choice.experts or next(find_experts(model), None) is not None:
         raise _unknown(model, "has experts, and how much each of them matters is not known.")
     linears = {path: choice.linears[stored] for stored, path in choice.paths.items()}
     blocks = find_decoder_blocks(model)
