@@ -47,6 +47,7 @@ from tests.support.exact import (
     assert_same,
     limits,
     load,
+    load_smallest,
     prompt,
     steady_floor,
     step_logits,
