@@ -98,7 +98,7 @@ class Plan(Tabled):
     """What a device adds: the host's limit and what is in host memory; None on the CPU."""
 
     kernel: str | None = None
-    """What multiplies int4 weights by few rows of input; None without such."""
+    """What multiplies int4 and int8 weights by few rows of input, experts' too; None without."""
 
     @property
     def slot_bytes(self) -> int:

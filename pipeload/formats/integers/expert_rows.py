@@ -3,9 +3,9 @@
 [Note: rows by themselves] A row's products have the same bits in whichever company they are made,
 so those of all experts may be made in one call. What is between them is torch's, which computes
 whole vectors of numbers otherwise than what is left at an end. An activation function that takes
-each number by itself therefore gives a row the same bits in any company if rows are whole vectors,
-and few enough that torch does not share them among threads, which may cut through a row. Any other
-is given the rows of one expert at a time, as if there were no other.
+each number by itself, wherever it lies, therefore gives a row the same bits in any company if rows
+are whole vectors, and few enough that torch does not share them among threads, which may cut
+through a row. Any other is given the rows of one expert at a time, as if there were no other.
 """
 
 from __future__ import annotations

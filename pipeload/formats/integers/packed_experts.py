@@ -112,8 +112,9 @@ class PackedExperts(nn.Module):
         """Have experts compute with [rows, hidden], into [rows * k, hidden]."""
         pairs, count = rows_of_experts(ids, self.num_experts), ids.shape[-1]
         # A bias may be trained, or what an activation function has, though the input is not.
-        trained = hidden.requires_grad or any(p.requires_grad for p in self.parameters())
-        recorded = torch.is_grad_enabled() and trained
+        recorded = torch.is_grad_enabled() and (
+            hidden.requires_grad or any(p.requires_grad for p in self.parameters())
+        )
         alone = recorded or self.exact_inputs or self.shape.bits != 4  # without a kernel of ours
         most = 0 if alone else most_together(self.shape.wide, hidden.dtype)
         packed = self.packed.detach()
