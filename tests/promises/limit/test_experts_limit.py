@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
     from tests.support.cgroups import MemoryCgroup
 
-SHAPE = MoeShape("qwen3_moe", 512, 512, 64, 4, 6, 8, 4, 64, 4096)
-"""600 MB of experts, of which a token takes 38."""
+SHAPE = MoeShape("qwen3_moe", 512, 512, 64, 4, 3, 8, 4, 64, 4096)
+"""300 MB of experts, of which a token takes 19."""
 _CHILD = """
 import json, sys, torch, transformers, pipeload
 transformers.utils.logging.disable_progress_bar()
@@ -54,7 +54,7 @@ def test_a_child_capped_at_the_limit_lives(
         folder = pipeload.quantize(folder, tmp_path / "int4", method=form)
         expert = expert * 9 // 32
     texts, shares = [], []
-    for spare in (2_000_000, 120_000_000):
+    for spare in (2_000_000, 60_000_000):
         with cgroup(4_000_000_000) as group:
             asked = group.run([sys.executable, "-c", _CHILD, folder, str(spare), "0"])
         limit = int(asked.stdout)
@@ -66,7 +66,7 @@ def test_a_child_capped_at_the_limit_lives(
         assert result["peak"] <= limit
         # Each stored tensor shares its first and last page with a neighbour.
         assert result["read"] <= result["misses"] * (expert + 6 * 4096)
-        assert result["there"] <= spare + 4_000_000  # floors of two processes differ
+        assert result["there"] <= spare + 8_000_000  # floors of two processes differ
         shares.append(result["hits"] / (result["hits"] + result["misses"]))
         texts.append(result["texts"])
     assert texts[0] == texts[1]

@@ -172,7 +172,7 @@ def test_a_line_in_the_registry_is_all(folder: Path, monkeypatch: pytest.MonkeyP
 WORDS = {*FORMS, *(one.method for one in registry.FORMATS)} - {"pipeload", "gguf"}
 MAY_KNOW = {"formats", "quantiser"}
 """Rooms that may name methods: what is streamed, and what is made."""
-TYPED = {Path("cli", name) for name in ("options.py", "choices.py")}
+TYPED = {Path("cli", name) for name in ("options.py", "making_options.py", "choices.py")}
 
 
 def test_no_other_room_knows_a_method_by_name() -> None:
