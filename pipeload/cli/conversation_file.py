@@ -65,17 +65,14 @@ class ConversationFile:
         Raises:
             OptionError: it is no conversation, a part of one, of another model, or longer than
                 `most_tokens`.
-            CheckpointError: it is damaged, or no file.
+            CheckpointError: it is damaged.
             ReadError: the disk failed.
         """
         if not self._path.exists():
             return None
         try:
             entries = read_header(self._path)
-        except CheckpointError as error:
-            if not self._path.is_file():
-                raise
-            # The cure would be to download it again.
+        except CheckpointError as error:  # whose cure would be to download it again
             raise self._no_conversation("Delete it if it was one, or name another file.") from error
         if _TALK not in entries:
             raise self._no_conversation("Name another file.")
