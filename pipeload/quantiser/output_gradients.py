@@ -275,7 +275,7 @@ class _FromDisk(torch.autograd.Function):
 def working_bytes(linears: Iterable[nn.Linear], tokens: int) -> int:
     """About what the backward of a block with these Linears takes, for so many tokens."""
     wide = sum(one.in_features + one.out_features for one in linears)
-    return _COPIES * 4 * wide * tokens + 2 * _LOGIT_BYTES
+    return _COPIES * 4 * wide * tokens + _LOGIT_BYTES
 
 
 def _alike(found: torch.Tensor, before: torch.Tensor) -> bool:

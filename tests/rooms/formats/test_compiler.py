@@ -76,7 +76,10 @@ def test_what_is_made_of_something_else(
     monkeypatch.setattr(compiler, "_OPTIONS", (*compiler._OPTIONS, "-DANY"))
     assert answer(source) == 43
     assert len(compiled) == 8
-    assert [file.name.rpartition("-")[0] for file in kept(tmp_path)] == ["source-one", "source-two-parts"]
+    assert [file.name.rpartition("-")[0] for file in kept(tmp_path)] == [
+        "source-one",
+        "source-two-parts",
+    ]
 
 
 @pytest.mark.parametrize("spoil", ["text", "cut", "link", "writable", "folder"])
