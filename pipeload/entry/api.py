@@ -126,7 +126,8 @@ def from_pretrained(
     if not loading.loaded:
         raise _nothing_loaded(pretrained, auto_class)
     if request.draft is not None:
-        attach_draft(result[0] if isinstance(result, tuple) else result, pretrained, request)
+        model = result[0] if isinstance(result, tuple) else result
+        attach_draft(model, pretrained, request, kwargs)
     return result
 
 

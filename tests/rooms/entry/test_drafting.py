@@ -208,16 +208,16 @@ class _Stop(StoppingCriteria):
 )
 def test_what_is_left_to_the_library(plain_model: Any, options: dict[str, Any]) -> None:
     """Ways to generate that guesses do not fit, or that say themselves who guesses."""
-    assert not assisted.is_usual(plain_model, (PROMPT,), {**GREEDY, **options})
+    assert assisted.hindrance(plain_model, (PROMPT,), {**GREEDY, **options})
 
 
 def test_what_is_not_one_prompt(plain_model: Any) -> None:
     """Batches, embeddings, and arguments that only a caller of that version knows the place of."""
     model = plain_model
-    assert assisted.is_usual(model, (PROMPT,), GREEDY)
-    assert not assisted.is_usual(model, (PROMPT.repeat(2, 1),), GREEDY)
-    assert not assisted.is_usual(model, (), {"inputs_embeds": torch.ones(1, 2, 96)})
-    assert not assisted.is_usual(model, (PROMPT, None, None), GREEDY)
+    assert not assisted.hindrance(model, (PROMPT,), GREEDY)
+    assert assisted.hindrance(model, (PROMPT.repeat(2, 1),), GREEDY)
+    assert assisted.hindrance(model, (), {"inputs_embeds": torch.ones(1, 2, 96)})
+    assert assisted.hindrance(model, (PROMPT, None, None), GREEDY)
 
 
 @pytest.mark.usefixtures("steadily")
@@ -389,7 +389,7 @@ def test_adapters(shelf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = load(shelf, "lookup")
     begun: list[int] = []
 
-    def begin(room: int) -> int:
+    def begin(room: int, _tokens: int) -> int:
         begun.append(room)
         return 0
 
