@@ -266,6 +266,7 @@ def plan(
     device: str | torch.device | None = None,
     host_memory_limit: int | str | None = None,
     exact_inputs: bool = False,
+    draft: str | os.PathLike[str] | None = None,
     auto_class: type[Any] | None = None,
     **kwargs: Any,
 ) -> Plan:
@@ -283,6 +284,7 @@ def plan(
         device: as for `from_pretrained`.
         host_memory_limit: as for `from_pretrained`.
         exact_inputs: as for `from_pretrained`.
+        draft: as for `from_pretrained`; changes nothing here: one comes later, where there is room.
         auto_class: as for `from_pretrained`.
         **kwargs: as for `from_pretrained`.
 
