@@ -175,8 +175,7 @@ def candidates(model: Any, *args: Any, **kwargs: Any) -> Any:
     if course is None or args or kwargs.get("assistant_model") is not model:
         return make(model, *args, **kwargs)
     given = kwargs["model_kwargs"]
-    cache = next((given[name] for name in _CACHES if given.get(name) is not None), None)
-    _GROWING.get().append(cache)
+    _GROWING.get().extend(given.get(name) for name in _CACHES)
 
     def inner(input_ids: torch.Tensor) -> Any:
         config = copy.copy(kwargs["generation_config"])
@@ -195,21 +194,26 @@ def candidates(model: Any, *args: Any, **kwargs: Any) -> Any:
                 config.assistant_confidence_threshold = 0.0
         return made
 
-    return Guesses(course, inner, kwargs["generation_config"].max_length, cache)
+    return Guesses(course, inner, kwargs["generation_config"].max_length, given)
 
 
 class Guesses(library.CandidateGenerator):
     """Asks the library's own generator for as many guesses as somebody says."""
 
     def __init__(
-        self, course: Course, make: Callable[[torch.Tensor], Any], longest: int, cache: Any
+        self,
+        course: Course,
+        make: Callable[[torch.Tensor], Any],
+        longest: int,
+        given: Mapping[str, Any],
     ) -> None:
         """`make`: the library's, for a text so far; `longest`: tokens of prompt and answer.
 
-        `cache`: the model's, which has no more of the text than its passes were given.
+        `given`: what the model's passes are given beside the text; its cache grows with them.
         """
         self._course, self._make, self._longest = course, make, longest
-        self._cache = cache
+        self._given = given
+        self._cache = next((given[name] for name in _CACHES if given.get(name) is not None), None)
         self._inner: Any = None
         self._of: Any = None
         """Who guesses in `_inner`."""
@@ -256,8 +260,13 @@ class Guesses(library.CandidateGenerator):
     def _fits(self, tokens: int, guessed: int) -> bool:
         """Whether there is memory for the pass that checks guesses behind a text of `tokens`."""
         seen = 0 if self._cache is None else self._cache.get_seq_length()
-        rows = torch.zeros((1, max(1, tokens + guessed - seen)), dtype=torch.long)
-        given = {"input_ids": rows, "cache": self._cache, "logits_to_keep": guessed + 1}
+        text = torch.ones((1, tokens + guessed), dtype=torch.long)
+        rows = text[:, min(seen, tokens + guessed - 1) :]
+        mask = self._given.get("attention_mask")
+        if isinstance(mask, torch.Tensor) and mask.dim() == len(text.shape):
+            text[:, : mask.shape[1]] = mask[:, : text.shape[1]]  # padding takes a written mask
+        given: dict[str, Any] = {"input_ids": rows, "attention_mask": text, "position_ids": rows}
+        given |= {"cache": self._cache, "logits_to_keep": guessed + 1, "use_cache": True}
         return self._course.fits(given)
 
     def _ask_for(self, count: int) -> None:
