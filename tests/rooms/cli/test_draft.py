@@ -10,7 +10,7 @@ import pytest
 import pipeload
 from pipeload.budget.usage_trial import CACHES
 from pipeload.cli import conversation
-from pipeload.cli.asked import Arguments
+from pipeload.cli.asked import Arguments, generate_answer
 from pipeload.cli.draft import draft_settings
 from pipeload.entry import drafting
 from pipeload.entry.draft_control import DraftControl
@@ -113,12 +113,11 @@ def test_a_conversation(
     asked = ("chat", going_on, "--max-new-tokens", 8, "--tokens", 200)
     lines = "Hi\nMore\nAgain\n/exit\n"
     held: list[list[int]] = []
-    generate = conversation.generate_answer
 
     def watched(*args: Any, more: dict[str, Any], **options: Any) -> Any:
         cache = next((more[name] for name in CACHES if name in more), None)
         held[-1].append(0 if cache is None else cache.get_seq_length())
-        return generate(*args, more=more, **options)
+        return generate_answer(*args, more=more, **options)
 
     monkeypatch.setattr(conversation, "generate_answer", watched)
     shown = []

@@ -21,6 +21,7 @@ from pipeload.budget.pass_shape import largest
 from pipeload.budget.shared_limit import ACCOUNTANT, Accountant
 from pipeload.checkpoint.fingerprint import SOURCE_DIGEST
 from pipeload.entry import draft_search, drafting
+from pipeload.entry.attached_draft import attach_draft
 from pipeload.entry.draft_control import DraftControl
 from pipeload.errors import CheckpointError, MemoryLimitError, OptionError
 from pipeload.hf import assisted
@@ -376,7 +377,7 @@ def test_a_prompt_that_fits_without_the_draft_alone(
 
     def fits(tokens: int) -> bool:
         ids, cache = torch.zeros((1, tokens), dtype=torch.long), DynamicCache(config=model.config)
-        given = {"input_ids": ids, "attention_mask": ids + 1, "position_ids": ids}
+        given: dict[str, Any] = {"input_ids": ids, "attention_mask": ids + 1, "position_ids": ids}
         given |= {"cache": cache, "logits_to_keep": 1, "use_cache": True}
         return governor.pass_bytes((), given) is not None
 
@@ -577,7 +578,7 @@ def test_no_decoder(shelf: Path) -> None:
     model, request = load(shelf, None), SimpleNamespace(draft="lookup")
     model.config.is_encoder_decoder = True
     with pytest.raises(OptionError, match="has an encoder"):
-        drafting.attach_draft(model, shelf / "model", cast("Any", request), {})
+        attach_draft(model, shelf / "model", cast("Any", request), {})
     assert ACCOUNTANT.clients == []
 
 
