@@ -19,6 +19,7 @@ import gc
 import os
 import threading
 import weakref
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Protocol
 
 from pipeload._sizes import format_size
@@ -37,6 +38,8 @@ _CHANCE = 4.0
 """So many passes more tell nothing yet."""
 _AHEAD = 100.0
 """Passes that a draft is counted with when it comes: before it has run it is known to be busy."""
+_BEGINS_WITH: ContextVar[float] = ContextVar("pipeload_begins_with", default=0.0)
+"""Passes that whoever comes next is counted with, of those whom this thread loads."""
 
 
 class Client(Protocol):
@@ -93,8 +96,6 @@ class Accountant:
         """Gives back so many bytes of what is kept for speed alone; returns how many it did."""
         self.rss_bytes = 0
         """All that the process held when it was measured last."""
-        self._begins_with = 0.0
-        """Passes that whoever comes next is counted with."""
 
     def renew_lock(self) -> None:
         """In a forked child: whoever held the lock is not there to let it go."""
@@ -131,16 +132,18 @@ class Accountant:
         with self.lock:
             self.limit = limit
             self._clients[id(client)] = client
-            self._passes[id(client)] = self._begins_with
+            self._passes[id(client)] = _BEGINS_WITH.get()
 
     @contextlib.contextmanager
     def serving_first(self) -> Iterator[None]:
-        """Whoever comes inside is known to run more often than all who are there."""
-        self._begins_with = max(self._passes.values(), default=0.0) + _AHEAD
+        """Whoever this thread has come inside is known to run more often than all there are."""
+        with self.lock:
+            most = max(self._passes.values(), default=0.0)
+        token = _BEGINS_WITH.set(most + _AHEAD)
         try:
             yield
         finally:
-            self._begins_with = 0.0
+            _BEGINS_WITH.reset(token)
 
     def leave(self, client: Client) -> None:
         """Forget `client`. May be called again.
@@ -236,7 +239,7 @@ class Accountant:
         counts = [self._passes.get(id(client), 0.0) for client in clients]
         if newcomer is None:
             return shares_by_use(wants, counts, pool)
-        count = max(self._begins_with, *counts) if counts else 0.0
+        count = max(_BEGINS_WITH.get(), *counts) if counts else 0.0
         counts, wants = [count, *counts], [newcomer, *wants]
         return shares_by_use(wants, counts, pool)[1:]
 

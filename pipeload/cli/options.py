@@ -204,7 +204,8 @@ Draft = Annotated[
         metavar="auto|MODEL|lookup|off",
         help=(
             "What guesses tokens for one pass to check, while that pays: a small MODEL; `auto`, a "
-            "copy by `pipeload quantize`; `lookup`, the text so far. Last bits may change."
+            "copy by `pipeload quantize`; `lookup`, the text so far. Last bits may change. In a "
+            "chat, turns that go on from the last one's cache are not guessed."
         ),
     ),
 ]

@@ -11,7 +11,7 @@ from pipeload.budget.shared_limit import ACCOUNTANT
 from pipeload.devices.shared_device_limit import account_of
 from pipeload.engine.forks import give_back_inherited
 from pipeload.engine.handle import Handle
-from pipeload.entry.drafting import attach_draft
+from pipeload.entry.attached_draft import attach_draft
 from pipeload.entry.exact_inputs import keep_inputs_exact
 from pipeload.entry.loading import Loading, needs_of, plan_pending, touched_of
 from pipeload.entry.options import GivenOptions
@@ -98,9 +98,10 @@ def from_pretrained(
             prompt at a time: a folder or hub id of a small model with the same tokens; "auto", the
             model's own copy by `pipeload quantize`, if there is one beside it or in the caches;
             "lookup", the text so far. A model is loaded after two passes, where these wait for the
-            disk and it fits the limit, and dropped when it does not pay. Tokens are those of the
-            library's assisted generation: several rows at once may change last bits, and sampling
-            draws other tokens. `generate(assistant_model=...)` goes before. None or "off": nothing.
+            disk and it fits the limit, and dropped when it does not pay, or a pass does not fit
+            beside it. Tokens are those of the library's assisted generation: several rows at once
+            may change last bits, and sampling draws other tokens. Calls with `assistant_model=`, or
+            a cache that holds something, are left to the library. None or "off": nothing.
         auto_class: the class whose `from_pretrained` is called. AutoModelForCausalLM when None.
         **kwargs: passed on to the library's `from_pretrained`.
 
@@ -126,7 +127,8 @@ def from_pretrained(
     if not loading.loaded:
         raise _nothing_loaded(pretrained, auto_class)
     if request.draft is not None:
-        attach_draft(result[0] if isinstance(result, tuple) else result, pretrained, request)
+        model = result[0] if isinstance(result, tuple) else result
+        attach_draft(model, pretrained, request, kwargs)
     return result
 
 
@@ -265,6 +267,7 @@ def plan(
     device: str | torch.device | None = None,
     host_memory_limit: int | str | None = None,
     exact_inputs: bool = False,
+    draft: str | os.PathLike[str] | None = None,
     auto_class: type[Any] | None = None,
     **kwargs: Any,
 ) -> Plan:
@@ -282,6 +285,7 @@ def plan(
         device: as for `from_pretrained`.
         host_memory_limit: as for `from_pretrained`.
         exact_inputs: as for `from_pretrained`.
+        draft: as for `from_pretrained`; changes nothing here: one comes later, where there is room.
         auto_class: as for `from_pretrained`.
         **kwargs: as for `from_pretrained`.
 

@@ -98,8 +98,10 @@ class DraftControl:
             read_more: what a pass would read in addition, over what it reads now.
             share: of the model's size, that of the draft.
         """
-        now, guess = median(self.alone), min(self.computing) * share
-        waiting = now - min(self.computing)
+        now = median(self.alone)
+        # Processor time of several threads at once may be longer than the pass.
+        computing = min(map(min, self.computing, self.alone))
+        guess, waiting = computing * share, max(0.0, now - computing)
         best = max(
             tokens_kept(self.right, count) / (now + waiting * read_more + count * guess)
             for count in range(1, MOST + 1)

@@ -22,12 +22,17 @@ from pipeload.system.user_cache import user_cache
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from pipeload.checkpoint.file_reads import FileSet
 
 _MOST_FOLDERS = 1000
 _SUFFIX = ".safetensors"
+_WHERE_FILES_ARE = (
+    *("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder"),
+    *("token", "gguf_file"),
+)
+"""Arguments that say which files of a model are meant: of its tokenizer, too."""
 
 
 def find_own_copy(pretrained: str | os.PathLike[str], files: FileSet) -> Path | None:
@@ -44,7 +49,7 @@ def find_own_copy(pretrained: str | os.PathLike[str], files: FileSet) -> Path | 
     if not named:
         return None
     wanted = fingerprint(files)
-    found = [folder for folder, digest in named if digest == wanted]
+    found = [folder for folder, digest in named if digest == wanted and _is_known(folder)]
     return min(found, key=weights_bytes, default=None)
 
 
@@ -84,6 +89,15 @@ def _places(pretrained: str | os.PathLike[str]) -> Iterator[Path]:
                 yield path
 
 
+def _is_known(folder: Path) -> bool:
+    """Whether this library knows such a model: a newer one may have made it."""
+    try:
+        transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    except Exception:  # a configuration can make the library raise nearly anything
+        return False
+    return True
+
+
 def _named_by(folder: Path) -> str | None:
     """The digest of what a checkpoint was made of, if it says so and can be read."""
     path = folder / "config.json"
@@ -97,8 +111,12 @@ def _named_by(folder: Path) -> str | None:
     return digest if isinstance(digest, str) else None
 
 
-def check_same_tokens(draft: str, target: str, model: Any) -> None:
+def check_same_tokens(
+    draft: str, target: str, model: Any, loaded_with: Mapping[str, Any] | None = None
+) -> None:
     """Refuse a draft whose tokens are not the model's.
+
+    `loaded_with`: the library's arguments that `model` was loaded from `target` with.
 
     Raises:
         OptionError: they are others.
@@ -116,7 +134,11 @@ def check_same_tokens(draft: str, target: str, model: Any) -> None:
     ours = model.config.get_text_config(decoder=True).vocab_size
     if theirs == ours:
         try:
-            words = [load_tokenizer(name).get_vocab() for name in (draft, target)]
+            given = {k: v for k, v in (loaded_with or {}).items() if k in _WHERE_FILES_ARE}
+            words = [
+                load_tokenizer(name, **named).get_vocab()
+                for name, named in ((draft, {}), (target, given))
+            ]
         except CheckpointError:  # one without: nobody can say more than their number
             return
         if words[0] == words[1]:

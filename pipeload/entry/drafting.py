@@ -1,22 +1,16 @@
-"""`draft=`: the model's own `generate` has a small copy guess tokens, while that pays.
+"""`draft=`: a small copy of a model guesses tokens for it, while that pays.
 
-The method becomes an attribute of the model, so that whoever calls it, PEFT and pipelines too, has
-it. What it cannot take (see `is_usual`), and what comes while another thread is at it, is the
-library's as ever. The draft is loaded between two passes, once these have been timed, and dropped
-between two passes: see [Note: when a draft pays] in draft_control.py.
+The draft is loaded between two passes, once these have been timed, and dropped between two passes:
+see [Note: when a draft pays] in draft_control.py.
 """
 
 from __future__ import annotations
 
 import functools
 import gc
-import inspect
 import logging
-import os
 import threading
-import weakref
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -24,19 +18,17 @@ import transformers
 
 from pipeload._sizes import format_size
 from pipeload.budget.shared_limit import ACCOUNTANT
-from pipeload.engine.guarded_methods import take_off
 from pipeload.entry.draft_control import DraftControl, Took
-from pipeload.entry.draft_search import check_same_tokens, find_own_copy, held_bytes
+from pipeload.entry.draft_search import held_bytes
 from pipeload.entry.loading import Loading
-from pipeload.entry.sources import check_source, source_of
+from pipeload.entry.sources import source_of
 from pipeload.entry.texts import first_line
-from pipeload.errors import OptionError
-from pipeload.formats.form_names import INT4
-from pipeload.hf import assisted
+from pipeload.errors import MemoryLimitError
 from pipeload.hf.takeover import intercept_loading
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    import weakref
+    from collections.abc import Mapping
 
     from pipeload.entry.request import Request
 
@@ -46,68 +38,6 @@ LOOKUP: Final = "lookup"
 _LEAST_ROOM = 16
 """Tokens that may still come: for fewer, a draft is not loaded."""
 _LOOKED_UP_RIGHT = 0.5
-
-
-def attach_draft(model: Any, pretrained: str | os.PathLike[str], request: Request) -> None:
-    """Have the `generate` of a model that streams use the draft that was asked for, from now on.
-
-    Raises:
-        OptionError: the model cannot have one, or the draft has other tokens.
-        CheckpointError: the draft cannot be loaded.
-    """
-    try:
-        _attach(model, pretrained, request)
-    except BaseException:
-        model.pipeload.session.close()  # it is not to be had without what was asked for
-        raise
-
-
-def _attach(model: Any, pretrained: str | os.PathLike[str], request: Request) -> None:
-    wanted = request.draft
-    if not model.can_generate():
-        raise OptionError(
-            f"draft={str(wanted)!r} is for models that generate text, and {type(model).__name__} "
-            "does not. Leave it out."
-        )
-    named = None if wanted == LOOKUP else _named(model, pretrained, request)
-    if named is None and wanted != LOOKUP:
-        return
-    if not model.pipeload.plan.bytes_per_pass:
-        _log.info("nothing is guessed as long as the whole model fits the limit")
-    reference = weakref.ref(model)
-    drafting = Drafting(named, request, reference)
-    undo = model.pipeload.session.close
-    for name, answer in (("generate", _generate), (assisted.MAKES_CANDIDATES, _candidates)):
-        undo.push(partial(take_off, reference, name))
-        object.__setattr__(model, name, answer(reference, drafting))
-    undo.push(drafting.end_for_good)
-
-
-def _named(model: Any, pretrained: str | os.PathLike[str], request: Request) -> str | None:
-    """The draft's folder or hub id; None if it was to be looked for, and there is none."""
-    wanted = request.draft
-    if wanted != AUTO:
-        named = os.fspath(wanted) if wanted is not None else ""
-        source, options = source_of(named)
-        check_source(source, {**options, "trust_remote_code": False}, request.options.device)
-        check_same_tokens(named, os.fspath(pretrained), model)
-        return named
-    if request.options.device is not None:
-        _log.info("no draft is looked for: copies by `pipeload quantize` run on the CPU alone")
-        return None
-    found = find_own_copy(pretrained, model.pipeload.session.files)
-    if found is not None:
-        return str(found)
-    folder = Path(os.fspath(pretrained)).name
-    _log.info(
-        "no draft of %s was found beside it or in the cache; this makes one: pipeload quantize %s "
-        "%s-draft --method %s --group-size 32 --head int8 --calibrate builtin",
-        folder,
-        pretrained,
-        folder,
-        INT4,
-    )
-    return None
 
 
 class Drafting:
@@ -129,6 +59,12 @@ class Drafting:
         """Whether a draft has gone that may still be there: models are cycles."""
         self._computed = 0.0
         """Seconds, when the latest pass was over."""
+        self._widest = 0
+        """The most bytes for weights of the model that there were: a long text leaves fewer."""
+        self._too_long: int | None = None
+        """Tokens of a text that did not fit beside the draft: shorter ones may."""
+        self._told: set[str] = set()
+        """Why calls were not assisted, as far as it was said."""
 
     @property
     def _model(self) -> Any:
@@ -137,18 +73,54 @@ class Drafting:
 
     def is_wanted(self, model: Any) -> bool:
         """Whether guesses could be of use: something is read in each pass, and nothing settled."""
-        return not self.given_up and model.pipeload.plan.bytes_per_pass > 0
+        if self.given_up or not model.pipeload.plan.bytes_per_pass:
+            return False
+        self._widest = max(self._widest, model.pipeload.session.governor.budget)
+        return True
 
-    def begin(self, room: int) -> int:
+    def tell(self, why: str) -> None:
+        """Say, once, that a call is not assisted."""
+        if why not in self._told:
+            self._told.add(why)
+            _log.info("nothing is guessed for this answer: draft= does not go with %s", why)
+
+    def begin(self, room: int, tokens: int) -> int:
         """How many to guess: see `Course`."""
         self.collect()
         if self._named is not None and self.assistant is None:
+            if self._too_long is not None and tokens >= self._too_long:
+                return 0
             if self.given_up or room < _LEAST_ROOM or not self.control.knows_alone:
                 return 0
-            self._load()
+            self._load(tokens)
             if self.assistant is None:
                 return 0
-        return self.control.count(room)
+        return 0 if self.given_up else self.control.count(room)
+
+    def fits(self, inputs: Mapping[str, Any]) -> bool:
+        """Whether a pass would be admitted: see `Course`."""
+        return self._model.pipeload.session.governor.pass_bytes((), inputs) is not None
+
+    def make_way(self, tokens: int) -> None:
+        """The draft goes, until a shorter text comes: see `Course`."""
+        if self.assistant is not None:
+            _log.info(
+                "the draft %s makes way: a pass after %d tokens does not fit beside it",
+                self._named,
+                tokens,
+            )
+            self._too_long = tokens
+            self._drop()
+
+    def fail(self, error: Exception, tokens: int) -> None:
+        """The draft goes: see `Course`."""
+        if isinstance(error, MemoryLimitError):
+            self.make_way(tokens)
+            return
+        what = self._named or "the text so far"
+        _log.warning("no more drafts by %s, the answer goes on: %s", what, first_line(error))
+        self.given_up = True
+        self._drop()
 
     def end(self, guessed: int, kept: int, seconds: float, guessing: float, *, first: bool) -> None:
         """A pass is over: see `Course`."""
@@ -169,6 +141,7 @@ class Drafting:
                 self.control.tokens_per_pass,
                 alone,
             )
+            self.given_up = True
             self._drop()
 
     def _time_alone(self, seconds: float) -> None:
@@ -185,57 +158,68 @@ class Drafting:
 
     def end_for_good(self) -> None:
         """The model is not streamed any more."""
+        self.given_up = True
         self._drop()
 
     def _drop(self) -> None:
-        self.given_up, draft, self.assistant = True, self.assistant, None
+        draft, self.assistant, self._computed = self.assistant, None, 0.0
         if draft is not None:
             self._garbage = True
             draft.pipeload.session.close()
 
-    def _load(self) -> None:
-        """Load the draft, unless it does not fit, or cannot be worth it."""
-        assert self._named is not None  # noqa: S101 - else nobody calls
+    def _load(self, tokens: int) -> None:
+        """Load the draft, unless it does not fit, or cannot be worth it, after such a text."""
         model = self._model
-        if not self._may_come(model):
-            return
-        before, governor = model.pipeload.plan, model.pipeload.session.governor
-        # First, as loading and planning take some memory themselves; what is over comes back.
-        governor.shrink(governor.budget - self._held_bytes())
+        plan, governor = model.pipeload.plan, model.pipeload.session.governor
+        self._widest = max(self._widest, governor.budget)
         try:
+            # First, as loading and planning take some memory themselves; what is over comes back.
+            if not self._may_come(model) or not governor.shrink(governor.budget - self._nbytes):
+                return  # or a pass of another thread runs: after the next one
             draft = self._loaded()
         except Exception as error:  # the library raises nearly anything; the answer goes on
-            self._refuse(first_line(error))
+            self._garbage = True
+            found = self._request.draft == AUTO
+            self._refuse(first_line(error), logging.INFO if found else logging.WARNING)
             return
+        except BaseException:
+            self._garbage = True
+            raise
         if draft.pipeload.plan.bytes_per_pass > 0:
+            wants = draft.pipeload.session.governor.wants[1]
             draft.pipeload.session.close()
             self._garbage = True
+            if wants <= self._widest - governor.wants[0]:
+                self._too_long = tokens
+                return
             self._refuse("it does not fit beside the model")
             return
         after = model.pipeload.plan.bytes_per_pass
-        self.control.share_alone = min(1.0, before.bytes_per_pass / max(after, 1))
+        self.control.share_alone = min(1.0, plan.bytes_per_pass / max(after, 1))
         self.control.forget()
         self.assistant = draft
         _log.info("drafts by %s, in memory", self._named)
 
-    def _refuse(self, why: str) -> None:
+    def _refuse(self, why: str, level: int = logging.INFO) -> None:
         self.given_up = True
-        _log.info("no drafts by %s: %s", self._named, why)
+        _log.log(level, "no drafts by %s: %s", self._named, why)
 
     def _may_come(self, model: Any) -> bool:
-        """Whether the draft is to be loaded now. One that does not fit never will be."""
+        """Whether the draft is to be loaded now. One that never fits never will be."""
         governor, plan = model.pipeload.session.governor, model.pipeload.plan
-        nbytes = self._held_bytes()
-        room = governor.budget - governor.wants[0]
-        if nbytes > room:
+        nbytes, least = self._nbytes, governor.wants[0]
+        if nbytes > (room := self._widest - least):
             self._refuse(
                 f"it takes {format_size(nbytes)}, and the limit leaves {format_size(room)} for it"
             )
             return False
         whole = governor.wants[1] + plan.pinned_bytes
-        return self.control.promises(nbytes / max(1, plan.bytes_per_pass), min(1.0, nbytes / whole))
+        return nbytes <= governor.budget - least and self.control.promises(
+            nbytes / max(1, plan.bytes_per_pass), min(1.0, nbytes / whole)
+        )
 
-    def _held_bytes(self) -> int:
+    @functools.cached_property
+    def _nbytes(self) -> int:
         """About what the draft takes; 0 of a file, or one on the hub: it shows when it is there."""
         folder = Path(self._named or "")
         return held_bytes(folder) if folder.is_dir() else 0
@@ -249,40 +233,3 @@ class Drafting:
         auto: Any = transformers.AutoModelForCausalLM
         with ACCOUNTANT.serving_first(), intercept_loading(loading):
             return auto.from_pretrained(source, dtype="auto", trust_remote_code=False, **named)
-
-
-def _generate(reference: weakref.ref[Any], drafting: Drafting) -> Callable[..., Any]:
-    model: Any = reference()
-    model_class, signature = type(model), inspect.signature(model.generate)
-    del model
-
-    @functools.wraps(model_class.generate)
-    def generate(*args: Any, **kwargs: Any) -> Any:
-        model = reference()
-        if model is None:
-            raise ReferenceError("the model is gone")
-        free = not assisted.UNASSISTED.get() and drafting.is_wanted(model)
-        if not free or not assisted.is_usual(model, args, kwargs):
-            return model_class.generate(model, *args, **kwargs)
-        if not drafting.busy.acquire(blocking=False):  # another thread's; this one goes without
-            return model_class.generate(model, *args, **kwargs)
-        try:
-            return assisted.assist(model, drafting, args, kwargs)
-        finally:
-            drafting.collect()
-            drafting.busy.release()
-
-    # What it takes is what the bound method does, which itself would hold the model.
-    del vars(generate)["__wrapped__"]
-    vars(generate)["__signature__"] = signature
-    return generate
-
-
-def _candidates(reference: weakref.ref[Any], _drafting: Drafting) -> Callable[..., Any]:
-    def candidates(*args: Any, **kwargs: Any) -> Any:
-        model = reference()
-        if model is None:
-            raise ReferenceError("the model is gone")
-        return assisted.candidates(model, *args, **kwargs)
-
-    return candidates

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import transformers
 
@@ -27,3 +27,13 @@ def add_letters(folder: Path) -> None:
     )
     fast.chat_template = TEMPLATE
     fast.save_pretrained(folder)
+
+
+def repeat_answers(folder: Path) -> None:
+    """Give a checkpoint a template that repeats answers as they came: a turn goes on from one."""
+    tokenizer: Any = transformers.AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m['role'] == 'user' %}<user>{{ m['content'] }}<answer>"
+        "{% else %}{{ m['content'] }}{% endif %}{% endfor %}"
+    )
+    tokenizer.save_pretrained(folder)

@@ -116,7 +116,7 @@ LACKING = {
     "from_pretrained": {"disk_rate"},
     "wrap": {"draft", "disk_rate", "exact_inputs", "ranks"},
     "streaming": {"draft", "disk_rate", "ranks"},
-    "plan": {"draft", "pressure", "ranks", "read_timeout"},
+    "plan": {"pressure", "ranks", "read_timeout"},
 }
 
 

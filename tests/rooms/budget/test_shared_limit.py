@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 from dataclasses import dataclass, field
 
 import pytest
@@ -250,3 +251,19 @@ def test_a_draft_is_served_first_when_it_comes(accountant: Accountant) -> None:
     later = FakeClient(wants=(0, 500))
     accountant.join(later, 500)
     assert accountant._passes[id(later)] == 0
+
+
+def test_another_thread_brings_no_draft() -> None:
+    """Who is loaded elsewhere meanwhile is counted as ever; inside twice, it holds for both."""
+    accountant = Accountant()
+    other, first, second = (FakeClient(wants=(0, 500)) for _ in range(3))
+    with accountant.serving_first():
+        thread = threading.Thread(target=accountant.join, args=(other, 500))
+        thread.start()
+        thread.join()
+        with accountant.serving_first():
+            accountant.join(first, 500)
+        accountant.join(second, 500)
+    assert accountant._passes[id(other)] == 0
+    assert accountant._passes[id(first)] > 0
+    assert accountant._passes[id(second)] > 0

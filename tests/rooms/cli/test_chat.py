@@ -30,7 +30,7 @@ from tests.support.commands import invoke
 from tests.support.commands import loud_libraries as loud_libraries  # noqa: PLC0414 - a fixture
 from tests.support.models import load_plain
 from tests.support.streaming import load_streamed, logits
-from tests.support.talking import TEMPLATE
+from tests.support.talking import TEMPLATE, repeat_answers
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -79,12 +79,7 @@ def going_on(talker: Path, tmp_path: Path) -> Path:
     """A model whose template repeats an answer as the text that it came as."""
     folder = tmp_path / "going-on"
     shutil.copytree(talker, folder)
-    tokenizer = tokenizer_of(folder)
-    tokenizer.chat_template = (
-        "{% for m in messages %}{% if m['role'] == 'user' %}<user>{{ m['content'] }}<answer>"
-        "{% else %}{{ m['content'] }}{% endif %}{% endfor %}"
-    )
-    tokenizer.save_pretrained(folder)
+    repeat_answers(folder)
     return folder
 
 

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import pipeload
-from pipeload.cli.asked import Arguments
+from pipeload.budget.usage_trial import CACHES
+from pipeload.cli import conversation
+from pipeload.cli.asked import Arguments, generate_answer
 from pipeload.cli.draft import draft_settings
 from pipeload.entry import drafting
 from pipeload.entry.draft_control import DraftControl
@@ -19,6 +21,7 @@ from tests.rooms.cli.test_mistakes import assert_one_line
 from tests.support.commands import answer, invoke, save_tokenizer
 from tests.support.commands import loud_libraries as loud_libraries  # noqa: PLC0414 - a fixture
 from tests.support.models import load_plain
+from tests.support.talking import repeat_answers
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -101,16 +104,30 @@ def test_sampling(talker: Path, twin: Path) -> None:
 
 
 @pytest.mark.usefixtures("always")
-def test_a_conversation(talker: Path, twin: Path) -> None:
-    """Turns go on from the last one's cache, guessed or not."""
-    asked = ("chat", talker, "--max-new-tokens", 8, "--tokens", 200)
-    lines = "Hi\nMore\n/exit\n"
-    shown = [
-        invoke(*asked, *more, stdin=lines)
-        for more in ((), ("--draft", twin), ("--draft", "lookup"))
-    ]
+def test_a_conversation(
+    talker: Path, twin: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first turn may be guessed; later ones go on from its cache, as without."""
+    going_on = tmp_path / "going-on"
+    repeat_answers(shutil.copytree(talker, going_on))
+    asked = ("chat", going_on, "--max-new-tokens", 8, "--tokens", 200)
+    lines = "Hi\nMore\nAgain\n/exit\n"
+    held: list[list[int]] = []
+
+    def watched(*args: Any, more: dict[str, Any], **options: Any) -> Any:
+        cache = next((more[name] for name in CACHES if name in more), None)
+        held[-1].append(0 if cache is None else cache.get_seq_length())
+        return generate_answer(*args, more=more, **options)
+
+    monkeypatch.setattr(conversation, "generate_answer", watched)
+    shown = []
+    for more in ((), ("--draft", twin), ("--draft", "lookup")):
+        held.append([])
+        shown.append(invoke(*asked, *more, stdin=lines))
     assert [one.exit_code for one in shown] == [0, 0, 0], shown[1].output
     assert shown[0].stdout == shown[1].stdout == shown[2].stdout
+    assert held[0] == held[1] == held[2]
+    assert 0 == held[0][0] < held[0][1] < held[0][2]
     assert f"drafts by {twin}" in shown[1].stderr
     kept = invoke(*asked, "--session", twin / "talk", "--draft", "lookup")
     assert kept.exit_code == 2

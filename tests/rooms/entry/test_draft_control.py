@@ -101,6 +101,14 @@ def test_what_a_draft_promises() -> None:
     assert not computing.promises(0.9, 0.9)
 
 
+def test_more_processor_time_than_a_pass_took() -> None:
+    """Threads that compute at once: then nothing waits, which is no time won."""
+    control = DraftControl()
+    for _ in range(2):
+        control.note_alone(0.1, 0.2)
+    assert not control.promises(3.0, 0.9)
+
+
 def test_lookups_are_tried_again() -> None:
     """Where nothing was found for long, or nothing was right, a few guesses cost little."""
     control = DraftControl(right=0.5)

@@ -8,19 +8,22 @@ import itertools
 import json
 import logging
 import shutil
-from typing import TYPE_CHECKING, Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 import torch
 import transformers
-from transformers import StoppingCriteria, StoppingCriteriaList
+from transformers import DynamicCache, StoppingCriteria, StoppingCriteriaList
 
 import pipeload
+from pipeload.budget.pass_shape import largest
 from pipeload.budget.shared_limit import ACCOUNTANT, Accountant
 from pipeload.checkpoint.fingerprint import SOURCE_DIGEST
 from pipeload.entry import draft_search, drafting
+from pipeload.entry.attached_draft import attach_draft
 from pipeload.entry.draft_control import DraftControl
-from pipeload.errors import CheckpointError, OptionError
+from pipeload.errors import CheckpointError, MemoryLimitError, OptionError
 from pipeload.hf import assisted
 from tests.support.commands import save_tokenizer
 from tests.support.models import load_plain, save_random, tiny_config
@@ -203,21 +206,23 @@ class _Stop(StoppingCriteria):
         {"stopping_criteria": StoppingCriteriaList([_Stop()])},
         {"prompt_lookup_num_tokens": 3},
         {"guidance_scale": 1.5},
+        {"watermarking_config": {"bias": 2.0}},
+        {"assistant_tokenizer": object()},
     ],
     ids=lambda options: next(iter(options)),
 )
 def test_what_is_left_to_the_library(plain_model: Any, options: dict[str, Any]) -> None:
     """Ways to generate that guesses do not fit, or that say themselves who guesses."""
-    assert not assisted.is_usual(plain_model, (PROMPT,), {**GREEDY, **options})
+    assert assisted.hindrance(plain_model, (PROMPT,), {**GREEDY, **options})
 
 
 def test_what_is_not_one_prompt(plain_model: Any) -> None:
     """Batches, embeddings, and arguments that only a caller of that version knows the place of."""
     model = plain_model
-    assert assisted.is_usual(model, (PROMPT,), GREEDY)
-    assert not assisted.is_usual(model, (PROMPT.repeat(2, 1),), GREEDY)
-    assert not assisted.is_usual(model, (), {"inputs_embeds": torch.ones(1, 2, 96)})
-    assert not assisted.is_usual(model, (PROMPT, None, None), GREEDY)
+    assert not assisted.hindrance(model, (PROMPT,), GREEDY)
+    assert assisted.hindrance(model, (PROMPT.repeat(2, 1),), GREEDY)
+    assert assisted.hindrance(model, (), {"inputs_embeds": torch.ones(1, 2, 96)})
+    assert assisted.hindrance(model, (PROMPT, None, None), GREEDY)
 
 
 @pytest.mark.usefixtures("steadily")
@@ -341,6 +346,215 @@ def test_the_plain_model_has_none(shelf: Path) -> None:
             method()
 
 
+# -- what must not change an answer --------------------------------------------------------------
+
+
+WHOLE: dict[str, Any] = {"return_dict_in_generate": True, **GREEDY}
+
+
+@pytest.mark.usefixtures("steadily")
+def test_a_cache_that_holds_something(shelf: Path, plain_model: Any) -> None:
+    """The turn is the plain model's: on top of such a cache, nothing is guessed."""
+    model = load(shelf, "lookup")
+    first = model.generate(PROMPT.repeat(1, 3), **WHOLE)
+    ids = torch.cat([first.sequences, PROMPT], dim=1)
+    held = first.cache.get_seq_length()
+    assert held >= first.sequences.shape[1] - 1
+    assert assisted.hindrance(model, (ids,), {**WHOLE, "cache": first.cache})
+    second = model.generate(ids, cache=first.cache, **WHOLE)
+    assert second.sequences.tolist() == plain_model.generate(ids, **GREEDY).tolist()
+    assert second.cache.get_seq_length() == second.sequences.shape[1] - 1
+
+
+@pytest.mark.usefixtures("steadily")
+def test_a_prompt_that_fits_without_the_draft_alone(
+    shelf: Path, plain_model: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The draft makes way for it, and comes back for a shorter one."""
+    caplog.set_level(logging.INFO, "pipeload")
+    model = load(shelf, shelf / "copy")
+    governor = model.pipeload.session.governor
+
+    def fits(tokens: int) -> bool:
+        ids, cache = torch.zeros((1, tokens), dtype=torch.long), DynamicCache(config=model.config)
+        given: dict[str, Any] = {"input_ids": ids, "attention_mask": ids + 1, "position_ids": ids}
+        given |= {"cache": cache, "logits_to_keep": 1, "use_cache": True}
+        return governor.pass_bytes((), given) is not None
+
+    counted(model)
+    course = _course_of(model)
+    beside = course.assistant.pipeload.session.governor
+    whole = beside.budget
+    assert beside.shrink(0)
+    tokens = 1 + largest(fits, most=100_000)  # not even beside a draft that holds its least
+    assert beside.shrink(whole)
+    del beside
+    long = 5 + torch.arange(tokens)[None] % 500
+    short: dict[str, Any] = {**GREEDY, "max_new_tokens": 2}
+    got = model.generate(long, **short)
+    assert torch.equal(got, plain_model.generate(long, **short))
+    assert f"makes way: a pass after {tokens} tokens does not fit" in caplog.text
+    assert course.assistant is None
+    assert counted(model)[1] < NEW
+    assert course.assistant is not None
+
+
+@pytest.mark.parametrize("where", ["pass", "making", "memory"])
+@pytest.mark.usefixtures("steadily")
+def test_an_error_inside_the_draft(
+    shelf: Path,
+    plain_model: Any,
+    where: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The answer goes on without it; one warning says why."""
+    caplog.set_level(logging.INFO, "pipeload")
+    model = load(shelf, shelf / "copy")
+    wanted = counted(model)[0]
+    course = _course_of(model)
+    if where == "making":
+        monkeypatch.setattr(type(model), "_get_candidate_generator", lambda *_a, **_o: 1 / 0)
+    else:
+        wrong = {"pass": ValueError("of the draft"), "memory": _none_left()}
+
+        def fail(*_inputs: object) -> None:
+            raise wrong[where]
+
+        course.assistant.register_forward_pre_hook(fail)
+    assert counted(model) == (wanted, NEW)
+    assert course.assistant is None
+    warned = [record for record in caplog.records if record.levelno == logging.WARNING]
+    assert len(warned) == (where != "memory")
+    assert all("the answer goes on" in one.getMessage() for one in warned)
+    assert course.given_up == (where != "memory")
+    gc.collect()
+    assert len(ACCOUNTANT.clients) == 1
+    assert wanted == plain_model.generate(PROMPT, **GREEDY)[0].tolist()
+
+
+@pytest.mark.usefixtures("steadily")
+def test_a_lookup_that_does_not_fit(shelf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then no more rows than one are asked of a pass, and none are looked up."""
+    model = load(shelf, "lookup")
+    monkeypatch.setattr(drafting.Drafting, "fits", lambda *_: False)
+    ids, before = PROMPT.repeat(1, 3), model.pipeload.stats().passes
+    model.generate(ids, **GREEDY)
+    assert model.pipeload.stats().passes - before == NEW
+    assert not _course_of(model).given_up
+
+
+@pytest.mark.usefixtures("steadily")
+def test_the_cache_of_a_window(tmp_path: Path) -> None:
+    """After an assisted answer it drops what is behind the window, as the plain model's."""
+    save_random(tiny_config("mistral", sliding_window=8), tmp_path / "model", "fp32", seed=3)
+    model, plain = (
+        load(tmp_path, "lookup", memory_limit=_room(tmp_path)),
+        load_plain(tmp_path / "model"),
+    )
+    ids = PROMPT.repeat(1, 3)
+    answers = [one.generate(ids, **WHOLE) for one in (model, plain)]
+    assert answers[0].sequences.tolist() == answers[1].sequences.tolist()
+    long = torch.cat([answers[0].sequences, ids], dim=1)
+    caches = [
+        one.generate(long, cache=a.cache, **WHOLE).cache
+        for one, a in zip((model, plain), answers, strict=True)
+    ]
+    assert caches[0].layers[0].keys.shape == caches[1].layers[0].keys.shape
+    assert not any(layer.record_past for layer in answers[0].cache.layers)
+
+
+def _none_left() -> MemoryLimitError:
+    return MemoryLimitError("none is left", limit=1, smallest_limit=2)
+
+
+def _room(folder: Path) -> int:
+    return smallest_limit(folder / "model") + SPARE // 2
+
+
+# -- coming and going ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("draft", ["auto", "named"])
+@pytest.mark.usefixtures("steadily")
+def test_a_copy_that_is_unknown(
+    shelf: Path, tmp_path: Path, draft: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One that is found is passed over; one that was named, and broke later, is warned of."""
+    caplog.set_level(logging.INFO, "pipeload")
+    for name in ("model", "copy"):
+        shutil.copytree(shelf / name, tmp_path / name)
+    config = tmp_path / "copy" / "config.json"
+    told = json.loads(config.read_text()) | {"model_type": "of_another_library"}
+    if draft == "auto":
+        config.write_text(json.dumps(told))
+        model = load(tmp_path, "auto")
+        assert "generate" not in vars(model)
+    else:
+        model = load(tmp_path, tmp_path / "copy")
+        config.write_text(json.dumps(told))
+    assert counted(model)[1] == NEW
+    levels = [one.levelname for one in caplog.records if "no drafts by" in one.getMessage()]
+    assert levels == ([] if draft == "auto" else ["WARNING"])
+
+
+@pytest.mark.usefixtures("steadily")
+def test_passing_reasons(shelf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where another thread's pass runs, or this text leaves no room, the draft comes later."""
+    model = load(shelf, shelf / "copy")
+    course, governor = _course_of(model), model.pipeload.session.governor
+    with monkeypatch.context() as held:
+        held.setattr(type(governor), "shrink", lambda *_: False)
+        assert counted(model)[1] == NEW
+    wide = governor.budget
+    governor.shrink(governor.wants[0])
+    course.begin(NEW, PROMPT.shape[1])
+    assert course.assistant is None
+    assert not course.given_up
+    governor.shrink(wide)
+    assert counted(model)[1] < NEW
+    assert course.assistant is not None
+
+
+@pytest.mark.usefixtures("steadily")
+def test_an_interrupt_while_it_is_loaded(shelf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ends the answer; what there was of a draft goes, and one comes with the next answer."""
+    model = load(shelf, shelf / "copy")
+    loaded = drafting.Drafting._loaded
+
+    def interrupted(course: Any) -> Any:
+        draft = loaded(course)
+        assert draft is not None
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as once:
+        once.setattr(drafting.Drafting, "_loaded", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            counted(model)
+    assert counted(model)[1] < NEW
+    assert len(ACCOUNTANT.clients) == 2
+
+
+@pytest.mark.usefixtures("steadily")
+def test_why_nothing_is_guessed(shelf: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Is said once for each reason."""
+    caplog.set_level(logging.INFO, "pipeload")
+    model = load(shelf, "lookup")
+    for _ in range(2):
+        counted(model, stopping_criteria=StoppingCriteriaList([_Stop()]), max_new_tokens=1)
+    said = [one.getMessage() for one in caplog.records if "nothing is guessed for" in one.msg]
+    assert len(said) == 1
+    assert "criteria of the caller's" in said[0]
+
+
+def test_states_that_cannot_be_cut_back() -> None:
+    """Linear attention keeps one state, which a wrong guess has changed."""
+    config = tiny_config("llama")
+    config.layer_types = ["linear_attention", "full_attention"]
+    model: Any = SimpleNamespace(config=config)
+    assert "linear_attention" in assisted.hindrance(model, (PROMPT,), GREEDY)
+
+
 # -- mistakes ------------------------------------------------------------------------------------
 
 
@@ -357,6 +571,42 @@ def test_what_means_nothing(shelf: Path, options: dict[str, Any], message: str) 
     with pytest.raises(OptionError, match=message):
         load(shelf, **options)
     assert ACCOUNTANT.clients == []
+
+
+def test_no_decoder(shelf: Path) -> None:
+    """A model with an encoder is refused when it is loaded, not left without a word."""
+    model, request = load(shelf, None), SimpleNamespace(draft="lookup")
+    model.config.is_encoder_decoder = True
+    with pytest.raises(OptionError, match="has an encoder"):
+        attach_draft(model, shelf / "model", cast("Any", request), {})
+    assert ACCOUNTANT.clients == []
+
+
+def test_a_plan_has_no_draft(shelf: Path) -> None:
+    """Arguments of `from_pretrained` are taken, and the plan is that of the model alone."""
+    limit = smallest_limit(shelf / "model") + SPARE
+    folder = shelf / "model"
+    plans = [
+        pipeload.plan(folder, memory_limit=limit, dtype="auto", draft=draft)
+        for draft in ("auto", None)
+    ]
+    assert plans[0] == plans[1]
+    least = [pipeload.smallest_limit(folder, dtype="auto", draft=d) for d in ("lookup", None)]
+    assert least[0] == least[1]
+    with pytest.raises(OptionError, match="means nothing"):
+        pipeload.plan(folder, memory_limit=limit, draft=3)  # type: ignore[arg-type]
+
+
+def test_the_tokenizer_of_a_subfolder(shelf: Path, tmp_path: Path) -> None:
+    """The model's own words are compared, not those of another folder that it is in."""
+    shutil.copytree(shelf / "model", tmp_path / "model" / "inner")
+    save_tokenizer(tmp_path / "model" / "inner")
+    save_random(tiny_config("llama", vocab_size=512), tmp_path / "draft", "fp32", seed=1)
+    save_tokenizer(tmp_path / "draft", reverse=True)
+    limit = smallest_limit(shelf / "model") + SPARE
+    draft, folder = tmp_path / "draft", tmp_path / "model"
+    with pytest.raises(OptionError, match="has other tokens than"):
+        pipeload.from_pretrained(folder, memory_limit=limit, draft=draft, subfolder="inner")
 
 
 @pytest.mark.parametrize("tokenizer", [False, True])
@@ -389,7 +639,7 @@ def test_adapters(shelf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = load(shelf, "lookup")
     begun: list[int] = []
 
-    def begin(room: int) -> int:
+    def begin(room: int, _tokens: int) -> int:
         begun.append(room)
         return 0
 
