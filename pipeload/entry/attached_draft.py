@@ -21,7 +21,7 @@ from pipeload.entry.draft_search import check_same_tokens, find_own_copy
 from pipeload.entry.drafting import AUTO, LOOKUP, Drafting
 from pipeload.entry.sources import check_source, source_of
 from pipeload.errors import OptionError
-from pipeload.formats.form_names import INT4
+from pipeload.formats.form_names import INT4, INT8
 from pipeload.hf import assisted
 
 if TYPE_CHECKING:
@@ -103,11 +103,12 @@ def _named(
     folder = Path(os.fspath(pretrained)).name
     _log.info(
         "no draft of %s was found beside it or in the cache; this makes one: pipeload quantize %s "
-        "%s-draft --method %s --group-size 32 --head int8 --calibrate builtin",
+        "%s-draft --method %s --group-size 32 --head %s --calibrate builtin",
         folder,
         pretrained,
         folder,
         INT4,
+        INT8,
     )
     return None
 
