@@ -128,6 +128,7 @@ def _generate(reference: weakref.ref[Any], drafting: Drafting) -> Callable[..., 
             return model_class.generate(model, *args, **kwargs)
         if why := assisted.hindrance(model, args, kwargs):
             drafting.tell(why)
+            drafting.step_aside()
             return model_class.generate(model, *args, **kwargs)
         if not drafting.busy.acquire(blocking=False):  # another thread's; this one goes without
             return model_class.generate(model, *args, **kwargs)

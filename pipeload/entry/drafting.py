@@ -84,6 +84,15 @@ class Drafting:
             self._told.add(why)
             _log.info("nothing is guessed for this answer: draft= does not go with %s", why)
 
+    def step_aside(self) -> None:
+        """Give the draft's memory to a call that is not assisted; it comes back when one is."""
+        if self.assistant is not None and self.busy.acquire(blocking=False):
+            try:
+                self._drop()
+                self.collect()
+            finally:
+                self.busy.release()
+
     def begin(self, room: int, tokens: int) -> int:
         """How many to guess: see `Course`."""
         self.collect()

@@ -1,9 +1,10 @@
 """Compiles a C file of pipeload's own with the user's compiler, and keeps the library.
 
 [Note: kept libraries] To compile takes up to three seconds, so a library stays in the user's cache,
-by a name that says all it was made of: the text, that of the headers beside it, the compiler and
-its options. It runs in this process, so one is taken only from a folder that is this user's and
-that nobody else can write to. Where there is none, each process compiles for itself.
+by a name that says all it was made of: the text, that of the headers beside it, the compiler, its
+version and options, and what the processor can. It runs in this process, so one is taken only from
+a folder that is this user's, and where nobody else but root can exchange anything on the way to it.
+Where there is no such folder, each process compiles for itself.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ _OPTIONS = (
     *("--param", "ggc-min-expand=10", "--param", "ggc-min-heapsize=16384"),
 )
 _SECONDS = 60
+_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 _log = logging.getLogger("pipeload")
 _failed: set[str] = set()
 """Compilers whose failure was told: what else they are given mostly fails for the same reason."""
@@ -76,30 +78,50 @@ def _reason(error: Exception) -> str:
 
 def _place(source: Path, command: str) -> Path | None:
     """Where the library of such a file is kept; None where nothing can be."""
-    found = Path(command).resolve()
-    told = found.stat()
-    made_by = (*_OPTIONS, str(found), told.st_size, told.st_mtime_ns, platform.machine())
+    told = Path(command).stat()
+    version = subprocess.run(  # noqa: S603 - the compiler that the user has
+        (command, "--version"), check=True, capture_output=True, timeout=_SECONDS
+    ).stdout
+    made_by = (*_OPTIONS, command, told.st_size, told.st_mtime_ns, version, _processor())
     digest = hashlib.sha256(repr(made_by).encode())
     for file in (source, *sorted(source.parent.glob("*.h"))):
         digest.update(file.read_bytes())
     with contextlib.suppress(RuntimeError):
         name = f"{source.parent.name}-{source.stem}-{digest.hexdigest()[:32]}.so"
-        return user_cache() / "kernels" / name
+        return (user_cache() / "kernels").resolve() / name
     return None
+
+
+def _processor() -> tuple[str, str]:
+    """Which one it is: a compiler may be one that adds options for it."""
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        flags = (line for line in lines if line.startswith(("flags", "Features")))
+        return platform.machine(), next(flags, "")
+    return platform.machine(), ""
 
 
 def _load_kept(kept: Path | None) -> ctypes.CDLL | None:
     """One that was made before, if nobody but this user can have made it."""
     with contextlib.suppress(OSError):
-        if kept is not None and _is_ours(kept.parent) and _is_ours(kept):
+        if kept is None or not all(map(_is_safe, kept.parents)):
+            return None
+        if _is_ours(kept.parent) and _is_ours(kept):
             return ctypes.CDLL(str(kept))
     return None
 
 
 def _is_ours(path: Path) -> bool:
     told, me = path.lstat(), getattr(os, "geteuid", None)  # Windows has no such owners
-    others = told.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-    return me is not None and told.st_uid == me() and not others and not path.is_symlink()
+    return me is not None and told.st_uid == me() and not told.st_mode & _OTHERS
+
+
+def _is_safe(folder: Path) -> bool:
+    """Whether only this user and root can put something else in the place of what is in it."""
+    told, me = folder.stat(), getattr(os, "geteuid", lambda: -1)()
+    return told.st_uid in {0, me} and (
+        not told.st_mode & _OTHERS or told.st_mode & stat.S_ISVTX > 0
+    )
 
 
 def _compile(source: Path, command: str, kept: Path | None) -> ctypes.CDLL:

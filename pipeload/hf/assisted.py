@@ -137,6 +137,10 @@ def _special_way(model: Any, given: dict[str, Any]) -> str:
         (cache not in (None, "dynamic"), f"cache_implementation={cache!r}"),
         (getattr(config, "guidance_scale", None) not in (None, 1, 1.0), "guidance_scale="),
         (getattr(config, "stop_strings", None) is not None, "stop_strings="),
+        # The library's assisted loop reads a prompt whole.
+        (getattr(config, "prefill_chunk_size", None) is not None, "prefill_chunk_size="),
+        # It would mix the draft's words into the answer.
+        (getattr(config, "assistant_ensemble_weight", None), "assistant_ensemble_weight="),
         # Some watermarks remember what they have seen, and that would be guesses, too.
         (getattr(config, "watermarking_config", None) is not None, "watermarking_config="),
     )
@@ -229,9 +233,9 @@ class Guesses(library.CandidateGenerator):
         count = self._course.begin(self._longest - tokens - 1, tokens)
         began = time.perf_counter()
         ids, logits = input_ids, None
-        if count > 0:
-            fits = self._fits(tokens, count)
-            if fits:
+        if count > 0 or self._course.assistant is not None:
+            fits = self._fits(tokens, max(0, count))
+            if fits and count > 0:
                 ids, logits = self._guess(input_ids, count)
                 # What the draft took on meanwhile counts.
                 fits = self._fits(tokens, ids.shape[1] - tokens)

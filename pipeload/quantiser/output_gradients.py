@@ -90,6 +90,7 @@ class OutputGradients:
             OptionError: the disk has no room for hidden states.
             PipeloadError: what passes of the model raise.
         """
+        self._output.delete(HIDDEN_FILE)  # of a run that was killed: its room is needed
         try:
             self._add(ids, advance)
         except UnsupportedOperationError as error:  # autograd would record what does not stay
@@ -134,6 +135,11 @@ class OutputGradients:
             finally:
                 hook.remove()
                 self._live = False
+        if len(self._calls) != len(self._blocks):
+            raise UnsupportedModelError(
+                f"{type(self._model).__name__} does not run all of its blocks one after the "
+                "other, so nobody knows how much its Linears matter. Leave --size out."
+            )
         logits = logits[:, : ids.shape[1] - 1]  # all of them, where none could be left out
         torch.set_grad_enabled(True)
         loss = cross_entropy(

@@ -77,7 +77,7 @@ class StopAt(transformers.StoppingCriteria):
     """
 
     keeps_nothing = True
-    """From one call to the next: a request with it may be begun again."""
+    """From one call to the next that a request which is begun again would miss."""
     takes_several = True
     """It sees what has come since the last call, not the latest token alone."""
 
@@ -85,10 +85,15 @@ class StopAt(transformers.StoppingCriteria):
         self._tokenizer, self._stops, self._prompt = tokenizer, stops, prompt_tokens
         # Every token is a byte at least.
         self._window = max(len(stop.encode()) for stop in stops) + _TOKENS_MORE
+        self._seen = 0
+        """Tokens at the last call: a pass of guessed ones brings several."""
 
     def __call__(self, ids: torch.Tensor, _scores: object, **_options: object) -> torch.Tensor:
         """Whether to end each; `ids` is int64, `[answers, tokens]`."""
-        texts = map(self._tokenizer.decode, ids[:, self._prompt :][:, -self._window :])
+        length = ids.shape[1]
+        before = self._seen if self._seen < length else 0  # begun again
+        self._seen = length
+        texts = map(self._tokenizer.decode, ids[:, max(self._prompt, before - self._window) :])
         found = [any(stop in text for stop in self._stops) for text in texts]
         return torch.tensor(found, device=ids.device)
 

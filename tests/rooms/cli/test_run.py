@@ -180,6 +180,18 @@ def test_a_stop_inside_the_prompt_is_none(talker: Path) -> None:
     assert StopAt(tokenizer, ["stop"], prompt_tokens=0)(ids[:, :5], None).item()
 
 
+def test_a_stop_that_comes_with_many_tokens(talker: Path) -> None:
+    """A pass of guessed ones brings several; a request that is begun again is seen whole."""
+    tokenizer: Any = transformers.AutoTokenizer.from_pretrained(talker)
+    words = "go on stop " + "and go on " * 8
+    ids = tokenizer(words, return_tensors="pt")["input_ids"]
+    stop = StopAt(tokenizer, ["stop"], prompt_tokens=0)
+    assert not stop(ids[:, :1], None).item()
+    assert stop(ids, None).item()
+    assert not stop(ids[:, :1], None).item()
+    assert stop(ids, None).item()
+
+
 @pytest.mark.slow
 def test_statistics_after_control_c(talker: Path) -> None:
     """What came until then is shown with its figures; the status is still that of SIGINT."""

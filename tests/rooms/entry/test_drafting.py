@@ -206,6 +206,8 @@ class _Stop(StoppingCriteria):
         {"stopping_criteria": StoppingCriteriaList([_Stop()])},
         {"prompt_lookup_num_tokens": 3},
         {"guidance_scale": 1.5},
+        {"prefill_chunk_size": 4},
+        {"assistant_ensemble_weight": 0.5},
         {"watermarking_config": {"bias": 2.0}},
         {"assistant_tokenizer": object()},
     ],
@@ -397,6 +399,15 @@ def test_a_prompt_that_fits_without_the_draft_alone(
     assert course.assistant is None
     assert counted(model)[1] < NEW
     assert course.assistant is not None
+    # Also where nothing would be guessed, and before a call that is never assisted.
+    one: dict[str, Any] = {**GREEDY, "max_new_tokens": 1}
+    assert torch.equal(model.generate(long, **one), plain_model.generate(long, **one))
+    assert course.assistant is None
+    assert counted(model)[1] < NEW
+    assert course.assistant is not None
+    beams: dict[str, Any] = {**short, "num_beams": 2}
+    assert torch.equal(model.generate(PROMPT, **beams), plain_model.generate(PROMPT, **beams))
+    assert course.assistant is None
 
 
 @pytest.mark.parametrize("where", ["pass", "making", "memory"])

@@ -82,7 +82,7 @@ def test_what_is_made_of_something_else(
     ]
 
 
-@pytest.mark.parametrize("spoil", ["text", "cut", "link", "writable", "folder"])
+@pytest.mark.parametrize("spoil", ["text", "cut", "link", "writable", "folder", "above"])
 def test_what_cannot_be_trusted(
     spoil: str, source: Path, tmp_path: Path, compiled: list[str]
 ) -> None:
@@ -100,11 +100,12 @@ def test_what_cannot_be_trusted(
         file.symlink_to(other)
     else:
         shutil.copy(other, file)
-        (file if spoil == "writable" else file.parent).chmod(0o777)
+        spoilt = {"writable": file, "folder": file.parent, "above": file.parents[1]}[spoil]
+        spoilt.chmod(0o777)
     assert answer(source) == 42
     assert len(compiled) == 4
     assert answer(source) == 42
-    assert len(compiled) == (6 if spoil == "folder" else 4)
+    assert len(compiled) == (6 if spoil in {"folder", "above"} else 4)
 
 
 def test_where_nothing_can_be_kept(

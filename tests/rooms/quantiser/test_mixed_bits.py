@@ -132,7 +132,11 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def gradients(
-    folder: Path, model: Any, ids: torch.Tensor, output: Output
+    folder: Path,
+    model: Any,
+    ids: torch.Tensor,
+    output: Output,
+    blocks: list[nn.Module] | None = None,
 ) -> dict[str, torch.Tensor]:
     """Those of a streamed model, of a pass for each window."""
     entries = read_header(folder / "model.safetensors")
@@ -142,7 +146,8 @@ def gradients(
         if isinstance(module, nn.Linear)
     }
     files = FileSet([folder / "model.safetensors"], "buffered", None, stamps_of(entries.values()))
-    blocks = [block.module for block in find_decoder_blocks(model)]
+    if blocks is None:
+        blocks = [block.module for block in find_decoder_blocks(model)]
     found = OutputGradients(model, blocks, stored, Reading(files, 1 << 12), output)
     for some in ids.split(1):
         found.add(some, lambda: None)
@@ -205,6 +210,12 @@ def test_blocks_that_depend_on_more(
             gradients(llama, model, prompt(), output)
         assert torch.is_grad_enabled()
         assert not (output.folder / HIDDEN_FILE).exists()
+        monkeypatch.undo()
+        blocks = model.model.layers
+        with monkeypatch.context() as other:
+            other.setattr(model.model, "layers", blocks[:1])
+            with pytest.raises(UnsupportedModelError, match="does not run all of its blocks"):
+                gradients(llama, model, prompt(), output, blocks=list(blocks))
 
         def recorded(*_: object) -> None:
             raise UnsupportedOperationError("autograd is recording")
