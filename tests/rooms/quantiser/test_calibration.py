@@ -248,7 +248,7 @@ def calibrating(done, total):
         os.kill(os.getpid(), signal.SIGKILL)
 make(source, target, method="int4", group_size=None, zero_points=None, double_quant=False,
      head=None, calibrate=text, calibration_tokens=None, gptq=True, memory_limit=None,
-     max_shard_size="2GB", progress=None, calibrating=calibrating)
+     max_shard_size="2GB", progress=None, calibrating=calibrating, size=None)
 """
 
 
@@ -292,7 +292,7 @@ def test_what_was_found_is_used_again(
     target = tmp_path / "made"
     kept_sums(source, target, text, monkeypatch)
     with monkeypatch.context() as closed:
-        closed.setattr(calibration, "_load", lambda *_, **__: pytest.fail("loaded it again"))
+        closed.setattr(calibration, "load_floats", lambda *_, **__: pytest.fail("loaded it again"))
         kept_sums(source, target, text, monkeypatch)
     reads: list[str] = []
     real = calibration._read
