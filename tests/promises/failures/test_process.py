@@ -401,10 +401,18 @@ def test_a_thread_is_killed(
     expected: Reference,
     error: type[BaseException],
     which: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Between passes. The next one that needs it is told; nobody waits for ever."""
     model = load_streamed(folder)
     check(model, expected)
+    original = FileSet.read_pages
+
+    def slowly(files: FileSet, *args: Any) -> int:
+        time.sleep(0.001)  # else one reader may do all, and the others never wake
+        return original(files, *args)
+
+    monkeypatch.setattr(FileSet, "read_pages", slowly)
     dispatcher, *readers = threads_of(model)
     for thread in {
         "dispatcher": [dispatcher],
