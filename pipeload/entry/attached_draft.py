@@ -74,9 +74,13 @@ def _attach(
     reference = weakref.ref(model)
     drafting = Drafting(named, request, reference)
     undo = model.pipeload.session.close
-    for name, answer in (("generate", _generate), (assisted.MAKES_CANDIDATES, _candidates)):
+    answers = {
+        "generate": _generate(reference, drafting),
+        assisted.MAKES_CANDIDATES: _candidates(reference),
+    }
+    for name, answer in answers.items():
         undo.push(partial(take_off, reference, name))
-        object.__setattr__(model, name, answer(reference, drafting))
+        object.__setattr__(model, name, answer)
     undo.push(drafting.end_for_good)
 
 
@@ -144,7 +148,7 @@ def _generate(reference: weakref.ref[Any], drafting: Drafting) -> Callable[..., 
     return generate
 
 
-def _candidates(reference: weakref.ref[Any], _drafting: Drafting) -> Callable[..., Any]:
+def _candidates(reference: weakref.ref[Any]) -> Callable[..., Any]:
     def candidates(*args: Any, **kwargs: Any) -> Any:
         model = reference()
         if model is None:

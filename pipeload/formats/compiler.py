@@ -41,12 +41,20 @@ def compiler() -> str | None:
     return shutil.which(os.environ.get("CC") or "cc")
 
 
-def compile_library(source: Path) -> ctypes.CDLL | None:
+def compile_library(source: Path, *, without: str = "") -> ctypes.CDLL | None:
     """The library of one file; None without a compiler (`cc`, or $CC), or if that goes wrong.
 
-    Why it went wrong is a warning, the first time for each compiler. Threads are torch's own.
-    Whether the processor can run it, the file's `int supported(void)` has to tell.
+    Why it went wrong is a warning, the first time for each compiler; `without` is an information:
+    what is done then. Threads are torch's own. Whether the processor can run it, the file's
+    `int supported(void)` has to tell.
     """
+    library = _library_of(source)
+    if library is None and without:
+        _log.info("%s", without)
+    return library
+
+
+def _library_of(source: Path) -> ctypes.CDLL | None:
     command = compiler()
     if command is None:
         return None

@@ -41,12 +41,11 @@ if TYPE_CHECKING:
     from pipeload.checkpoint.headers import TensorEntry
     from pipeload.hf.pending_load import PendingLoad
     from pipeload.quantiser.calibration_text import CalibrationText
+    from pipeload.quantiser.folder import Progress
     from pipeload.quantiser.options import Choice
     from pipeload.quantiser.resumable_shards import Output
     from pipeload.quantiser.tensor import Reading
     from pipeload_hooks import Block
-
-    Advance = Callable[[int, int], None]
 
 _TOKENS: Final = 2048
 """Whose gradients are taken, of those that are read."""
@@ -245,7 +244,7 @@ def find_gradients(
     reading: Reading,
     *,
     memory_limit: int | str,
-    advance: Advance | None,
+    advance: Progress | None,
     **kwargs: Any,
 ) -> dict[str, torch.Tensor]:
     """Have the float model read some of the text, and go back: see `OutputGradients`.

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -28,7 +27,10 @@ _FLIP: Final = {4: 0, 8: 0x80808080}
 """Of 8 bits our kernel takes values: codes less 128."""
 BLOCK_CODES: Final = 1 << 20
 """At once, where they are not put in order by the compiled kernel; at least some whole rows."""
-_log = logging.getLogger("pipeload")
+_WITHOUT = (
+    "integers of other programs are put in order by torch's own operations, which takes long in "
+    "every pass: there is no C compiler that works. Install one, or run `pipeload convert` once."
+)
 
 
 def repack(codes: Codes, bits: int, order: str, out: torch.Tensor) -> None:
@@ -93,18 +95,11 @@ def _blocks(rows: int, columns: int) -> Iterator[tuple[int, int]]:
 @functools.cache
 def compiled() -> ctypes.CDLL | None:
     """Compile the kernel; None without a compiler, or if that goes wrong: says so, once."""
-    library = compile_library(_SOURCE)
-    if library is None:
-        _log.info(
-            "integers of other programs are put in order by torch's own operations, which takes "
-            "long in every pass: there is no C compiler that works. Install one, or run `pipeload "
-            "convert` once."
-        )
-        return None
-    address, size = ctypes.c_void_p, ctypes.c_int64
-    for name in ("down", "along"):
-        getattr(library, name).argtypes = [address, address, address, size, size, ctypes.c_uint32]
-        getattr(library, name).restype = None
-    library.across.argtypes = [address, address, address, size, size]
-    library.across.restype = None
+    library = compile_library(_SOURCE, without=_WITHOUT)
+    if library is not None:
+        addresses, sizes = [ctypes.c_void_p] * 3, [ctypes.c_int64] * 2
+        for one in (library.down, library.along):
+            one.argtypes = [*addresses, *sizes, ctypes.c_uint32]
+        library.across.argtypes = [*addresses, *sizes]
+        library.down.restype = library.along.restype = library.across.restype = None
     return library

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import logging
 from pathlib import Path
 from typing import Final
 
@@ -28,7 +27,10 @@ _SOURCE = Path(__file__).with_name("byte_product.c")
 GROUP: Final = 128
 """Columns of input that share a scale; the last ones may be fewer."""
 _STEP = 32  # columns that codes are padded to
-_log = logging.getLogger("pipeload")
+_WITHOUT = (
+    "int8 weights are multiplied by torch's kernel: there is no C compiler that works, or the "
+    "processor lacks AVX2"
+)
 
 
 def multiply(
@@ -65,13 +67,8 @@ def temporary_bytes(rows: int, columns: int) -> int:
 @functools.cache
 def compiled() -> ctypes.CDLL | None:
     """Compile the kernel; None without a compiler, on other processors, or if that goes wrong."""
-    library = compile_library(_SOURCE)
-    if library is None:
-        _log.info(
-            "int8 weights are multiplied by torch's kernel: there is no C compiler that works, or "
-            "the processor lacks AVX2"
-        )
-        return None
-    addresses, sizes, kinds = [ctypes.c_void_p] * 5, [ctypes.c_int64] * 3, [ctypes.c_int] * 3
-    library.product.argtypes, library.product.restype = [*addresses, *sizes, *kinds], None
+    library = compile_library(_SOURCE, without=_WITHOUT)
+    if library is not None:
+        addresses, sizes, kinds = [ctypes.c_void_p] * 5, [ctypes.c_int64] * 3, [ctypes.c_int] * 3
+        library.product.argtypes, library.product.restype = [*addresses, *sizes, *kinds], None
     return library

@@ -16,7 +16,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import itertools
-import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -30,7 +29,10 @@ if TYPE_CHECKING:
 
 _SOURCE = Path(__file__).with_name("product.c")
 _PAIR = 128  # columns that are taken at once; the last ones may be fewer
-_log = logging.getLogger("pipeload")
+_WITHOUT = (
+    "int4 weights are put into the order of torch's kernel as they are read: there is no C "
+    "compiler that works, or the processor lacks AVX2"
+)
 
 
 def multiply(
@@ -116,16 +118,11 @@ def temporary_bytes(rows: int, columns: int) -> int:
 @functools.cache
 def compiled() -> ctypes.CDLL | None:
     """Compile the kernel; None without a compiler, on other processors, or if that goes wrong."""
-    library = compile_library(_SOURCE)
-    if library is None:
-        _log.info(
-            "int4 weights are put into the order of torch's kernel as they are read: there is no C "
-            "compiler that works, or the processor lacks AVX2"
-        )
-        return None
-    addresses, sizes, kinds = [ctypes.c_void_p] * 5, [ctypes.c_int64] * 4, [ctypes.c_int] * 3
-    library.product.argtypes, library.product.restype = [*addresses, *sizes, *kinds], None
-    of_experts = library.product_of_experts
-    of_experts.argtypes = [ctypes.c_void_p, *addresses, *[ctypes.c_int64] * 6, *kinds]
-    of_experts.restype = None
+    library = compile_library(_SOURCE, without=_WITHOUT)
+    if library is not None:
+        addresses, sizes, kinds = [ctypes.c_void_p] * 5, [ctypes.c_int64] * 4, [ctypes.c_int] * 3
+        library.product.argtypes, library.product.restype = [*addresses, *sizes, *kinds], None
+        of_experts = library.product_of_experts
+        of_experts.argtypes = [ctypes.c_void_p, *addresses, *[ctypes.c_int64] * 6, *kinds]
+        of_experts.restype = None
     return library

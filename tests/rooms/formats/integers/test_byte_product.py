@@ -196,7 +196,7 @@ def test_nothing_to_compile_with(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It is said what multiplies instead."""
-    monkeypatch.setattr(byte_product, "compile_library", lambda _source: None)
+    monkeypatch.setattr("pipeload.formats.compiler.compiler", lambda: None)
     with caplog.at_level("INFO", "pipeload"):
         assert byte_product.compiled.__wrapped__() is None
     assert "int8 weights are multiplied by torch's kernel" in caplog.text

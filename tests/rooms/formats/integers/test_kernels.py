@@ -246,7 +246,7 @@ def test_nothing_to_compile_with(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It is said why weights are put into another order."""
-    monkeypatch.setattr(product, "compile_library", lambda _source: None)
+    monkeypatch.setattr("pipeload.formats.compiler.compiler", lambda: None)
     with caplog.at_level("INFO", "pipeload"):
         assert product.compiled.__wrapped__() is None
     assert "there is no C compiler" in caplog.text
