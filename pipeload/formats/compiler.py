@@ -87,9 +87,12 @@ def _reason(error: Exception) -> str:
 def _place(source: Path, command: str) -> Path | None:
     """Where the library of such a file is kept; None where nothing can be."""
     told = Path(command).stat()
-    version = subprocess.run(  # noqa: S603 - the compiler that the user has
-        (command, "--version"), check=True, capture_output=True, timeout=_SECONDS
-    ).stdout
+    try:
+        version = subprocess.run(  # noqa: S603 - the compiler that the user has
+            (command, "--version"), check=True, capture_output=True, timeout=_SECONDS
+        ).stdout
+    except subprocess.SubprocessError:
+        return None  # one that does not say which it is may still compile
     made_by = (*_OPTIONS, command, told.st_size, told.st_mtime_ns, version, _processor())
     digest = hashlib.sha256(repr(made_by).encode())
     for file in (source, *sorted(source.parent.glob("*.h"))):

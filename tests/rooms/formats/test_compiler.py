@@ -121,6 +121,18 @@ def test_where_nothing_can_be_kept(
     assert len(compiled) == 8
 
 
+def test_a_compiler_that_says_no_version(
+    source: Path, compiled: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is kept of it: another one could go by its name."""
+    other = source.with_name("other")
+    other.write_text(f'#!/bin/sh\ntest "$1" = --version || exec {compiler.compiler()} "$@"\nexit 2\n')
+    other.chmod(0o755)
+    monkeypatch.setenv("CC", str(other))
+    assert [answer(source), answer(source)] == [42, 42]
+    assert len(compiled) == 4
+
+
 def test_without_a_compiler(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is kept is not taken: what computes would depend on what ran before."""
     assert answer(source) == 42
