@@ -126,7 +126,8 @@ def test_a_compiler_that_says_no_version(
 ) -> None:
     """Nothing is kept of it: another one could go by its name."""
     other = source.with_name("other")
-    other.write_text(f'#!/bin/sh\ntest "$1" = --version || exec {compiler.compiler()} "$@"\nexit 2\n')
+    does = f'test "$1" = --version || exec {compiler.compiler()} "$@"'
+    other.write_text(f"#!/bin/sh\n{does}\nexit 2\n")
     other.chmod(0o755)
     monkeypatch.setenv("CC", str(other))
     assert [answer(source), answer(source)] == [42, 42]
