@@ -128,10 +128,18 @@ def our_threads() -> set[threading.Thread]:
     return {thread for thread in threading.enumerate() if thread.name.startswith("pipeload-")}
 
 
-def wait_for_threads(before: set[threading.Thread]) -> None:
-    """Return once none of ours runs that was not there `before`: ending takes some a moment."""
+def our_threads_of_passes() -> set[threading.Thread]:
+    """The same without one that stays with the model, and is exchanged now and then (with AMX)."""
+    return {thread for thread in our_threads() if not thread.name.startswith("pipeload-attention")}
+
+
+def wait_for_threads(
+    before: set[threading.Thread],
+    ours: Callable[[], set[threading.Thread]] = our_threads,
+) -> None:
+    """Return once none of `ours` runs that was not there `before`: ending takes some a moment."""
     deadline = time.monotonic() + WAIT_SECONDS
-    while left := our_threads() - before:
+    while left := ours() - before:
         assert time.monotonic() < deadline, left
         time.sleep(0.001)
 

@@ -37,7 +37,7 @@ from tests.support.streaming import (
     assert_nothing_held,
     in_thread,
     logits,
-    our_threads,
+    our_threads_of_passes,
     session_of,
     wait_for_threads,
 )
@@ -269,7 +269,7 @@ def test_an_error_that_is_its_own_cause(tiny: TinyCheckpoint) -> None:
 def test_no_thread_is_to_be_had(tiny: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     """That is what is said, and those that run are ended."""
     model = load_smallest(tiny("llama", "bf16"))
-    before, real = our_threads(), threading.Thread.start
+    before, real = our_threads_of_passes(), threading.Thread.start
 
     def start(thread: threading.Thread) -> None:
         if thread.name == "pipeload-request-2":
@@ -279,7 +279,7 @@ def test_no_thread_is_to_be_had(tiny: TinyCheckpoint, monkeypatch: pytest.Monkey
     monkeypatch.setattr(threading.Thread, "start", start)
     with pytest.raises(RuntimeError, match="can't start new thread"):
         next(iter(pipeload.generate_many(model, requests(), at_once=3)))
-    wait_for_threads(before)
+    wait_for_threads(before, our_threads_of_passes)
     assert_nothing_held(model)
 
 
@@ -288,7 +288,7 @@ def test_an_interrupt_while_a_request_begins(
 ) -> None:
     """Its thread ends as well, also where it comes only after that was seen to."""
     folder = tiny("llama", "bf16")
-    model, wanted, before = load_smallest(folder), wanted_of(folder), our_threads()
+    model, wanted, before = load_smallest(folder), wanted_of(folder), our_threads_of_passes()
     convoy = session_of(model).passes.convoy
     lock, closing = convoy._lock, threading.Event()
 
@@ -320,7 +320,7 @@ def test_an_interrupt_while_a_request_begins(
         patch.setattr(convoy, "_lock", Late())
         patch.setattr(engine_convoy, "Member", member)
         in_thread(run).result(LATEST)
-    wait_for_threads(before)
+    wait_for_threads(before, our_threads_of_passes)
     check_usable(model, wanted)
 
 
@@ -411,10 +411,10 @@ def test_what_fails_at_the_end_is_told(
 def test_closing_what_has_ended_waits_for_nobody(tiny: TinyCheckpoint) -> None:
     """A forgotten iterator is collected anywhere, also where the convoy's lock is held."""
     model = load_smallest(tiny("llama", "bf16"))
-    running, before = pipeload.generate_many(model, requests(), at_once=20), our_threads()
+    running, before = pipeload.generate_many(model, requests(), at_once=20), our_threads_of_passes()
     next(running)
     logits(model)
-    wait_for_threads(before)
+    wait_for_threads(before, our_threads_of_passes)
     with session_of(model).passes.convoy._lock:
         in_thread(running.close).result(LATEST)  # type: ignore[attr-defined]
 
@@ -423,13 +423,13 @@ def test_closing_ends_those_that_run(tiny: TinyCheckpoint) -> None:
     """Wherever they are; no thread is left."""
     folder = tiny("llama", "bf16")
     model, wanted = load_smallest(folder), wanted_of(folder)
-    before, drawn = our_threads(), torch.get_rng_state()
+    before, drawn = our_threads_of_passes(), torch.get_rng_state()
     for count in range(4):
         running = pipeload.generate_many(model, requests(), at_once=5)
         for number, output in itertools.islice(running, count):
             assert_same(output, wanted[number])
         running.close()  # type: ignore[attr-defined]
-        wait_for_threads(before)
+        wait_for_threads(before, our_threads_of_passes)
         assert torch.equal(torch.get_rng_state(), drawn)
         assert_nothing_held(model)
     check_usable(model, wanted)
@@ -441,7 +441,7 @@ def test_an_interrupt_while_one_waits(
     """Ctrl-C reaches the caller; the members end."""
     folder = tiny("llama", "bf16")
     model, wanted = load_smallest(folder), wanted_of(folder)
-    convoy, before = session_of(model).passes.convoy, our_threads()
+    convoy, before = session_of(model).passes.convoy, our_threads_of_passes()
     real = convoy.outcome
 
     def interrupted(party: Any) -> Any:
@@ -452,7 +452,7 @@ def test_an_interrupt_while_one_waits(
         patch.setattr(convoy, "outcome", interrupted)
         with pytest.raises(KeyboardInterrupt):
             list(pipeload.generate_many(model, requests(), at_once=5))
-    wait_for_threads(before)
+    wait_for_threads(before, our_threads_of_passes)
     check_usable(model, wanted)
 
 
@@ -460,7 +460,7 @@ def test_random_ends(tiny: TinyCheckpoint) -> None:
     """Requests join, end, fail and are cancelled at random; no answer is another."""
     folder = tiny("llama", "bf16")
     model, wanted = load_smallest(folder), wanted_of(folder)
-    choose, before, many = random.Random(4), our_threads(), requests()
+    choose, before, many = random.Random(4), our_threads_of_passes(), requests()
     for _ in range(8):
         order = [choose.randrange(len(many)) for _ in range(10)]
         given = [
@@ -473,7 +473,7 @@ def test_random_ends(tiny: TinyCheckpoint) -> None:
                 assert_same(output, wanted[order[number]])
         running.close()  # type: ignore[attr-defined]
         assert_nothing_held(model)
-    wait_for_threads(before)
+    wait_for_threads(before, our_threads_of_passes)
     check_usable(model, wanted)
 
 

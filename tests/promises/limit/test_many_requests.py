@@ -10,12 +10,9 @@ import pytest
 import torch
 
 _COMMAND = Path(__file__).parents[2] / "tools/many_requests.py"
-
-
-_AMX = ["--most-refused", "100", "--most-growth", "25"]
-"""With AMX, kernels of other operations than attention keep what no plan counts yet: 13 to 40 of
-400 are refused, and 5 to 10 MB are added in the second half. Before attention's were given back,
-261 were refused."""
+# Kernels of AMX are larger, and the thread that attention has there comes and goes: memory is flat
+# from some 500 requests on (the second half of 2000 with 300 lengths adds 1 MB).
+_AMX = ["--most-growth", "45"]
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="memory is read from /proc")

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeload import MemoryLimitError
+from pipeload.budget import host_ledger
 from pipeload.budget.governor import Governor
 from pipeload.budget.host_ledger import HostLedger
 from pipeload.budget.pass_shape import PassShape
@@ -161,6 +162,29 @@ def test_residents_yield_before_a_larger_pass(bench: Bench) -> None:
     room = bench.limit - bench.other() - bench.governor.budget
     assert room >= 90 * MB
     assert RESIDENCY.smallest < bench.governor.budget < bench.start
+
+
+def test_holes_in_the_heap_go_before_residents(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are looked for where the process has taken on more than was planned for, once."""
+    trims = []
+
+    def trim() -> None:
+        trims.append(bench.user)
+        bench.user = min(bench.user, 9 * MB)
+
+    monkeypatch.setattr(host_ledger, "trim_heap", trim)
+    for bench.user in (7 * MB, 200 * MB, 16 * MB, 200 * MB):
+        assert bench.run() == bench.start
+    assert trims == [200 * MB, 200 * MB]
+    bench.user = 8 * MB
+    assert bench.run() == bench.start
+    monkeypatch.setattr(host_ledger, "trim_heap", lambda: trims.append(0))
+    bench.user = 90 * MB  # no holes
+    left = [bench.run() for _ in range(3)]
+    assert max(left) < bench.start
+    assert len(trims) == 3
 
 
 def test_residents_yield_to_the_user_inside_a_pass(bench: Bench) -> None:
