@@ -28,9 +28,10 @@ from tests.support.streaming import (
     generated,
     hooked_sites,
     logits,
-    our_threads,
+    our_threads_of_passes,
     prefetcher_of,
     session_of,
+    wait_for_threads,
 )
 
 if TYPE_CHECKING:
@@ -278,7 +279,8 @@ def test_what_fits_leaves_no_hook_on_what_follows(tiny: TinyCheckpoint, device: 
     model = load(folder, spare=EVERYTHING)
     logits(model)
     assert hooked_sites(model) == 0
-    assert not our_threads()
+    assert not our_threads_of_passes()
+    wait_for_threads(set())
     read, done = model.pipeload.stats().bytes_read, len(device.log)
     check(model, expected)
     assert model.pipeload.stats().bytes_read == read
@@ -500,7 +502,8 @@ def test_remove_gives_the_plain_model_on_the_device(
     device.others = 0
     check(model, expected)
     handle.remove()
-    assert not our_threads()
+    assert not our_threads_of_passes()
+    wait_for_threads(set())
     assert torch.equal(logits(model), expected[0])
     assert generated(model) == expected[1]
     gc.collect()
@@ -556,7 +559,7 @@ def test_other_limits(tiny: TinyCheckpoint, device: FakeDevice) -> None:
         assert plan.memory_limit == least + spare
         assert device.allocated_bytes() <= plan.memory_limit - plan.reserve_bytes
         assert plan.fits is (spare == EVERYTHING)
-        assert len(our_threads()) == (0 if plan.fits else 1 + plan.readers)
+        assert len(our_threads_of_passes()) == (0 if plan.fits else 1 + plan.readers)
     host = model.pipeload.plan.host_memory_limit
     model.pipeload.set_memory_limit(least, host_memory_limit=host - 1)
     assert model.pipeload.plan.host_memory_limit == host - 1
