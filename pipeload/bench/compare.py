@@ -33,7 +33,7 @@ CONTENDERS = ("plain", "accelerate", "airllm", "llama.cpp")
 SHARES = (0.2, 0.35, 0.5, 0.65, 0.8, 0.95)
 """Of the limit, that accelerate is tried with as `max_memory`: beside weights it needs the rest."""
 _TIMEOUT_SECONDS = 1200
-_SLOW_SECONDS = 60
+_SLOW_SECONDS = 20
 """Who takes longer for a run takes part in the first round alone."""
 _ALL = 1 << 50
 _OWN = Path(__file__).resolve().parents[2]
