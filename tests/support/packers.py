@@ -102,6 +102,11 @@ def gptq_v2(stem: str, packed: Packed) -> dict[str, torch.Tensor]:
     return _gptq(stem, packed, less=0)
 
 
+def gptq_of_bytes(stem: str, packed: Packed) -> dict[str, torch.Tensor]:
+    """Version 1, of 8 bits."""
+    return _gptq(stem, packed, less=1, bits=8)
+
+
 def awq(stem: str, packed: Packed) -> dict[str, torch.Tensor]:
     """Of the version "gemm"."""
 
@@ -212,6 +217,9 @@ WAYS: dict[str, Way] = {
     "gptq_v2": Way(_settings("gptq", checkpoint_format="gptq_v2"), gptq_v2, group=32),
     "gptq, desc_act": Way(_settings("gptq", desc_act=True), gptq, group=128, shuffled=True),
     "gptq, one group a row": Way(_settings("gptq", group_size=-1), gptq, group=0),
+    "gptq, 8 bits": Way(
+        _settings("gptq", sym=True) | {"bits": 8}, gptq_of_bytes, bits=8, group=0, symmetric=True
+    ),
     "awq": Way(_settings("awq", version="gemm"), awq),
     "auto-round as gptq": Way(
         _settings("auto-round", packing_format="auto_round:auto_gptq:exllamav2", sym=True),

@@ -50,6 +50,17 @@ class Grid(abc.ABC):
     def scales_and_zeros(self, dtype: torch.dtype) -> torch.Tensor:
         """[groups, rows, 2]: the scale, and the number that the middle code stands for."""
 
+    def _by_group(
+        self, codes: torch.Tensor, first: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Codes in fp32, [rows, groups, columns], with scale and start of [rows, groups, 1]."""
+        scale, start = (
+            each[:, first : first + len(codes)].t()[..., None] for each in (self.scale, self.start)
+        )
+        # A copy in any case, and in order: it is changed in place.
+        made = torch.empty(codes.shape).copy_(codes)
+        return made.unflatten(1, (len(self.scale), -1)), scale, start
+
 
 class ZeroCodes(Grid):
     """(code - start) * scale."""
@@ -61,8 +72,8 @@ class ZeroCodes(Grid):
 
     def numbers(self, codes: torch.Tensor, first: int) -> torch.Tensor:
         """Make fp32 of codes of [rows, columns], of which the first is row `first`."""
-        scale, zero = (_spread(each, codes, first) for each in (self.scale, self.start))
-        return (codes.float() - zero).mul_(scale)
+        made, scale, zero = self._by_group(codes, first)
+        return made.sub_(zero).mul_(scale).flatten(1)
 
     def scales_and_zeros(self, dtype: torch.dtype) -> torch.Tensor:
         """[groups, rows, 2], rounded as gptqmodel does for torch's kernel: each factor first."""
@@ -75,19 +86,13 @@ class Offsets(Grid):
 
     def numbers(self, codes: torch.Tensor, first: int) -> torch.Tensor:
         """Make fp32 of codes of [rows, columns], of which the first is row `first`."""
-        scale, offset = (_spread(each, codes, first) for each in (self.scale, self.start))
-        return codes.float().mul_(scale).add_(offset)
+        made, scale, offset = self._by_group(codes, first)
+        return made.mul_(scale).add_(offset).flatten(1)
 
     def scales_and_zeros(self, dtype: torch.dtype) -> torch.Tensor:
         """[groups, rows, 2]: the scale, and what the middle code stands for, rounded once."""
         zero = self.start + self.middle * self.scale
         return torch.stack((self.scale, zero), -1).to(dtype)
-
-
-def _spread(each: torch.Tensor, codes: torch.Tensor, first: int) -> torch.Tensor:
-    """One for every code, of one for every group."""
-    rows, columns = codes.shape
-    return each[:, first : first + rows].t().repeat_interleave(columns // len(each), 1)
 
 
 class Lay(enum.Enum):
@@ -135,7 +140,7 @@ class CodedWeight:
     groups: int
     """In a row."""
     parts: Mapping[str, TensorEntry]
-    """What is stored of it, by what the method calls it."""
+    """What is stored of it, by what the method calls it; codes first."""
     decode: Callable[[Mapping[str, torch.Tensor]], Codes]
     """Makes codes of the tensors of all parts. Raises CheckpointError for what cannot be."""
 
@@ -143,6 +148,17 @@ class CodedWeight:
     def group_of(self) -> TensorEntry | None:
         """The group of each column, where that is stored."""
         return self.parts.get(GROUP_OF)
+
+    def grid(self, read: Callable[[TensorEntry], torch.Tensor]) -> Grid:
+        """Which numbers its codes stand for; those are not read.
+
+        Raises:
+            CheckpointError: what is stored cannot be.
+        """
+        (codes, entry), *others = self.parts.items()
+        tensors = {key: read(one) for key, one in others}
+        tensors[codes] = torch.empty(entry.shape, dtype=DTYPES[entry.dtype], device="meta")
+        return self.decode(tensors).grid
 
     @property
     def nbytes(self) -> int:
@@ -179,22 +195,13 @@ def statistics(weight: CodedWeight, grid: Grid, groups: int, dtype: torch.dtype)
     Args:
         weight: whose they are.
         grid: its numbers.
-        groups: in a row, a multiple of those stored; 0 of 8 bits.
+        groups: in a row, a multiple of those stored; 0 of 8 bits, which are symmetric.
         dtype: of scales and zeros.
-
-    Raises:
-        UnsupportedModelError: 8 bits are not symmetric.
     """
     both = grid.scales_and_zeros(dtype)
     if weight.bits == 4:
         return both.repeat_interleave(groups // weight.groups, 0)
-    scale, zero = both[0].unbind(-1)
-    if bool(zero.any()):
-        raise UnsupportedModelError(
-            f"{weight.name!r} is of 8 bits and not symmetric, which no kernel of torch takes. "
-            "Use the float checkpoint."
-        )
-    return scale[:, None]
+    return both[0, :, :1]
 
 
 def not_taken_over(method: str, why: str) -> UnsupportedModelError:

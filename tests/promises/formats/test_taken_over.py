@@ -200,6 +200,38 @@ def test_what_is_quantised_besides_becomes_floats(tmp_path: Path) -> None:
         assert_same(outputs(load(source, limit)), expected, f"at {limit}")
 
 
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("gptq_v2", {"group": 16}),
+        ("gptq, 8 bits", {"group": 64, "shuffled": True}),
+        ("compressed-tensors, w8a16", {"symmetric": False}),
+    ],
+)
+def test_integers_that_no_kernel_takes(
+    name: str, change: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They become floats as they are read: the numbers they stand for, rounded once."""
+    source = tmp_path / "source"
+    packed = save_packed(source, WAYS[name]._replace(**change), dtype=torch.bfloat16)
+    config = transformers.AutoConfig.from_pretrained(source)
+    del config.quantization_config
+    auto: Any = transformers.AutoModelForCausalLM
+    plain = auto.from_config(config, dtype=torch.bfloat16).eval()
+    stored = load_file(source / "model.safetensors")
+    numbers = {f"{path}.weight": one.numbers.to(torch.bfloat16) for path, one in packed.items()}
+    plain.load_state_dict({key: (stored | numbers)[key] for key in plain.state_dict()})
+    expected = step_logits(plain, prompt(), 3)
+    with pytest.raises(UnsupportedModelError, match="no Linear has integers that a kernel takes"):
+        pipeload.convert(source, tmp_path / "made")
+    for limit in limits(source, 2):
+        model = load(source, limit)
+        assert_same(step_logits(model, prompt(), 3), expected, f"at {limit}")
+    assert "no kernel takes its integers" in caplog.text
+    model.pipeload.remove()
+    assert_same(step_logits(model, prompt(), 3), expected, "after remove()")
+
+
 def test_the_model_without_its_head(tmp_path: Path) -> None:
     """Names lose their prefix, and what is not wanted is left out."""
     save_packed(tmp_path / "source", WAYS["gptq"], dtype=torch.bfloat16)

@@ -31,6 +31,7 @@ from tests.support.exact import (
     assert_streamed,
     limits,
     load,
+    load_smallest,
     prompt,
     steady_floor,
     step_logits,
@@ -319,12 +320,25 @@ def test_groups_that_no_kernel_takes(tmp_path: Path) -> None:
 
 
 def test_int8_that_is_not_symmetric(tmp_path: Path) -> None:
-    """No kernel of torch takes it; what was begun is kept apart."""
-    way = WAYS["compressed-tensors, w8a16"]._replace(symmetric=False)
-    save_packed(tmp_path / "source", way)
-    with pytest.raises(UnsupportedModelError, match="not symmetric"):
-        pipeload.convert(tmp_path / "source", tmp_path / "made")
-    assert not (tmp_path / "made").exists()
+    """No kernel takes it: refused before anything is made; one among others becomes floats."""
+    source, way = tmp_path / "source", WAYS["compressed-tensors, w8a16"]
+    save_packed(source, way._replace(symmetric=False))
+    with pytest.raises(
+        UnsupportedModelError, match="8 bits, 256 to a scale, not symmetric; 8 bits"
+    ):
+        pipeload.convert(source, tmp_path / "made")
+    assert not list(tmp_path.glob("*made*"))
+    path = "model.layers.1.mlp.up_proj"
+    packed = save_packed(tmp_path / "other", way)
+    tensors = load_file(tmp_path / "other" / "model.safetensors")
+    uneven = load_file(source / "model.safetensors")
+    tensors |= {name: one for name, one in uneven.items() if name.startswith(path)}
+    save_file(tensors, tmp_path / "other" / "model.safetensors", {"format": "pt"})
+    model = load_plain(pipeload.convert(tmp_path / "other", tmp_path / "made", dtype="float32"))
+    assert type(model.get_submodule(path)) is torch.nn.Linear
+    assert_taken_over(model, {name: one for name, one in packed.items() if name != path})
+    streamed = load_smallest(tmp_path / "other", dtype=torch.float32)
+    assert_same(step_logits(streamed, prompt(), 2), step_logits(model, prompt(), 2), "as it is")
 
 
 def test_experts(tmp_path: Path) -> None:
