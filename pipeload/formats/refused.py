@@ -27,7 +27,6 @@ REFUSED: Final[Mapping[str, str]] = {
     "fbgemm_fp8": _needs_gpu("fbgemm-gpu"),
     "fouroversix": _own_modules("fouroversix"),
     "fp_quant": _needs_gpu("fp_quant"),
-    "gemma": "its Linears hold packed integers, for which there is no streaming yet",
     "higgs": _needs_gpu("flute-kernel"),
     "nvfp4": "transformers does not load what is quantised so already",
     "quanto": _own_tensors("optimum-quanto"),
