@@ -147,29 +147,37 @@ def integers(stem: str, packed: Packed) -> dict[str, torch.Tensor]:
     }
 
 
-def mlx(stem: str, packed: Packed) -> dict[str, torch.Tensor]:
-    """With the offset of code 0."""
+def mlx(stem: str, packed: Packed, bits: int = 4) -> dict[str, torch.Tensor]:
+    """With the offset of code 0. Eight codes lie in as many bytes as one has bits."""
     scale = packed.scale.float()
+    eight = packed.codes.long().unflatten(1, (-1, 8)) << torch.arange(0, 8 * bits, bits)
+    stored = eight.sum(-1, keepdim=True) >> torch.arange(0, 8 * bits, 8)
     return {
-        f"{stem}weight": words(packed.codes).view(torch.uint32),
+        f"{stem}weight": (stored & 255).to(torch.uint8).flatten(1).view(torch.uint32),
         f"{stem}scales": packed.scale.t().contiguous(),
         f"{stem}biases": (-packed.zero * scale).t().to(packed.scale.dtype).contiguous(),
     }
 
 
-def hqq(stem: str, packed: Packed) -> dict[str, torch.Tensor]:
+HQQ_PACKINGS = {1: "1bit_u8", 2: "2bit_u8", 3: "3bit_32", 4: "4bit_u8", 8: "8bit_u8"}
+
+
+def hqq(stem: str, packed: Packed, bits: int = 4) -> dict[str, torch.Tensor]:
     """As HQQLinear's state dict has it, encoded for safetensors."""
     rows, groups = len(packed.codes), len(packed.scale)
-    lines = packed.codes.reshape(rows * groups, -1)
-    half = len(lines) // 2
+    lines, each = packed.codes.reshape(rows * groups, -1).int(), 10 if bits == 3 else 8 // bits
+    count = -(-len(lines) // each)
+    lines = torch.nn.functional.pad(lines, (0, 0, 0, count * each - len(lines)))
+    shifts = torch.arange(each - 1, -1, -1)[:, None, None] * bits
+    words = (lines.view(each, count, -1) << shifts).sum(0)
     flags = ("view_as_float", "quant_scale", "quant_zero")
     return {
-        f"{stem}W_q": lines[:half] << 4 | lines[half:],
+        f"{stem}W_q": words.to(torch.int32 if bits == 3 else torch.uint8),
         f"{stem}scale": packed.scale.t().reshape(-1, 1),
         f"{stem}zero": packed.zero.t().reshape(-1, 1).to(packed.scale.dtype),
         f"{stem}shape": torch.tensor(packed.codes.shape),
         f"{stem}axis": torch.tensor(1, dtype=torch.int32),
-        f"{stem}packing": torch.tensor([*b"4bit_u8"], dtype=torch.uint8),
+        f"{stem}packing": torch.tensor([*HQQ_PACKINGS[bits].encode()], dtype=torch.uint8),
         **{f"{stem}{flag}": torch.tensor(0, dtype=torch.uint8) for flag in flags},
     }
 

@@ -24,9 +24,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, TorchAoConfig
 
 import pipeload
 from pipeload.errors import UnsupportedModelError
-from tests.support.packers import SIZES, digest, known_codes, sawtooth
+from tests.support.packers import HQQ_PACKINGS, SIZES, digest, known_codes, sawtooth
 
-HQQ: Final = {(4, 64, 1): True, (4, 128, 1): True, (4, 64, 0): False, (3, 64, 1): False}
+HQQ: Final = {(4, 64, 1): True, (4, 128, 1): True, (4, 64, 0): False, (3, 64, 1): True}
 """Bits, group and axis, and whether they are taken over."""
 NEAR: Final = 1e-6
 """An offset is rounded where a zero is not."""
@@ -130,8 +130,9 @@ def main() -> int:
             quantize_(linear, how)
             found: Any = linear.weight
             print(f"{name}: codes of the sawtooth {digest(found.qdata)}")
-    packed = BitPack.pack_4bit_u8(known_codes().codes.reshape(-1, 32))
-    print(f"hqq: known codes {digest(packed)}")
+    for bits, name in HQQ_PACKINGS.items():
+        codes = known_codes().codes.reshape(-1, 32) & (1 << bits) - 1
+        print(f"hqq: known codes of {bits} bits {digest(getattr(BitPack, f'pack_{name}')(codes))}")
     return 0 if right else 1
 
 

@@ -31,6 +31,11 @@ MIDDLE: Final = {4: 8, 8: 128}
 """The code that stands for zero where a method is symmetric, by bits."""
 
 
+def held_in(bits: int) -> int:
+    """In how many bits our kernels have codes of so many: all of the fewer are there as well."""
+    return 4 if bits <= 4 else 8
+
+
 @dataclass(frozen=True)
 class Grid(abc.ABC):
     """Which numbers the codes of a weight stand for. Groups are of neighbouring columns."""
@@ -136,7 +141,7 @@ class CodedWeight:
     shape: tuple[int, int]
     """[rows, columns] of that."""
     bits: int
-    """Of a code: 4 or 8."""
+    """Of a code, for our kernels: 4 or 8."""
     groups: int
     """In a row."""
     parts: Mapping[str, TensorEntry]

@@ -37,7 +37,7 @@ from tests.support.exact import (
     step_logits,
 )
 from tests.support.models import load_plain, save_random
-from tests.support.packers import SIZES, WAYS, Packed, random_codes, save_packed
+from tests.support.packers import SIZES, WAYS, Packed, mlx, random_codes, save_packed
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -231,6 +231,29 @@ def test_other_groups(tmp_path: Path) -> None:
     assert module.group_size == 32
     assert torch.equal(module.dequantised(), wanted.numbers)
     assert type(model.get_submodule(odd)) is torch.nn.Linear
+
+
+def test_other_bits(tmp_path: Path) -> None:
+    """Of MLX: 3 are codes of 4 here, as 2 of another weight are; 6 become floats."""
+    source, way = tmp_path / "source", WAYS["mlx"]
+    packed = save_packed(source, way)
+    tensors = load_file(source / "model.safetensors")
+    told = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    others = {"model.layers.1.mlp.up_proj": 2, "model.layers.2.mlp.up_proj": 6}
+    for path, one in packed.items():
+        bits = others.get(path, 3)
+        packed[path] = one = one._replace(codes=one.codes & (1 << bits) - 1)
+        tensors |= mlx(f"{path}.", one, bits)
+        told["quantization"][path] = {"group_size": 64, "bits": bits}
+    told["quantization"]["bits"] = 3
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    (source / "config.json").write_text(json.dumps(told), encoding="utf-8")
+    model = load_plain(pipeload.convert(source, tmp_path / "made"))
+    floats = "model.layers.2.mlp.up_proj"
+    assert type(model.get_submodule(floats)) is torch.nn.Linear
+    assert_taken_over(model, {path: one for path, one in packed.items() if path != floats})
+    streamed = load_smallest(source, dtype=torch.bfloat16)
+    assert_same(step_logits(streamed, prompt(), 2), step_logits(model, prompt(), 2), "as it is")
 
 
 def test_old_settings_beside_the_configuration(tmp_path: Path) -> None:
