@@ -17,7 +17,7 @@ import torch
 from pipeload.checkpoint.file_reads import FileSet
 from pipeload.checkpoint.headers import Checkpoint, TensorEntry, stamps_of
 from pipeload.errors import UnsupportedModelError
-from pipeload.formats.codes.coded_weight import columns_by_group
+from pipeload.formats.codes.coded_weight import Grid, columns_by_group
 from pipeload.formats.codes.registry import CODES, codes_format
 from pipeload.formats.format import named
 from pipeload.formats.integers.linear import Int4Linear, Int8Linear
@@ -155,6 +155,8 @@ class CodedCheckpoint:
             found = sorted(
                 f"{w.bits} bits, {w.shape[1] // w.groups} to a scale"
                 + ", not symmetric" * (n in uneven)
+                if w.bits
+                else "codebooks"
                 for n, w in mine.items()
             )
             kinds = "; ".join([*dict.fromkeys(found)][:4]) or "it has none"
@@ -196,9 +198,10 @@ class CodedCheckpoint:
 
     def _is_symmetric(self, weight: CodedWeight) -> bool:
         """Whether 0 is in the middle, as it has to be of 8 bits with one scale a row."""
-        if weight.bits == 4 or weight.groups > 1:
+        if weight.bits != 8 or weight.groups > 1:
             return True
         grid = weight.grid(partial(read_whole, files=self.files))
+        assert isinstance(grid, Grid)  # noqa: S101 - it has bits
         return not bool(grid.scales_and_zeros(self.dtype)[..., 1].any())
 
     def _is_reordered(self, weight: CodedWeight) -> bool:

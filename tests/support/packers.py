@@ -192,6 +192,21 @@ def torchao(stem: str, packed: Packed) -> dict[str, torch.Tensor]:
     }
 
 
+def aqlm(stem: str, weight: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """Two codebooks of 256 entries for any weight of that shape, and the numbers that come out."""
+    rows, columns = weight.shape
+    place = torch.arange(rows * columns // 8 * 2).view(rows, -1, 2)
+    codes = (place * 29 + place // 7) % 256
+    books = ((torch.arange(2 * 256 * 8) * 37) % 101 - 50).view(2, 256, 1, 8) / 1024
+    scale = 1 + torch.arange(rows).view(-1, 1, 1, 1) % 5 / 4
+    numbers = (books[0, codes[..., 0], 0] + books[1, codes[..., 1], 0]).view(rows, columns)
+    return {
+        f"{stem}codes": codes.to(torch.uint8).view(torch.int8),
+        f"{stem}codebooks": books.half(),
+        f"{stem}scales": scale.half(),
+    }, numbers * scale.view(-1, 1)
+
+
 def _torchao(kind: str, **data: Any) -> dict[str, Any]:
     settings = {"_type": kind, "_version": 2, "_data": data}
     return {"quant_method": "torchao", "quant_type": {"default": settings}}

@@ -36,9 +36,17 @@ def held_in(bits: int) -> int:
     return 4 if bits <= 4 else 8
 
 
+class Numbers(abc.ABC):
+    """Which numbers the codes of a weight stand for."""
+
+    @abc.abstractmethod
+    def numbers(self, codes: torch.Tensor, first: int) -> torch.Tensor:
+        """Make fp32 of [rows, columns] of codes as `Codes.rows` gives, the first of row `first`."""
+
+
 @dataclass(frozen=True)
-class Grid(abc.ABC):
-    """Which numbers the codes of a weight stand for. Groups are of neighbouring columns."""
+class Grid(Numbers):
+    """Evenly spread ones, for our kernels. Groups are of neighbouring columns."""
 
     scale: torch.Tensor
     """fp32 of [groups, rows]."""
@@ -46,10 +54,6 @@ class Grid(abc.ABC):
     """fp32 of [groups, rows]: from where codes are counted, as a subclass says."""
     middle: int
     """The code that our kernels count from."""
-
-    @abc.abstractmethod
-    def numbers(self, codes: torch.Tensor, first: int) -> torch.Tensor:
-        """Make fp32 of codes of [rows, columns], of which the first is row `first`."""
 
     @abc.abstractmethod
     def scales_and_zeros(self, dtype: torch.dtype) -> torch.Tensor:
@@ -124,8 +128,9 @@ class Codes(NamedTuple):
     """The integers of a weight."""
 
     rows: Callable[[int, int], torch.Tensor]
-    """uint8 of [rows, columns], from one row to before another; multiples of 8, or the last."""
-    grid: Grid
+    """uint8 of [rows, columns], from one row to before another; multiples of 8, or the last. Where
+    they are no grid's, as these are numbered."""
+    grid: Numbers
     columns: torch.Tensor | None = None
     """Which input each of these columns is multiplied by: int32 of [columns]. None if in order."""
     stored: Words | None = None
@@ -141,7 +146,7 @@ class CodedWeight:
     shape: tuple[int, int]
     """[rows, columns] of that."""
     bits: int
-    """Of a code, for our kernels: 4 or 8."""
+    """Of a code, for our kernels: 4 or 8; 0 where they are no grid's, and no kernel takes them."""
     groups: int
     """In a row."""
     parts: Mapping[str, TensorEntry]
@@ -154,7 +159,7 @@ class CodedWeight:
         """The group of each column, where that is stored."""
         return self.parts.get(GROUP_OF)
 
-    def grid(self, read: Callable[[TensorEntry], torch.Tensor]) -> Grid:
+    def grid(self, read: Callable[[TensorEntry], torch.Tensor]) -> Numbers:
         """Which numbers its codes stand for; those are not read.
 
         Raises:
@@ -194,7 +199,7 @@ class CodesFormat(Protocol):
         """
 
 
-def statistics(weight: CodedWeight, grid: Grid, groups: int, dtype: torch.dtype) -> torch.Tensor:
+def statistics(weight: CodedWeight, grid: Numbers, groups: int, dtype: torch.dtype) -> torch.Tensor:
     """What our kernels take beside codes: [groups, rows, 2] of 4 bits, [rows, 1] of 8.
 
     Args:
@@ -203,6 +208,7 @@ def statistics(weight: CodedWeight, grid: Grid, groups: int, dtype: torch.dtype)
         groups: in a row, a multiple of those stored; 0 of 8 bits, which are symmetric.
         dtype: of scales and zeros.
     """
+    assert isinstance(grid, Grid)  # noqa: S101 - others become floats
     both = grid.scales_and_zeros(dtype)
     if weight.bits == 4:
         return both.repeat_interleave(groups // weight.groups, 0)

@@ -14,6 +14,7 @@ from pipeload.formats.form_names import CONVERTED
 from tests.support.packers import (
     WAYS,
     Packed,
+    aqlm,
     awq,
     digest,
     entries_of,
@@ -82,6 +83,10 @@ MLX = {
     ),
 }
 MLX_OFFSET = 0.78125
+
+
+# By aqlm 1.1.7: `python -m tests.tools.original_checkpoints`.
+AQLM = "68bd9152ac3fabad"
 
 
 def find(settings: dict[str, Any], tensors: dict[str, torch.Tensor]) -> list[CodedWeight]:
@@ -326,6 +331,28 @@ def test_a_shape_that_hqq_does_not_hold() -> None:
     tensors["w.shape"] = torch.tensor([64, 60])
     with pytest.raises(CheckpointError, match=r"of \[64, 60\], and its codes are 128 groups of 32"):
         find(WAYS["hqq"].settings, tensors)
+
+
+def test_numbers_of_aqlm() -> None:
+    """Sums of entries, in any range of rows: those that aqlm finds."""
+    tensors, numbers = aqlm("w.", torch.empty(64, 64))
+    assert digest(numbers) == AQLM
+    (weight,) = find({"quant_method": "aqlm"}, tensors)
+    assert (weight.name, weight.shape) == ("w.weight", (64, 64))
+    found = decoded({"quant_method": "aqlm"}, tensors)
+    for start, stop in ((0, 64), (8, 24), (56, 64)):
+        made = found.grid.numbers(found.rows(start, stop), start)
+        assert torch.equal(made, numbers[start:stop])
+    # Entries of several rows.
+    tall = {"w.codes": tensors["w.codes"][:16], "w.scales": tensors["w.scales"][:16]}
+    tall["w.codebooks"] = tensors["w.codebooks"].view(2, 128, 4, 4)
+    found = decoded({"quant_method": "aqlm"}, tall)
+    rows, entries = found.rows(8, 16), tall["w.codebooks"].float()
+    wanted = (entries[0, rows[0, 3, 0] & 127] + entries[1, rows[0, 3, 1] & 127]) * 1.5
+    assert torch.equal(found.grid.numbers(rows, 8)[:4, 12:16], wanted)
+    tall["w.codebooks"] = tensors["w.codebooks"][:, :100]
+    with pytest.raises(CheckpointError, match=r"'w\.weight' are \[2, 100, 1, 8\], wanted a power"):
+        find({"quant_method": "aqlm"}, tall)
 
 
 def test_codes_of_torchao_that_are_too_large() -> None:
