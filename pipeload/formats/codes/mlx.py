@@ -71,7 +71,10 @@ class Mlx:
             raise not_taken_over(self.method, f"its mode {mode!r} is unknown")
         bits = told.get("bits")
         if bits not in _BITS:
-            raise not_taken_over(self.method, f"its codes have {bits!r} bits, and 2 to 8 are known")
+            known = ", ".join(map(str, _BITS))
+            raise not_taken_over(
+                self.method, f"its codes have {bits!r} bits, and {known} are known"
+            )
         assert isinstance(bits, int)  # noqa: S101 - see above
         return bits
 

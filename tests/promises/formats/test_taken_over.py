@@ -221,7 +221,7 @@ def test_integers_that_no_kernel_takes(
 def test_codebooks(tmp_path: Path) -> None:
     """AQLM's: the same of sums of their entries."""
     source = tmp_path / "source"
-    tensors, numbers = {}, {}
+    tensors, numbers = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
     save_random(transformers.AutoConfig.for_model("llama", **SIZES), source, torch.bfloat16, seed=4)
     for name, one in load_file(source / "model.safetensors").items():
         if name.endswith("proj.weight"):

@@ -28,6 +28,7 @@ from pipeload.formats.integers.compensation import blocks_of
 from pipeload.formats.integers.rounding import to_int8, weigh_columns
 from pipeload.quantiser import calibration, calibration_text, input_products, quantise
 from pipeload.quantiser.calibration_text import CalibrationText, find_text
+from pipeload.quantiser.folder import write_weights
 from pipeload.quantiser.input_products import InputProducts
 from pipeload.quantiser.resumable_shards import PRODUCTS, SUMS_FILE
 from tests.rooms.quantiser.test_quantise import ROOT, SIZES
@@ -354,11 +355,10 @@ def test_products_of_inputs(
             kept.append(weakref.ref(self._sums))
 
     monkeypatch.setattr(calibration, "InputProducts", Kept)
-    write = quantise.write_weights
 
     def without(*given: Any) -> None:
         assert [one() for one in kept] == [None]  # what adding took is needed by now
-        write(*given)
+        write_weights(*given)
 
     monkeypatch.setattr(quantise, "write_weights", without)
     made = pipeload.quantize(source, tmp_path / "made", calibrate=text, **options)

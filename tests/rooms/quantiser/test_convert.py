@@ -242,8 +242,8 @@ def test_other_bits(tmp_path: Path) -> None:
     others = {"model.layers.1.mlp.up_proj": 2, "model.layers.2.mlp.up_proj": 6}
     for path, one in packed.items():
         bits = others.get(path, 3)
-        packed[path] = one = one._replace(codes=one.codes & (1 << bits) - 1)
-        tensors |= mlx(f"{path}.", one, bits)
+        packed[path] = one._replace(codes=one.codes & (1 << bits) - 1)
+        tensors |= mlx(f"{path}.", packed[path], bits)
         told["quantization"][path] = {"group_size": 64, "bits": bits}
     told["quantization"]["bits"] = 3
     save_file(tensors, source / "model.safetensors", {"format": "pt"})

@@ -315,13 +315,11 @@ def test_a_killed_run_goes_on(llama: Path, tmp_path: Path, monkeypatch: pytest.M
                 raise KeyboardInterrupt
 
         steps.clear()
-        every = {"memory_limit": None, "max_shard_size": "2GB", "progress": None}
-        rest = dict.fromkeys(("group_size", "zero_points", "head", "calibrate"))
-        rest |= {"calibration_tokens": None, "double_quant": False, "gptq": False}
+        names = ("group_size", "zero_points", "head", "calibrate", "calibration_tokens", "progress")
+        every: dict[str, Any] = dict.fromkeys((*names, "memory_limit"))
+        every |= {"max_shard_size": "2GB", "double_quant": False, "gptq": False}
         with pytest.raises((KeyboardInterrupt, ZeroDivisionError)):
-            quantise.make(
-                llama, tmp_path / "made", **options, **every, **rest, going_back=gone_back
-            )
+            quantise.make(llama, tmp_path / "made", **options, **every, going_back=gone_back)
 
     monkeypatch.setattr(mixed_bits, "_load", few)
     monkeypatch.setattr(mixed_bits.MixedBits, "choose", seen)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pipeload.errors import CheckpointError, UnsupportedModelError
-from pipeload.formats.codes.coded_weight import columns_by_group
+from pipeload.formats.codes.coded_weight import Grid, columns_by_group
 from pipeload.formats.codes.registry import CODES, codes_format
 from pipeload.formats.form_names import CONVERTED
 from tests.support.packers import (
@@ -196,9 +196,9 @@ def test_a_zero_that_borrowed() -> None:
 def test_zeros_as_gptqmodel_rounds_them() -> None:
     """Each factor in the dtype of the product first."""
     packed = known_codes()
-    both = decoded(WAYS["gptq_v2"].settings, gptq_v2("w.", packed)).grid.scales_and_zeros(
-        torch.bfloat16
-    )
+    grid = decoded(WAYS["gptq_v2"].settings, gptq_v2("w.", packed)).grid
+    assert isinstance(grid, Grid)
+    both = grid.scales_and_zeros(torch.bfloat16)
     scale = packed.scale.to(torch.bfloat16)
     assert torch.equal(both[..., 0], scale)
     assert torch.equal(both[..., 1], (8 - packed.zero.to(torch.bfloat16)) * scale)
