@@ -12,27 +12,21 @@ def _needs_gpu(package: str) -> str:
     return f"transformers runs it on a GPU alone, with the package {package}"
 
 
-def _own_tensors(package: str) -> str:
-    return f"the package {package} keeps its weights in tensors of a kind of its own"
-
-
 def _own_modules(package: str) -> str:
     return f"the package {package} computes it in modules of its own, untried so far"
 
 
 UNKNOWN: Final = "this version has never been tried with it"
 REFUSED: Final[Mapping[str, str]] = {
-    "aqlm": _own_modules("aqlm"),
     "eetq": _needs_gpu("kernels"),
     "fbgemm_fp8": _needs_gpu("fbgemm-gpu"),
     "fouroversix": _own_modules("fouroversix"),
     "fp_quant": _needs_gpu("fp_quant"),
-    "gemma": "its Linears hold packed integers, for which there is no streaming yet",
     "higgs": _needs_gpu("flute-kernel"),
     "nvfp4": "transformers does not load what is quantised so already",
-    "quanto": _own_tensors("optimum-quanto"),
+    "quanto": "transformers saves no such checkpoint: floats are quantised while they are loaded",
     "quark": _own_modules("amd-quark"),
-    "sinq": _own_modules("sinq"),
+    "sinq": "what the package sinq has saved fails on a CPU, in a product of two dtypes",
     "spqr": _needs_gpu("spqr_quant"),
     "vptq": _needs_gpu("vptq"),
 }

@@ -14,6 +14,7 @@ from pipeload.formats.compressed_tensors import COMPRESSED_TENSORS
 from pipeload.formats.form_names import CONVERTED, INT8
 from pipeload.formats.format import named, refusal, setting
 from pipeload.formats.fp8 import FP8, MXFP8
+from pipeload.formats.gemma import GEMMA
 from pipeload.formats.gguf.format import GGUF
 from pipeload.formats.integers.format import INTEGERS
 from pipeload.formats.metal import METAL
@@ -39,6 +40,7 @@ FORMATS: Final[list[Format]] = [
     METAL,
     COMPRESSED_TENSORS,
     BITNET,
+    GEMMA,
     GGUF,
 ]
 """Those that are streamed. A format is added by its line here."""

@@ -7,7 +7,9 @@ as if float weights of the shapes that the integers stand for were stored.
 from __future__ import annotations
 
 import json
+import logging
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -15,7 +17,7 @@ import torch
 from pipeload.checkpoint.file_reads import FileSet
 from pipeload.checkpoint.headers import Checkpoint, TensorEntry, stamps_of
 from pipeload.errors import UnsupportedModelError
-from pipeload.formats.codes.coded_weight import columns_by_group
+from pipeload.formats.codes.coded_weight import Grid, columns_by_group
 from pipeload.formats.codes.registry import CODES, codes_format
 from pipeload.formats.format import named
 from pipeload.formats.integers.linear import Int4Linear, Int8Linear
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
     from pipeload.formats.codes.coded_weight import CodedWeight, CodesFormat
     from pipeload.hf.pending_load import PendingLoad
 
+_log = logging.getLogger("pipeload")
 _OLD_SETTINGS = "quantize_config.json"  # of AutoGPTQ, beside a configuration that says nothing
 
 
@@ -127,30 +130,46 @@ class CodedCheckpoint:
         dtype: torch.dtype = self.pending.model.dtype
         return dtype
 
-    def choose(self) -> Chosen:
+    def choose(self, *, or_none: bool = False) -> Chosen:
         """Say which weights stay integers: all that can be by one kind of kernel.
 
+        Args:
+            or_none: whether there may be none, and all become floats; one is told so.
+
         Raises:
-            UnsupportedModelError: none can.
-            ReadError: the order of columns could not be read.
+            CheckpointError: what goes with integers cannot be.
+            UnsupportedModelError: none can, and that may not be.
+            ReadError: the order of columns, or a zero, could not be read.
         """
         linears = self._linears()
         mine = {name: weight for name, weight in self.coded.items() if name in linears}
+        uneven = {name for name, weight in mine.items() if not self._is_symmetric(weight)}
         sizes = {4: GROUPS[::-1], 8: (0,)}
         fitting = [
-            (bits, group, frozenset(n for n, w in mine.items() if _fits(w, bits, group)))
+            (bits, group, frozenset(n for n in mine.keys() - uneven if _fits(mine[n], bits, group)))
             for bits, groups in sizes.items()
             for group in groups
         ]
         bits, group, names = max(fitting, key=lambda found: len(found[2]))
         if not names:
-            kinds = sorted(
-                {f"{w.bits} bits, {w.shape[1] // w.groups} to a scale" for w in mine.values()}
+            found = sorted(
+                f"{w.bits} bits, {w.shape[1] // w.groups} to a scale"
+                + ", not symmetric" * (n in uneven)
+                if w.bits
+                else "codebooks"
+                for n, w in mine.items()
             )
-            raise UnsupportedModelError(
-                f"{self._name!r}: no Linear has integers that a kernel of torch takes ("
-                f"{', '.join(kinds[:4]) or 'it has none'}; it takes 4 bits and groups of a "
-                "multiple of 32, or 8 bits and one scale a row). Use the float checkpoint."
+            kinds = "; ".join([*dict.fromkeys(found)][:4]) or "it has none"
+            if not or_none or not mine:
+                raise UnsupportedModelError(
+                    f"{self._name!r}: no Linear has integers that a kernel takes ({kinds}): those "
+                    "have 4 bits and groups of a multiple of 32, or 8 bits, one scale a row and 0 "
+                    "in the middle. Load it as it is, or use the float checkpoint."
+                )
+            _log.warning(
+                "%r: no kernel takes its integers (%s): they become floats each time they are read",
+                self._name,
+                kinds,
             )
         reordered = any(self._is_reordered(self.coded[name]) for name in sorted(names))
         taken = {linears[name] for name in names}
@@ -176,6 +195,14 @@ class CodedCheckpoint:
         dtype = self.pending.dtype
         # Of another dtype: it is kept in fp32.
         return {n: path for n, (path, _) in found if dtype(f"{path}.weight") == self.dtype}
+
+    def _is_symmetric(self, weight: CodedWeight) -> bool:
+        """Whether 0 is in the middle, as it has to be of 8 bits with one scale a row."""
+        if weight.bits != 8 or weight.groups > 1:
+            return True
+        grid = weight.grid(partial(read_whole, files=self.files))
+        assert isinstance(grid, Grid)  # noqa: S101 - it has bits
+        return not bool(grid.scales_and_zeros(self.dtype)[..., 1].any())
 
     def _is_reordered(self, weight: CodedWeight) -> bool:
         entry = weight.group_of

@@ -88,7 +88,7 @@ class CodesQuantizer(PipeloadQuantizer):
         with torch.device("cpu"):  # the library has all that is made here be without values
             folder = str(files[0].parent)
             source = CodedCheckpoint(folder, pending, self._settings, in_part=True)
-            chosen = source.choose()
+            chosen = source.choose(or_none=True)
         names = source.parameters  # while Linears are of floats
         self.quantization_config = model.config.quantization_config = source.config(chosen)
         super()._process_model_before_weight_loading(model, dtype, **kwargs)
@@ -143,7 +143,6 @@ class TakenOver(ConversionOps):
 
         Raises:
             CheckpointError: what is stored cannot be.
-            UnsupportedModelError: 8 bits are not symmetric.
         """
         self._fill(stored, into, getattr(module, "computed_order", BY_ROWS))
 

@@ -167,8 +167,10 @@ class Sums:
                 sums = self.by_path[weight.name]
                 found[weight.name] = sums.div_(rows.clamp(min=1)[:, None])
                 sums[few] = 0
-        products = self._products
-        of = None if products is None else partial(products.of, windows_done=self.windows_done)
+        of = None
+        if (products := self._products) is not None:
+            products.finish()
+            of = partial(products.of, windows_done=self.windows_done)
         return Importances(found, "", few_rows, of)
 
     def _read(self, file: Path) -> None:

@@ -75,6 +75,10 @@ class InputProducts:
         if self._written:
             self._output.sync(self._file)
 
+    def finish(self) -> None:
+        """Give back what adding takes: nothing is added any more."""
+        self._sums = self._rows = torch.empty(0)
+
     def of(self, path: str, windows_done: int) -> list[torch.Tensor]:
         """Sum over the text up to that window, fp32 of [columns, columns] for each block."""
         total = torch.zeros(sum(self._sizes(path)))

@@ -26,6 +26,7 @@ from pipeload.quantiser.bit_budget import Option, spend
 from pipeload.quantiser.calibration import load_floats, windows_of
 from pipeload.quantiser.calibration_text import WINDOW
 from pipeload.quantiser.forms import IntegerForm
+from pipeload.quantiser.kept_gradients import GRADIENTS_FILE, KeptGradients
 from pipeload.quantiser.output_gradients import OutputGradients, working_bytes
 from pipeload.quantiser.resumable_shards import BITS_FILE
 from pipeload.quantiser.tensor import read_weight, rows_of
@@ -178,6 +179,7 @@ class MixedBits:
             assert places is not None  # noqa: S101 - the smallest fit, as was seen first
             chosen = {path: self._fitting(path)[place] for path, place in places.items()}
             output.write_bytes(BITS_FILE, [json.dumps(chosen).encode()])
+        output.delete(GRADIENTS_FILE)
         return {path: self._forms[number] for path, number in chosen.items()}
 
     def describe(self, chosen: Mapping[str, IntegerForm]) -> str:
@@ -249,6 +251,8 @@ def find_gradients(
 ) -> dict[str, torch.Tensor]:
     """Have the float model read some of the text, and go back: see `OutputGradients`.
 
+    A run that was killed is gone on with, behind the last block that it went back through.
+
     Args:
         pretrained: a folder or a hub id.
         text: to be read.
@@ -267,6 +271,9 @@ def find_gradients(
         MemoryLimitError: the limit is too small; says the smallest that works.
         PipeloadError: what passes raise.
     """
+    kept = KeptGradients(output)
+    if kept.whole:
+        return kept.by_path
     model, batch = _load(pretrained, shared.blocks, memory_limit, **kwargs)
     windows = windows_of(text, pretrained, model, **kwargs)
     if windows.shape[1] < _LEAST_TOKENS:
@@ -277,23 +284,19 @@ def find_gradients(
     windows = windows[: max(1, _TOKENS // windows.shape[1])]
     blocks = [model.get_submodule(block.name) for block in shared.blocks]
     few = reading._replace(items=min(reading.items, _ITEMS))
-    found = OutputGradients(model, blocks, shared.entries, few, output)
-    groups = windows.split(batch)
-    done, total = 0, len(groups) * len(blocks)
+    kept.begin(len(windows), batch, len(blocks), model.dtype)
+    found = OutputGradients(model, blocks, shared.entries, few, kept)
 
     def step() -> None:
-        nonlocal done
-        done += 1
         if advance is not None:
-            advance(done, total)
+            advance(kept.blocks_done, kept.blocks)
 
     with torch.inference_mode(mode=False):
-        for ids in groups:
+        for ids in windows.split(batch)[kept.blocks_done // len(blocks) :]:
             found.add(ids.clone(), step)
-    sums = found.by_path
     del model, blocks, found
     gc.collect()  # its memory is needed for what comes now
-    return sums
+    return kept.by_path
 
 
 def check_limit(

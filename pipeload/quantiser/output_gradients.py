@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from pipeload.checkpoint.headers import TensorEntry
-    from pipeload.quantiser.resumable_shards import Output
+    from pipeload.quantiser.kept_gradients import KeptGradients
     from pipeload.quantiser.tensor import Reading
 
 _LOGIT_BYTES = 48 << 20
@@ -60,7 +60,7 @@ class OutputGradients:
         blocks: Sequence[nn.Module],
         stored: Mapping[str, TensorEntry],
         reading: Reading,
-        output: Output,
+        kept: KeptGradients,
     ) -> None:
         """Nothing has run yet.
 
@@ -69,12 +69,10 @@ class OutputGradients:
             blocks: of it, in the order in which they run.
             stored: weights of Linears, by the paths of these.
             reading: those from the files.
-            output: the folder for what is kept meanwhile.
+            kept: what a run before has found, and where to add; and the folder for hidden states.
         """
-        self._model, self._blocks, self._output = model, blocks, output
-        self._stored, self._reading = stored, reading
-        self.by_path: dict[str, torch.Tensor] = {}
-        """fp32 of [rows] by path; of those Linears that have run in blocks."""
+        self._model, self._blocks, self._output = model, blocks, kept.output
+        self._stored, self._reading, self._kept = stored, reading, kept
         self._calls: list[_Call] = []
         self._live = False
         """Whether autograd records what runs."""
@@ -83,6 +81,8 @@ class OutputGradients:
 
     def add(self, ids: torch.Tensor, advance: Callable[[], None]) -> None:
         """Add what a text tells, int64 of [windows, tokens]; `advance` is called for each block.
+
+        Of the first text, blocks that a run before has gone back through are left out.
 
         Raises:
             UnsupportedModelError: a block by itself gives something else than in the model, or has
@@ -106,14 +106,20 @@ class OutputGradients:
         with torch.no_grad(), contextlib.ExitStack() as hooks:
             for undo in self._attach():
                 hooks.callback(undo)
+            before, kept = dict(self._kept.by_path), self._kept
             self._gradient = self._forward(ids)
-            for block, call in zip(reversed(self._blocks), reversed(self._calls), strict=True):
+            done = kept.blocks_done % len(self._blocks)
+            if done:
+                kept.by_path, self._gradient, kept.gradient = before, kept.gradient, torch.empty(0)
+            pairs = list(zip(self._blocks, self._calls, strict=True))
+            for block, call in pairs[::-1][done:]:
                 self._live, hidden = True, self._load(call)
                 try:
                     args, kwargs = _called_with(call.args, call.kwargs, hidden)
                     block(*args, **kwargs)
                 finally:
                     self._live = False
+                kept.write(self._gradient)
                 advance()
 
     # -- a pass, and the loss ----------------------------------------------------------------------
@@ -234,7 +240,8 @@ class OutputGradients:
         def back(gradient: torch.Tensor) -> torch.Tensor:
             rows = gradient.flatten(0, -2)
             squares = rows.float().square().sum(0)
-            self.by_path[path] = squares.add_(self.by_path.get(path, 0.0))
+            found = self._kept.by_path
+            found[path] = squares.add_(found.get(path, 0.0))
             entry, start = self._stored[path], 0
             made = rows.new_zeros((len(rows), entry.shape[1]))
             for weight in read_weight(entry, self._reading):

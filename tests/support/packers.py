@@ -102,6 +102,11 @@ def gptq_v2(stem: str, packed: Packed) -> dict[str, torch.Tensor]:
     return _gptq(stem, packed, less=0)
 
 
+def gptq_of_bytes(stem: str, packed: Packed) -> dict[str, torch.Tensor]:
+    """Version 1, of 8 bits."""
+    return _gptq(stem, packed, less=1, bits=8)
+
+
 def awq(stem: str, packed: Packed) -> dict[str, torch.Tensor]:
     """Of the version "gemm"."""
 
@@ -142,29 +147,37 @@ def integers(stem: str, packed: Packed) -> dict[str, torch.Tensor]:
     }
 
 
-def mlx(stem: str, packed: Packed) -> dict[str, torch.Tensor]:
-    """With the offset of code 0."""
+def mlx(stem: str, packed: Packed, bits: int = 4) -> dict[str, torch.Tensor]:
+    """With the offset of code 0. Eight codes lie in as many bytes as one has bits."""
     scale = packed.scale.float()
+    eight = packed.codes.long().unflatten(1, (-1, 8)) << torch.arange(0, 8 * bits, bits)
+    stored = eight.sum(-1, keepdim=True) >> torch.arange(0, 8 * bits, 8)
     return {
-        f"{stem}weight": words(packed.codes).view(torch.uint32),
+        f"{stem}weight": (stored & 255).to(torch.uint8).flatten(1).view(torch.uint32),
         f"{stem}scales": packed.scale.t().contiguous(),
         f"{stem}biases": (-packed.zero * scale).t().to(packed.scale.dtype).contiguous(),
     }
 
 
-def hqq(stem: str, packed: Packed) -> dict[str, torch.Tensor]:
+HQQ_PACKINGS = {1: "1bit_u8", 2: "2bit_u8", 3: "3bit_32", 4: "4bit_u8", 8: "8bit_u8"}
+
+
+def hqq(stem: str, packed: Packed, bits: int = 4) -> dict[str, torch.Tensor]:
     """As HQQLinear's state dict has it, encoded for safetensors."""
     rows, groups = len(packed.codes), len(packed.scale)
-    lines = packed.codes.reshape(rows * groups, -1)
-    half = len(lines) // 2
+    lines, each = packed.codes.reshape(rows * groups, -1).int(), 10 if bits == 3 else 8 // bits
+    count = -(-len(lines) // each)
+    lines = torch.nn.functional.pad(lines, (0, 0, 0, count * each - len(lines)))
+    shifts = torch.arange(each - 1, -1, -1)[:, None, None] * bits
+    words = (lines.view(each, count, -1) << shifts).sum(0)
     flags = ("view_as_float", "quant_scale", "quant_zero")
     return {
-        f"{stem}W_q": lines[:half] << 4 | lines[half:],
+        f"{stem}W_q": words.to(torch.int32 if bits == 3 else torch.uint8),
         f"{stem}scale": packed.scale.t().reshape(-1, 1),
         f"{stem}zero": packed.zero.t().reshape(-1, 1).to(packed.scale.dtype),
         f"{stem}shape": torch.tensor(packed.codes.shape),
         f"{stem}axis": torch.tensor(1, dtype=torch.int32),
-        f"{stem}packing": torch.tensor([*b"4bit_u8"], dtype=torch.uint8),
+        f"{stem}packing": torch.tensor([*HQQ_PACKINGS[bits].encode()], dtype=torch.uint8),
         **{f"{stem}{flag}": torch.tensor(0, dtype=torch.uint8) for flag in flags},
     }
 
@@ -177,6 +190,21 @@ def torchao(stem: str, packed: Packed) -> dict[str, torch.Tensor]:
         f"{stem}_weight_scale": packed.scale.t().contiguous(),
         f"{stem}_weight_zero_point": (packed.zero.t() - middle).to(torch.int8).contiguous(),
     }
+
+
+def aqlm(stem: str, weight: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """Two codebooks of 256 entries for any weight of that shape, and the numbers that come out."""
+    rows, columns = weight.shape
+    place = torch.arange(rows * columns // 8 * 2).view(rows, -1, 2)
+    codes = (place * 29 + place // 7) % 256
+    books = ((torch.arange(2 * 256 * 8) * 37) % 101 - 50).view(2, 256, 1, 8) / 1024
+    scale = 1 + torch.arange(rows).view(-1, 1, 1, 1) % 5 / 4
+    numbers = (books[0, codes[..., 0], 0] + books[1, codes[..., 1], 0]).view(rows, columns)
+    return {
+        f"{stem}codes": codes.to(torch.uint8).view(torch.int8),
+        f"{stem}codebooks": books.half(),
+        f"{stem}scales": scale.half(),
+    }, numbers * scale.view(-1, 1)
 
 
 def _torchao(kind: str, **data: Any) -> dict[str, Any]:
@@ -212,6 +240,9 @@ WAYS: dict[str, Way] = {
     "gptq_v2": Way(_settings("gptq", checkpoint_format="gptq_v2"), gptq_v2, group=32),
     "gptq, desc_act": Way(_settings("gptq", desc_act=True), gptq, group=128, shuffled=True),
     "gptq, one group a row": Way(_settings("gptq", group_size=-1), gptq, group=0),
+    "gptq, 8 bits": Way(
+        _settings("gptq", sym=True) | {"bits": 8}, gptq_of_bytes, bits=8, group=0, symmetric=True
+    ),
     "awq": Way(_settings("awq", version="gemm"), awq),
     "auto-round as gptq": Way(
         _settings("auto-round", packing_format="auto_round:auto_gptq:exllamav2", sym=True),

@@ -135,6 +135,43 @@ def metal(folder: Path) -> Path:
     return rewrite(save_random("llama", folder, "bf16", seed=3), quantisation, change)
 
 
+def gemma(folder: Path, **settings: Any) -> Path:
+    """A LLaMA of 4 bits, 2 in one projection of each block and 8 in another, inputs rounded."""
+    generator = torch.Generator().manual_seed(5)
+    bits = {"up_proj": 2, "down_proj": 8}
+
+    def change(name: str, tensor: torch.Tensor) -> Mapping[str, torch.Tensor]:
+        embedding = "embed_tokens" in name
+        if not _is_projection(name) and not embedding:
+            return {}
+        path, (rows, columns) = name.removesuffix("weight"), tensor.shape
+        each = next((n for part, n in bits.items() if part in name), 4)
+        codes = torch.randint(1 << each, (rows, columns), generator=generator)
+        packed = (codes.unflatten(1, (-1, 8 // each)) << torch.arange(0, 8, each)).sum(-1)
+        packed = packed.to(torch.uint8)
+        scale = tensor.float().abs().amax(1, keepdim=True) / (1 << each - 1)
+        if embedding:
+            return {f"{path}embedding_quantized": packed, f"{path}embedding_scale": scale}
+        step = torch.tensor(0.0 if "o_proj" in name else 0.05)  # 0: it was not measured
+        return {
+            name: packed.view(torch.int8) if each == 8 else packed,
+            f"{path}weight_scale": scale,
+            f"{path}input_activation_scale": step,
+            f"{path}output_activation_scale": step.clone(),
+        }
+
+    quantisation = {
+        "quant_method": "gemma",
+        "num_bits": 4,
+        "quantize_embeddings": True,
+        "module_quant_configs": {part: {"num_bits": n} for part, n in bits.items()},
+        "modules_to_not_convert": ["lm_head"],
+    }
+    # Large enough that as few bits are not kept in memory.
+    config = AutoConfig.for_model("llama", **_SIZES | {"hidden_size": 384}, intermediate_size=512)
+    return rewrite(save_random(config, folder, "bf16", seed=3), quantisation | settings, change)
+
+
 def bitnet(folder: Path, **settings: Any) -> Path:
     """A LLaMA of three values, four to a byte, each from another quarter of the rows."""
     generator = torch.Generator().manual_seed(5)

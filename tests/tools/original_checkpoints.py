@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
 """Whole checkpoints that hqq and torchao make, converted, against what those say their numbers are.
 
-    pip install --no-deps hqq termcolor torchao
+    pip install --no-deps hqq termcolor torchao aqlm
     python -m tests.tools.original_checkpoints FOLDER
 
-Neither is a dependency of anything here. A random LLaMA is quantised by each in several ways and
+None is a dependency of anything here. A random LLaMA is quantised by each in several ways and
 saved; `pipeload convert` of it in fp32 has to hold the very numbers, and what is streamed as it is
 has to compute what the converted one in bf16 does. What cannot be taken over must be refused by
 name. Status 1 if any of it is otherwise. It prints the digests that
@@ -24,9 +24,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, TorchAoConfig
 
 import pipeload
 from pipeload.errors import UnsupportedModelError
-from tests.support.packers import SIZES, digest, known_codes, sawtooth
+from tests.support.packers import HQQ_PACKINGS, SIZES, aqlm, digest, known_codes, sawtooth
 
-HQQ: Final = {(4, 64, 1): True, (4, 128, 1): True, (4, 64, 0): False, (3, 64, 1): False}
+HQQ: Final = {(4, 64, 1): True, (4, 128, 1): True, (4, 64, 0): False, (3, 64, 1): True}
 """Bits, group and axis, and whether they are taken over."""
 NEAR: Final = 1e-6
 """An offset is rounded where a zero is not."""
@@ -99,6 +99,7 @@ def main() -> int:
     """Check everything, in the folder that is named."""
     torch.set_grad_enabled(False)
     torch.manual_seed(0)
+    from aqlm.utils import _dequantize_weight
     from hqq.core.bitpack import BitPack
     from torchao.quantization import (
         Int8DynamicActivationInt8WeightConfig,
@@ -130,8 +131,14 @@ def main() -> int:
             quantize_(linear, how)
             found: Any = linear.weight
             print(f"{name}: codes of the sawtooth {digest(found.qdata)}")
-    packed = BitPack.pack_4bit_u8(known_codes().codes.reshape(-1, 32))
-    print(f"hqq: known codes {digest(packed)}")
+    for bits, name in HQQ_PACKINGS.items():
+        codes = known_codes().codes.reshape(-1, 32) & (1 << bits) - 1
+        print(f"hqq: known codes of {bits} bits {digest(getattr(BitPack, f'pack_{name}')(codes))}")
+    found, numbers = aqlm("", torch.empty(64, 64))
+    codes = found["codes"].view(torch.uint8).long()
+    theirs = _dequantize_weight(codes, found["codebooks"].float(), found["scales"].float())
+    right &= torch.equal(theirs, numbers)
+    print(f"aqlm: known numbers {digest(theirs)}")
     return 0 if right else 1
 
 

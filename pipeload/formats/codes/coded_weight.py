@@ -31,9 +31,22 @@ MIDDLE: Final = {4: 8, 8: 128}
 """The code that stands for zero where a method is symmetric, by bits."""
 
 
+def held_in(bits: int) -> int:
+    """In how many bits our kernels have codes of so many: all of the fewer are there as well."""
+    return 4 if bits <= 4 else 8
+
+
+class Numbers(abc.ABC):
+    """Which numbers the codes of a weight stand for."""
+
+    @abc.abstractmethod
+    def numbers(self, codes: torch.Tensor, first: int) -> torch.Tensor:
+        """Make fp32 of [rows, columns] of codes as `Codes.rows` gives, the first of row `first`."""
+
+
 @dataclass(frozen=True)
-class Grid(abc.ABC):
-    """Which numbers the codes of a weight stand for. Groups are of neighbouring columns."""
+class Grid(Numbers):
+    """Evenly spread ones, for our kernels. Groups are of neighbouring columns."""
 
     scale: torch.Tensor
     """fp32 of [groups, rows]."""
@@ -43,12 +56,19 @@ class Grid(abc.ABC):
     """The code that our kernels count from."""
 
     @abc.abstractmethod
-    def numbers(self, codes: torch.Tensor, first: int) -> torch.Tensor:
-        """Make fp32 of codes of [rows, columns], of which the first is row `first`."""
-
-    @abc.abstractmethod
     def scales_and_zeros(self, dtype: torch.dtype) -> torch.Tensor:
         """[groups, rows, 2]: the scale, and the number that the middle code stands for."""
+
+    def _by_group(
+        self, codes: torch.Tensor, first: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Codes in fp32, [rows, groups, columns], with scale and start of [rows, groups, 1]."""
+        scale, start = (
+            each[:, first : first + len(codes)].t()[..., None] for each in (self.scale, self.start)
+        )
+        # A copy in any case, and in order: it is changed in place.
+        made = torch.empty(codes.shape).copy_(codes)
+        return made.unflatten(1, (len(self.scale), -1)), scale, start
 
 
 class ZeroCodes(Grid):
@@ -61,8 +81,8 @@ class ZeroCodes(Grid):
 
     def numbers(self, codes: torch.Tensor, first: int) -> torch.Tensor:
         """Make fp32 of codes of [rows, columns], of which the first is row `first`."""
-        scale, zero = (_spread(each, codes, first) for each in (self.scale, self.start))
-        return (codes.float() - zero).mul_(scale)
+        made, scale, zero = self._by_group(codes, first)
+        return made.sub_(zero).mul_(scale).flatten(1)
 
     def scales_and_zeros(self, dtype: torch.dtype) -> torch.Tensor:
         """[groups, rows, 2], rounded as gptqmodel does for torch's kernel: each factor first."""
@@ -75,19 +95,13 @@ class Offsets(Grid):
 
     def numbers(self, codes: torch.Tensor, first: int) -> torch.Tensor:
         """Make fp32 of codes of [rows, columns], of which the first is row `first`."""
-        scale, offset = (_spread(each, codes, first) for each in (self.scale, self.start))
-        return codes.float().mul_(scale).add_(offset)
+        made, scale, offset = self._by_group(codes, first)
+        return made.mul_(scale).add_(offset).flatten(1)
 
     def scales_and_zeros(self, dtype: torch.dtype) -> torch.Tensor:
         """[groups, rows, 2]: the scale, and what the middle code stands for, rounded once."""
         zero = self.start + self.middle * self.scale
         return torch.stack((self.scale, zero), -1).to(dtype)
-
-
-def _spread(each: torch.Tensor, codes: torch.Tensor, first: int) -> torch.Tensor:
-    """One for every code, of one for every group."""
-    rows, columns = codes.shape
-    return each[:, first : first + rows].t().repeat_interleave(columns // len(each), 1)
 
 
 class Lay(enum.Enum):
@@ -114,8 +128,9 @@ class Codes(NamedTuple):
     """The integers of a weight."""
 
     rows: Callable[[int, int], torch.Tensor]
-    """uint8 of [rows, columns], from one row to before another; multiples of 8, or the last."""
-    grid: Grid
+    """uint8 of [rows, columns], from one row to before another; multiples of 8, or the last. Where
+    they are no grid's, as these are numbered."""
+    grid: Numbers
     columns: torch.Tensor | None = None
     """Which input each of these columns is multiplied by: int32 of [columns]. None if in order."""
     stored: Words | None = None
@@ -131,11 +146,11 @@ class CodedWeight:
     shape: tuple[int, int]
     """[rows, columns] of that."""
     bits: int
-    """Of a code: 4 or 8."""
+    """Of a code, for our kernels: 4 or 8; 0 where they are no grid's, and no kernel takes them."""
     groups: int
     """In a row."""
     parts: Mapping[str, TensorEntry]
-    """What is stored of it, by what the method calls it."""
+    """What is stored of it, by what the method calls it; codes first."""
     decode: Callable[[Mapping[str, torch.Tensor]], Codes]
     """Makes codes of the tensors of all parts. Raises CheckpointError for what cannot be."""
 
@@ -143,6 +158,17 @@ class CodedWeight:
     def group_of(self) -> TensorEntry | None:
         """The group of each column, where that is stored."""
         return self.parts.get(GROUP_OF)
+
+    def grid(self, read: Callable[[TensorEntry], torch.Tensor]) -> Numbers:
+        """Which numbers its codes stand for; those are not read.
+
+        Raises:
+            CheckpointError: what is stored cannot be.
+        """
+        (codes, entry), *others = self.parts.items()
+        tensors = {key: read(one) for key, one in others}
+        tensors[codes] = torch.empty(entry.shape, dtype=DTYPES[entry.dtype], device="meta")
+        return self.decode(tensors).grid
 
     @property
     def nbytes(self) -> int:
@@ -173,28 +199,20 @@ class CodesFormat(Protocol):
         """
 
 
-def statistics(weight: CodedWeight, grid: Grid, groups: int, dtype: torch.dtype) -> torch.Tensor:
+def statistics(weight: CodedWeight, grid: Numbers, groups: int, dtype: torch.dtype) -> torch.Tensor:
     """What our kernels take beside codes: [groups, rows, 2] of 4 bits, [rows, 1] of 8.
 
     Args:
         weight: whose they are.
         grid: its numbers.
-        groups: in a row, a multiple of those stored; 0 of 8 bits.
+        groups: in a row, a multiple of those stored; 0 of 8 bits, which are symmetric.
         dtype: of scales and zeros.
-
-    Raises:
-        UnsupportedModelError: 8 bits are not symmetric.
     """
+    assert isinstance(grid, Grid)  # noqa: S101 - others become floats
     both = grid.scales_and_zeros(dtype)
     if weight.bits == 4:
         return both.repeat_interleave(groups // weight.groups, 0)
-    scale, zero = both[0].unbind(-1)
-    if bool(zero.any()):
-        raise UnsupportedModelError(
-            f"{weight.name!r} is of 8 bits and not symmetric, which no kernel of torch takes. "
-            "Use the float checkpoint."
-        )
-    return scale[:, None]
+    return both[0, :, :1]
 
 
 def not_taken_over(method: str, why: str) -> UnsupportedModelError:

@@ -1,7 +1,8 @@
 """Integers of HQQ, as its package and transformers 4 have saved them: groups along rows (axis 1).
 
-    W_q    uint8 [rows * groups / 2, group]: a group in each line; those of the first half of all
-           groups in the upper 4 bits. Of 8 bits [rows * groups, group]
+    W_q    uint8 [rows * groups / 2, group] of 4 bits: a group in each line; those of the first
+           half of all groups in the upper bits. So with a fourth or an eighth of all for 2 bits or
+           1, and with a tenth for 3 bits, in int32 and filled up; of 8 bits [rows * groups, group]
     scale  [rows * groups, 1]
     zero   [rows * groups, 1]: no whole number
 
@@ -26,6 +27,7 @@ from pipeload.formats.codes.coded_weight import (
     CodedWeight,
     Codes,
     Offsets,
+    held_in,
     not_taken_over,
     part,
     stems,
@@ -37,8 +39,14 @@ if TYPE_CHECKING:
 
     from pipeload.checkpoint.headers import TensorEntry
 
-_PACKINGS: Final = {"4bit_u8": 4, "8bit_u8": 8}
-"""Bits of a code, by the name of how codes are packed."""
+_PACKINGS: Final = {
+    "8bit_u8": (8, 1),
+    "4bit_u8": (4, 2),
+    "3bit_32": (3, 10),
+    "2bit_u8": (2, 4),
+    "1bit_u8": (1, 8),
+}
+"""Bits of a code, and how many lie in a word, by the name of how codes are packed."""
 _NUMBERS: Final = {"axis": 1, "view_as_float": 0, "quant_scale": 0, "quant_zero": 0}
 """What is said of a weight, and has to be: else its scales or its words are something else."""
 _BESIDE: Final = (
@@ -75,14 +83,16 @@ class Hqq:
         packing = bytes(found["packing"].tolist()).decode(errors="replace")
         if packing not in _PACKINGS:
             raise not_taken_over(self.method, f"{name!r} is packed as {packing!r}")
-        bits = _PACKINGS[packing]
+        bits, each = _PACKINGS[packing]
         rows, columns = found["shape"].tolist()
-        words = part(stored, f"{stem}W_q", (None, None), torch.uint8)
-        lines, group = words.shape[0] * 8 // bits, words.shape[1]
-        if min(rows, columns, group) < 1 or lines * group != rows * columns or columns % group:
+        dtype = torch.int32 if each > 8 else torch.uint8
+        words = part(stored, f"{stem}W_q", (None, None), dtype)
+        count, group = words.shape
+        lines = rows * columns // group if min(rows, columns, group) > 0 else 0
+        if columns % max(group, 1) or -(-lines // each) != count or not lines:
             raise CheckpointError(
-                f"{name!r} is said to be of [{rows}, {columns}], and its codes are {lines} groups "
-                f"of {group}. Download the checkpoint again."
+                f"{name!r} is said to be of [{rows}, {columns}], and its codes are {count * each} "
+                f"groups of {group}. Download the checkpoint again."
             )
         parts = {
             "words": words,
@@ -92,7 +102,8 @@ class Hqq:
             **{key: stored[f"{stem}{key}"] for key in _BESIDE if f"{stem}{key}" in stored},
         }
         shape, groups = (rows, columns), columns // group
-        return CodedWeight(name, shape, bits, groups, parts, partial(_decode, shape, bits))
+        decode = partial(_decode, shape, bits, each)
+        return CodedWeight(name, shape, held_in(bits), groups, parts, decode)
 
 
 def _read(entries: Mapping[str, TensorEntry]) -> dict[str, torch.Tensor]:
@@ -103,20 +114,20 @@ def _read(entries: Mapping[str, TensorEntry]) -> dict[str, torch.Tensor]:
     return {key: read_whole(entry, opened) for key, entry in entries.items()}
 
 
-def _decode(shape: tuple[int, int], bits: int, tensors: Mapping[str, torch.Tensor]) -> Codes:
+def _decode(
+    shape: tuple[int, int], bits: int, each: int, tensors: Mapping[str, torch.Tensor]
+) -> Codes:
     words, (rows, columns) = tensors["words"], shape
-    groups = columns // words.shape[1]
+    groups, count = columns // words.shape[1], len(words)
     scale, zero = (tensors[name].float().view(rows, groups).t() for name in ("scale", "zero"))
 
     def some(start: int, stop: int) -> torch.Tensor:
         first, last = start * groups, stop * groups
-        if bits == 8:
-            return words[first:last].reshape(-1, columns)
-        half = len(words)
-        upper, lower = (
-            words[first : min(last, half)],
-            words[max(0, first - half) : max(0, last - half)],
-        )
-        return torch.cat((upper >> 4, lower & 15)).view(-1, columns)
+        found = []
+        for place in range(first // count, -(-last // count)):
+            begin = place * count
+            lines = words[max(first - begin, 0) : last - begin] >> bits * (each - 1 - place)
+            found.append((lines & (1 << bits) - 1).to(torch.uint8))
+        return torch.cat(found).view(-1, columns)
 
-    return Codes(some, Offsets(scale, -zero * scale, MIDDLE[bits]))
+    return Codes(some, Offsets(scale, -zero * scale, MIDDLE[held_in(bits)]))

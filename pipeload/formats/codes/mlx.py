@@ -1,16 +1,17 @@
 """Integers with scales and offsets for groups of a row, as Apple's MLX makes them.
 
-    weight   uint32 [rows, columns / 8]
+    weight   uint32 [rows, columns * bits / 32]: the codes of a row one behind the other
     scales   [rows, groups]
     biases   [rows, groups]: what code 0 stands for; `qbiases` where transformers has made them
 
-Embeddings are quantised as well.
+Embeddings are quantised as well. Settings of a module may stand by its name. Layouts checked
+against what mlx 0.32 packs.
 """
 
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
@@ -23,17 +24,19 @@ from pipeload.formats.codes.coded_weight import (
     Offsets,
     Words,
     group_columns,
+    held_in,
     not_taken_over,
     part,
     stems,
 )
-from pipeload.formats.codes.gptq import bits_of
 from pipeload.formats.codes.words import codes_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from pipeload.checkpoint.headers import TensorEntry
+
+_BITS: Final = (2, 3, 4, 5, 6, 8)
 
 
 class Mlx:
@@ -49,16 +52,31 @@ class Mlx:
         self, config: Mapping[str, Any], stored: Mapping[str, TensorEntry]
     ) -> list[CodedWeight]:
         """Find quantised weights. Raises what `CodesFormat.find` does."""
-        mode = config.get("mode", "affine")
-        if mode != "affine":
+        coded = []
+        for stem in stems(stored, "scales"):
+            if f"{stem}weight" in stored:
+                told = config.get(stem.removesuffix("."))
+                own = {**config, **told} if isinstance(told, dict) else config
+                coded.append(_coded(stem, stored, self._bits(own)))
+        self._bits(config)  # also where nothing is quantised
+        return coded
+
+    def _bits(self, told: Mapping[str, Any]) -> int:
+        """Of a code.
+
+        Raises:
+            UnsupportedModelError: they are packed in a way that is not understood.
+        """
+        if (mode := told.get("mode", "affine")) != "affine":
             raise not_taken_over(self.method, f"its mode {mode!r} is unknown")
-        bits = bits_of(self.method, config)
-        for name, value in config.items():
-            if isinstance(value, dict) and value.get("bits", bits) != bits:
-                why = f"{name!r} has {value['bits']!r} bits, and others {bits}"
-                raise not_taken_over(self.method, why)
-        found = stems(stored, "scales")
-        return [_coded(stem, stored, bits) for stem in found if f"{stem}weight" in stored]
+        bits = told.get("bits")
+        if bits not in _BITS:
+            known = ", ".join(map(str, _BITS))
+            raise not_taken_over(
+                self.method, f"its codes have {bits!r} bits, and {known} are known"
+            )
+        assert isinstance(bits, int)  # noqa: S101 - see above
+        return bits
 
 
 def _coded(stem: str, stored: Mapping[str, TensorEntry], bits: int) -> CodedWeight:
@@ -74,7 +92,8 @@ def _coded(stem: str, stored: Mapping[str, TensorEntry], bits: int) -> CodedWeig
         "scale": scale,
         "offset": part(stored, f"{stem}{biases}", scale.shape, *FLOATS),
     }
-    return CodedWeight(name, (rows, columns), bits, groups, parts, partial(_decode, bits))
+    decode = partial(_decode, bits)
+    return CodedWeight(name, (rows, columns), held_in(bits), groups, parts, decode)
 
 
 def _decode(bits: int, tensors: Mapping[str, torch.Tensor]) -> Codes:
@@ -84,4 +103,5 @@ def _decode(bits: int, tensors: Mapping[str, torch.Tensor]) -> Codes:
     def rows(start: int, stop: int) -> torch.Tensor:
         return codes_of(words[start:stop], bits)
 
-    return Codes(rows, Offsets(scale, offset, MIDDLE[bits]), stored=Words(Lay.ALONG, words))
+    words_of_kernels = Words(Lay.ALONG, words) if bits in MIDDLE else None
+    return Codes(rows, Offsets(scale, offset, MIDDLE[held_in(bits)]), stored=words_of_kernels)

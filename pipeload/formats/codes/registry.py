@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
+from pipeload.formats.codes.aqlm import Aqlm
 from pipeload.formats.codes.auto_round import AutoRound
 from pipeload.formats.codes.awq import Awq
 from pipeload.formats.codes.compressed_tensors import CompressedTensors
@@ -27,6 +28,7 @@ CODES: Final[list[CodesFormat]] = [
     Mlx("metal"),
     Hqq(),
     TorchAo(),
+    Aqlm(),
 ]
 """A format is added by its line here, and in `CONVERTED` of `formats.forms`."""
 

@@ -9,13 +9,20 @@ with "static groups"), so nothing is put in another order for whoever multiplies
 
 Sums of products of all columns with all would be gigabytes. Here inputs are taken in blocks of
 neighbours, and a column makes up for those of its own block alone.
+
+`compensation.c` and `_by_torch` do the same operations in the same order, so their bits are equal.
 """
 
 from __future__ import annotations
 
+import ctypes
+import functools
+from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
+
+from pipeload.formats.compiler import compile_library
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,9 +30,10 @@ if TYPE_CHECKING:
     from pipeload.formats.integers.search import Found
 
 BLOCK: Final = 512
-"""Columns that make up for each other."""
+"""Columns that make up for each other; the kernel holds no more."""
 _DAMPING: Final = 0.01  # of the mean of the diagonal, as in the paper
 _TRIES: Final = 8
+_SOURCE: Final = Path(__file__).with_name("compensation.c")
 _ROWS: Final = 512  # at once: a block of so many, and their changes, stay in the cache
 
 
@@ -75,6 +83,35 @@ def compensate(weight: torch.Tensor, found: Found, factors: Sequence[Factor]) ->
         found: of 4 bits.
         factors: of each of `blocks_of(columns)`.
     """
+    library = compiled()
+    if library is None:
+        return _by_torch(weight, found, factors)
+    rows, columns = weight.shape
+    exact = weight.float().contiguous()
+    made = torch.empty((rows, columns), dtype=torch.int8)
+    scale, zero = found.scale.contiguous(), found.zero.contiguous()
+    for block, one in zip(blocks_of(columns), factors, strict=True):
+        lower = one.upper.t().contiguous()
+        tensors = (exact, scale, zero, one.order, lower, made)
+        library.compensate(
+            *(tensor.data_ptr() for tensor in tensors),
+            *(rows, columns, block.start, len(block), columns // scale.shape[1]),
+        )
+    return made
+
+
+@functools.cache
+def compiled() -> ctypes.CDLL | None:
+    """Compile the kernel; None without a compiler, on other processors, or if that goes wrong."""
+    library = compile_library(_SOURCE)
+    if library is not None:
+        library.compensate.argtypes = [*[ctypes.c_void_p] * 6, *[ctypes.c_int64] * 5]
+        library.compensate.restype = None
+    return library
+
+
+def _by_torch(weight: torch.Tensor, found: Found, factors: Sequence[Factor]) -> torch.Tensor:
+    """As the kernel."""
     rows, columns = weight.shape
     group = columns // found.scale.shape[1]
     made = torch.empty((columns, rows), dtype=torch.int8)

@@ -47,14 +47,14 @@ class IntegerWeight:
             *((name, stored.plain(name)) for name in self._beside),
         ):
             if found is None:
-                raise _unusable(name, module, stored)
+                raise unusable(name, module, stored)
         assert plain is not None  # noqa: S101 - see above
         source = plain.sources[0]
         if plain.group is not None:  # made of others' integers, in the right order
             self._weight = replace(plain, guarded=True)
             return
         if source.dtype != plain.dtype:
-            raise _unusable(self._name, module, stored)
+            raise unusable(self._name, module, stored)
         repack: Repack | None = None
         if isinstance(module, Int4Linear) and module.order != module.computed_order:
             repack = Reordered(module.order, module.computed_order)
@@ -106,7 +106,7 @@ class ExpertsWeight:
         self._module, self._name = module, f"{path}.{module.stacked}"
         plain = stored.plain(self._name)
         if plain is None or not plain.raw:
-            raise _unusable(self._name, module, stored)
+            raise unusable(self._name, module, stored)
         self._weight = replace(plain, guarded=True)
 
     @property
@@ -138,7 +138,8 @@ class ExpertsWeight:
         """Note nothing: there is one order."""
 
 
-def _unusable(name: str, module: nn.Module, stored: Stored) -> CheckpointError:
+def unusable(name: str, module: nn.Module, stored: Stored) -> CheckpointError:
+    """The error for a tensor that is missing, or of another shape or dtype than its module's."""
     parameter = module.get_parameter(name.rpartition(".")[2])
     entry = next(iter(stored.parts(name).values()), None)
     if entry is None:
@@ -147,5 +148,6 @@ def _unusable(name: str, module: nn.Module, stored: Stored) -> CheckpointError:
         what = f"is {list(entry.shape)} of {entry.dtype} in {str(entry.file)!r}"
     wanted = f"{list(parameter.shape)} of {DTYPE_CODES[parameter.dtype]}"
     return CheckpointError(
-        f"{name!r} of a quantised module {what}, wanted {wanted}. Quantise the model again."
+        f"{name!r} of a quantised module {what}, wanted {wanted}. Download the checkpoint, "
+        "or quantise the model, again."
     )

@@ -25,7 +25,7 @@ from tests.support.exact import (
     step_logits,
 )
 from tests.support.models import load_plain, save_random
-from tests.support.packers import WAYS, random_codes, save_packed
+from tests.support.packers import SIZES, WAYS, aqlm, random_codes, save_packed
 from tests.support.sweeps import few
 
 if TYPE_CHECKING:
@@ -198,6 +198,61 @@ def test_what_is_quantised_besides_becomes_floats(tmp_path: Path) -> None:
     expected = outputs(load_plain(pipeload.convert(source, tmp_path / "made")))
     for limit in limits(source, 2):
         assert_same(outputs(load(source, limit)), expected, f"at {limit}")
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("gptq_v2", {"group": 16}),
+        ("gptq, 8 bits", {"group": 64, "shuffled": True}),
+        ("compressed-tensors, w8a16", {"symmetric": False}),
+    ],
+)
+def test_integers_that_no_kernel_takes(
+    name: str, change: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They become floats as they are read: the numbers they stand for, rounded once."""
+    source = tmp_path / "source"
+    packed = save_packed(source, WAYS[name]._replace(**change), dtype=torch.bfloat16)
+    streams_as_floats(source, {path: one.numbers for path, one in packed.items()})
+    assert "no kernel takes its integers" in caplog.text
+
+
+def test_codebooks(tmp_path: Path) -> None:
+    """AQLM's: the same of sums of their entries."""
+    source = tmp_path / "source"
+    tensors, numbers = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
+    save_random(transformers.AutoConfig.for_model("llama", **SIZES), source, torch.bfloat16, seed=4)
+    for name, one in load_file(source / "model.safetensors").items():
+        if name.endswith("proj.weight"):
+            made, numbers[name.removesuffix(".weight")] = aqlm(name.removesuffix("weight"), one)
+            tensors |= made
+        else:
+            tensors[name] = one
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    told = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    told["quantization_config"] = {"quant_method": "aqlm", "num_codebooks": 2}
+    (source / "config.json").write_text(json.dumps(told), encoding="utf-8")
+    streams_as_floats(source, numbers)
+
+
+def streams_as_floats(source: Path, numbers: dict[str, torch.Tensor]) -> None:
+    """What a plain model of those numbers, rounded once, computes; it is not converted."""
+    config = transformers.AutoConfig.from_pretrained(source)
+    del config.quantization_config
+    auto: Any = transformers.AutoModelForCausalLM
+    plain = auto.from_config(config, dtype=torch.bfloat16).eval()
+    stored = load_file(source / "model.safetensors")
+    stored |= {f"{path}.weight": one.to(torch.bfloat16) for path, one in numbers.items()}
+    plain.load_state_dict({key: stored[key] for key in plain.state_dict()})
+    expected = step_logits(plain, prompt(), 3)
+    with pytest.raises(UnsupportedModelError, match="no Linear has integers that a kernel takes"):
+        pipeload.convert(source, source.with_name("made"))
+    for limit in limits(source, 2):
+        model = load(source, limit)
+        assert_same(step_logits(model, prompt(), 3), expected, f"at {limit}")
+    model.pipeload.remove()
+    assert_same(step_logits(model, prompt(), 3), expected, "after remove()")
 
 
 def test_the_model_without_its_head(tmp_path: Path) -> None:

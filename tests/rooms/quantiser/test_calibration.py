@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import weakref
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -25,8 +26,9 @@ from pipeload.errors import CheckpointError, MemoryLimitError, OptionError
 from pipeload.formats.integers import compensation
 from pipeload.formats.integers.compensation import blocks_of
 from pipeload.formats.integers.rounding import to_int8, weigh_columns
-from pipeload.quantiser import calibration, calibration_text, input_products
+from pipeload.quantiser import calibration, calibration_text, input_products, quantise
 from pipeload.quantiser.calibration_text import CalibrationText, find_text
+from pipeload.quantiser.folder import write_weights
 from pipeload.quantiser.input_products import InputProducts
 from pipeload.quantiser.resumable_shards import PRODUCTS, SUMS_FILE
 from tests.rooms.quantiser.test_quantise import ROOT, SIZES
@@ -345,6 +347,20 @@ def test_products_of_inputs(
         mine = rows[:, block.start : block.stop]
         torch.testing.assert_close(one, mine.t() @ mine, rtol=1e-4, atol=1e-4)
     assert len(found) > 1
+    kept: list[Any] = []
+
+    class Kept(InputProducts):
+        def __init__(self, *given: Any) -> None:
+            super().__init__(*given)
+            kept.append(weakref.ref(self._sums))
+
+    monkeypatch.setattr(calibration, "InputProducts", Kept)
+
+    def without(*given: Any) -> None:
+        assert [one() for one in kept] == [None]  # what adding took is needed by now
+        write_weights(*given)
+
+    monkeypatch.setattr(quantise, "write_weights", without)
     made = pipeload.quantize(source, tmp_path / "made", calibrate=text, **options)
     assert not [*made.glob(f"{PRODUCTS}*")]
 

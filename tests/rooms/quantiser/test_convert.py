@@ -31,12 +31,13 @@ from tests.support.exact import (
     assert_streamed,
     limits,
     load,
+    load_smallest,
     prompt,
     steady_floor,
     step_logits,
 )
 from tests.support.models import load_plain, save_random
-from tests.support.packers import SIZES, WAYS, Packed, random_codes, save_packed
+from tests.support.packers import SIZES, WAYS, Packed, mlx, random_codes, save_packed
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -232,6 +233,29 @@ def test_other_groups(tmp_path: Path) -> None:
     assert type(model.get_submodule(odd)) is torch.nn.Linear
 
 
+def test_other_bits(tmp_path: Path) -> None:
+    """Of MLX: 3 are codes of 4 here, as 2 of another weight are; 6 become floats."""
+    source, way = tmp_path / "source", WAYS["mlx"]
+    packed = save_packed(source, way)
+    tensors = load_file(source / "model.safetensors")
+    told = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    others = {"model.layers.1.mlp.up_proj": 2, "model.layers.2.mlp.up_proj": 6}
+    for path, one in packed.items():
+        bits = others.get(path, 3)
+        packed[path] = one._replace(codes=one.codes & (1 << bits) - 1)
+        tensors |= mlx(f"{path}.", packed[path], bits)
+        told["quantization"][path] = {"group_size": 64, "bits": bits}
+    told["quantization"]["bits"] = 3
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    (source / "config.json").write_text(json.dumps(told), encoding="utf-8")
+    model = load_plain(pipeload.convert(source, tmp_path / "made"))
+    floats = "model.layers.2.mlp.up_proj"
+    assert type(model.get_submodule(floats)) is torch.nn.Linear
+    assert_taken_over(model, {path: one for path, one in packed.items() if path != floats})
+    streamed = load_smallest(source, dtype=torch.bfloat16)
+    assert_same(step_logits(streamed, prompt(), 2), step_logits(model, prompt(), 2), "as it is")
+
+
 def test_old_settings_beside_the_configuration(tmp_path: Path) -> None:
     """As AutoGPTQ wrote them, before configurations said how a model is quantised."""
     source = tmp_path / "source"
@@ -319,12 +343,25 @@ def test_groups_that_no_kernel_takes(tmp_path: Path) -> None:
 
 
 def test_int8_that_is_not_symmetric(tmp_path: Path) -> None:
-    """No kernel of torch takes it; what was begun is kept apart."""
-    way = WAYS["compressed-tensors, w8a16"]._replace(symmetric=False)
-    save_packed(tmp_path / "source", way)
-    with pytest.raises(UnsupportedModelError, match="not symmetric"):
-        pipeload.convert(tmp_path / "source", tmp_path / "made")
-    assert not (tmp_path / "made").exists()
+    """No kernel takes it: refused before anything is made; one among others becomes floats."""
+    source, way = tmp_path / "source", WAYS["compressed-tensors, w8a16"]
+    save_packed(source, way._replace(symmetric=False))
+    with pytest.raises(
+        UnsupportedModelError, match="8 bits, 256 to a scale, not symmetric; 8 bits"
+    ):
+        pipeload.convert(source, tmp_path / "made")
+    assert not list(tmp_path.glob("*made*"))
+    path = "model.layers.1.mlp.up_proj"
+    packed = save_packed(tmp_path / "other", way)
+    tensors = load_file(tmp_path / "other" / "model.safetensors")
+    uneven = load_file(source / "model.safetensors")
+    tensors |= {name: one for name, one in uneven.items() if name.startswith(path)}
+    save_file(tensors, tmp_path / "other" / "model.safetensors", {"format": "pt"})
+    model = load_plain(pipeload.convert(tmp_path / "other", tmp_path / "made", dtype="float32"))
+    assert type(model.get_submodule(path)) is torch.nn.Linear
+    assert_taken_over(model, {name: one for name, one in packed.items() if name != path})
+    streamed = load_smallest(tmp_path / "other", dtype=torch.float32)
+    assert_same(step_logits(streamed, prompt(), 2), step_logits(model, prompt(), 2), "as it is")
 
 
 def test_experts(tmp_path: Path) -> None:

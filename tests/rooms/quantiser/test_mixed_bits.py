@@ -34,8 +34,9 @@ from pipeload.errors import (
 from pipeload.formats.integers.order import BY_ROWS
 from pipeload.formats.integers.quantizer import PipeloadConfig, PipeloadQuantizer
 from pipeload.hf.pending_load import PendingLoad
-from pipeload.quantiser import mixed_bits
+from pipeload.quantiser import mixed_bits, quantise
 from pipeload.quantiser.bit_budget import Option, spend
+from pipeload.quantiser.kept_gradients import GRADIENTS_FILE, KeptGradients
 from pipeload.quantiser.output_gradients import OutputGradients
 from pipeload.quantiser.resumable_shards import BITS_FILE, HIDDEN_FILE, Output
 from pipeload.quantiser.tensor import Reading
@@ -148,12 +149,14 @@ def gradients(
     files = FileSet([folder / "model.safetensors"], "buffered", None, stamps_of(entries.values()))
     if blocks is None:
         blocks = [block.module for block in find_decoder_blocks(model)]
-    found = OutputGradients(model, blocks, stored, Reading(files, 1 << 12), output)
+    kept = KeptGradients(output)
+    kept.begin(len(ids), 1, len(blocks), model.dtype)
+    found = OutputGradients(model, blocks, stored, Reading(files, 1 << 12), kept)
     for some in ids.split(1):
         found.add(some, lambda: None)
     assert not (output.folder / HIDDEN_FILE).exists()
     assert all(parameter.grad is None for parameter in model.parameters())
-    return found.by_path
+    return kept.by_path
 
 
 def of_plain(model: Any, ids: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -249,7 +252,9 @@ def test_streamed_is_plain(llama: Path, tmp_path: Path) -> None:
     card = (folder / "README.md").read_text()
     assert "or int8, by Linear" in card
     assert "| Bits | int" in card
-    assert {path.name for path in folder.iterdir()}.isdisjoint({BITS_FILE, HIDDEN_FILE})
+    assert {path.name for path in folder.iterdir()}.isdisjoint(
+        {BITS_FILE, HIDDEN_FILE, GRADIENTS_FILE}
+    )
     expected = step_logits(load_plain(folder), prompt(), 3)
     for limit in limits(folder, 3):
         assert_same(step_logits(load(folder, limit), prompt(), 3), expected, f"at {limit}")
@@ -285,6 +290,59 @@ def test_what_was_chosen_is_kept(
     for name in ("model.safetensors", "config.json"):
         assert (made / name).read_bytes() == (whole / name).read_bytes()
     assert not (made / BITS_FILE).exists()
+
+
+def test_a_killed_run_goes_on(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind any block, with the same numbers; other parts of the text begin anew."""
+    monkeypatch.setattr(mixed_bits, "_TOKENS", 40)
+    monkeypatch.setattr(mixed_bits, "WINDOW", 20)
+    monkeypatch.setattr("pipeload.quantiser.calibration_text.WINDOW", 20)
+    options: dict[str, Any] = {"method": "int4", "size": 1_800_000}
+    batches, real, steps, sums = [1], mixed_bits._load, list[int](), list[Any]()
+
+    def few(*given: Any, **kwargs: Any) -> Any:
+        return real(*given, **kwargs)[0], batches[0]
+
+    def seen(_self: object, _output: object, _squares: object, found: Any, reading: Any) -> Any:
+        sums.append({path: one.clone() for path, one in found(reading).items()})
+        return 1 / 0
+
+    def run(stop: int) -> None:
+        def gone_back(done: int, total: int) -> None:
+            assert total == 4 // batches[0]
+            steps.append(done)
+            if len(steps) == stop:
+                raise KeyboardInterrupt
+
+        steps.clear()
+        names = ("group_size", "zero_points", "head", "calibrate", "calibration_tokens", "progress")
+        every: dict[str, Any] = dict.fromkeys((*names, "memory_limit"))
+        every |= {"max_shard_size": "2GB", "double_quant": False, "gptq": False}
+        with pytest.raises((KeyboardInterrupt, ZeroDivisionError)):
+            quantise.make(llama, tmp_path / "made", **options, **every, going_back=gone_back)
+
+    monkeypatch.setattr(mixed_bits, "_load", few)
+    monkeypatch.setattr(mixed_bits.MixedBits, "choose", seen)
+    run(stop=9)
+    assert steps == [1, 2, 3, 4]
+    run(stop=9)  # all of it is known
+    assert steps == []
+    kept = tmp_path / ".made.partial" / GRADIENTS_FILE
+    for stop, left in ((1, [2, 3, 4]), (2, [3, 4]), (3, [4])):
+        kept.unlink()
+        run(stop)
+        run(stop=9)
+        assert steps == left
+    kept.write_bytes(kept.read_bytes()[:100])
+    run(stop=1)
+    batches[0] = 2
+    run(stop=9)
+    assert steps == [1, 2]
+    first, *others = sums
+    for found in others[:-1]:
+        assert found.keys() == first.keys()
+        assert_same([found[path] for path in first], list(first.values()))
+    torch.testing.assert_close(others[-1], first)
 
 
 def test_what_matters_gets_the_bits(

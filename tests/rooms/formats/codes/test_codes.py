@@ -8,17 +8,21 @@ import pytest
 import torch
 
 from pipeload.errors import CheckpointError, UnsupportedModelError
-from pipeload.formats.codes.coded_weight import columns_by_group
+from pipeload.formats.codes.coded_weight import Grid, columns_by_group
 from pipeload.formats.codes.registry import CODES, codes_format
 from pipeload.formats.form_names import CONVERTED
 from tests.support.packers import (
     WAYS,
+    Packed,
+    aqlm,
     awq,
     digest,
     entries_of,
     gptq,
     gptq_v2,
+    hqq,
     known_codes,
+    mlx,
     random_codes,
     sawtooth,
 )
@@ -57,7 +61,32 @@ def intx(dtype: str, packing: str) -> dict[str, Any]:
 # By torchao 0.18: codes of `sawtooth`, in bits, with so many groups.
 # `python -m tests.tools.original_checkpoints` prints them, and that of hqq 0.2.8 below.
 TORCHAO = {"torchao, int8": ("e35d5dcfa93c0343", 127.5), "torchao, int4": ("cdf7ae5def257239", 7.5)}
-HQQ = "ad410587738b3bb4"
+HQQ = {
+    1: "d172749f5fb057af",
+    2: "86126376be477ed1",
+    3: "3b203213a0e2f172",
+    4: "ad410587738b3bb4",
+    8: "9532f321fcbfe108",
+}
+# By mlx 0.32: the first row of `sawtooth`, the scale, and what code 0 stands for.
+MLX = {
+    2: ("b6dcb6df c72db72d db6dcb6d dcb2db72", -0.390625),
+    3: ("f078ceaf 50f19d5e a1e33abd 7bc6633a f543c675 ea878cea", -0.1953125),
+    5: (
+        "8b1ea29f 3faec276 b724870f 66979550 a01981bf 9da2c7a9 c453ebb8 582dc921 8fd9e7e5 ea6a0660",
+        -0.048828125,
+    ),
+    6: (
+        "a2e91a3f 5b447332 8383e6f9 eb09ac48 ed8d93c4 a4062f19 342e3e91 7fd6b447 c898783e 7d52c0da "
+        "01dfd8d9 ed2a8163",
+        -0.0244140625,
+    ),
+}
+MLX_OFFSET = 0.78125
+
+
+# By aqlm 1.1.7: `python -m tests.tools.original_checkpoints`.
+AQLM = "68bd9152ac3fabad"
 
 
 def find(settings: dict[str, Any], tensors: dict[str, torch.Tensor]) -> list[CodedWeight]:
@@ -82,9 +111,38 @@ def test_the_packers_are_the_makers(name: str) -> None:
     assert {key: digest(tensor) for key, tensor in tensors.items()} == ORIGINAL[name]
 
 
-def test_the_packer_is_hqq() -> None:
-    """So does it what hqq makes."""
-    assert digest(WAYS["hqq"].pack("", known_codes())["W_q"]) == HQQ
+@pytest.mark.parametrize("bits", HQQ)
+def test_the_packer_is_hqq(bits: int) -> None:
+    """So does it what hqq makes; of few bits as well, which are codes of 4 bits here."""
+    packed = known_codes()
+    packed = packed._replace(codes=packed.codes & (1 << bits) - 1)
+    tensors = hqq("w.", packed, bits)
+    assert digest(tensors["w.W_q"]) == HQQ[bits]
+    (weight,) = find(WAYS["hqq"].settings, tensors)
+    assert weight.bits == (4 if bits <= 4 else 8)
+    codes = decoded(WAYS["hqq"].settings, tensors)
+    for start, stop in ((0, 64), (0, 8), (8, 40), (56, 64)):
+        assert torch.equal(codes.rows(start, stop), packed.codes[start:stop])
+    assert torch.equal(codes.grid.numbers(codes.rows(8, 64), 8), packed.numbers[8:])
+
+
+@pytest.mark.parametrize("bits", MLX)
+def test_numbers_of_mlx(bits: int) -> None:
+    """What it packs stands for the numbers that it was made of."""
+    words, scale = MLX[bits]
+    wanted = sawtooth()[:1]
+    tensors = {
+        "w.weight": torch.tensor([[int(word, 16) for word in words.split()]], dtype=torch.uint32),
+        "w.scales": torch.tensor([[scale]]),
+        "w.biases": torch.tensor([[MLX_OFFSET]]),
+    }
+    found = decoded({"bits": bits, "group_size": 64}, tensors)
+    codes = ((wanted - MLX_OFFSET) / scale).round().clamp(0, (1 << bits) - 1).to(torch.uint8)
+    assert torch.equal(found.rows(0, 1), codes)
+    numbers = found.grid.numbers(codes, 0)
+    assert bool(((numbers - wanted).abs() <= 1.01 * abs(scale)).all())
+    packed = Packed(codes, tensors["w.scales"], torch.zeros(1, 1), torch.zeros(64))
+    assert torch.equal(mlx("w.", packed, bits)["w.weight"], tensors["w.weight"])
 
 
 @pytest.mark.parametrize("name", TORCHAO)
@@ -138,9 +196,9 @@ def test_a_zero_that_borrowed() -> None:
 def test_zeros_as_gptqmodel_rounds_them() -> None:
     """Each factor in the dtype of the product first."""
     packed = known_codes()
-    both = decoded(WAYS["gptq_v2"].settings, gptq_v2("w.", packed)).grid.scales_and_zeros(
-        torch.bfloat16
-    )
+    grid = decoded(WAYS["gptq_v2"].settings, gptq_v2("w.", packed)).grid
+    assert isinstance(grid, Grid)
+    both = grid.scales_and_zeros(torch.bfloat16)
     scale = packed.scale.to(torch.bfloat16)
     assert torch.equal(both[..., 0], scale)
     assert torch.equal(both[..., 1], (8 - packed.zero.to(torch.bfloat16)) * scale)
@@ -180,7 +238,7 @@ def test_ragged_groups(group_of: list[int], groups: int) -> None:
         ("torchao, int8", {"quant_type": {"default": {"_type": "Int4WeightOnlyConfig"}}}, "Int4W"),
         ("torchao, int8", intx("int4", "OPAQUE_ATEN"), "packing format 'OPAQUE_ATEN'"),
         ("torchao, int8", intx("int3", "UNPACKED_TO_INT8"), "its codes are 'int3'"),
-        ("mlx", {"model.layers.0": {"bits": 8, "group_size": 64}}, "'model.layers.0' has 8 bits"),
+        ("mlx", {"w": {"bits": 7, "group_size": 64}}, "its codes have 7 bits"),
     ],
 )
 def test_settings_that_are_not_understood(name: str, change: dict[str, Any], words: str) -> None:
@@ -256,7 +314,7 @@ def test_what_config_says_and_what_is_stored() -> None:
         ("axis", 0, "'w.weight' has axis 0, not 1"),
         ("quant_zero", 1, "has quant_zero 1"),
         ("view_as_float", 1, "has view_as_float 1"),
-        ("packing", [*b"3bit_32"], "is packed as '3bit_32'"),
+        ("packing", [*b"5bit_u8"], "is packed as '5bit_u8'"),
     ],
 )
 def test_what_hqq_says_beside_a_weight(key: str, value: Any, words: str) -> None:
@@ -275,14 +333,26 @@ def test_a_shape_that_hqq_does_not_hold() -> None:
         find(WAYS["hqq"].settings, tensors)
 
 
-def test_hqq_of_8_bits() -> None:
-    """A group in each line."""
-    tensors = WAYS["hqq"].pack("w.", known_codes())
-    codes = torch.arange(64 * 64).view(128, 32) % 251
-    tensors["w.W_q"] = codes.to(torch.uint8)
-    tensors["w.packing"] = torch.tensor([*b"8bit_u8"], dtype=torch.uint8)
-    found = decoded(WAYS["hqq"].settings, tensors)
-    assert torch.equal(found.rows(8, 24), tensors["w.W_q"].view(64, 64)[8:24])
+def test_numbers_of_aqlm() -> None:
+    """Sums of entries, in any range of rows: those that aqlm finds."""
+    tensors, numbers = aqlm("w.", torch.empty(64, 64))
+    assert digest(numbers) == AQLM
+    (weight,) = find({"quant_method": "aqlm"}, tensors)
+    assert (weight.name, weight.shape) == ("w.weight", (64, 64))
+    found = decoded({"quant_method": "aqlm"}, tensors)
+    for start, stop in ((0, 64), (8, 24), (56, 64)):
+        made = found.grid.numbers(found.rows(start, stop), start)
+        assert torch.equal(made, numbers[start:stop])
+    # Entries of several rows.
+    tall = {"w.codes": tensors["w.codes"][:16], "w.scales": tensors["w.scales"][:16]}
+    tall["w.codebooks"] = tensors["w.codebooks"].view(2, 128, 4, 4)
+    found = decoded({"quant_method": "aqlm"}, tall)
+    rows, entries = found.rows(8, 16), tall["w.codebooks"].float()
+    wanted = (entries[0, rows[0, 3, 0] & 127] + entries[1, rows[0, 3, 1] & 127]) * 1.5
+    assert torch.equal(found.grid.numbers(rows, 8)[:4, 12:16], wanted)
+    tall["w.codebooks"] = tensors["w.codebooks"][:, :100]
+    with pytest.raises(CheckpointError, match=r"'w\.weight' are \[2, 100, 1, 8\], wanted a power"):
+        find({"quant_method": "aqlm"}, tall)
 
 
 def test_codes_of_torchao_that_are_too_large() -> None:

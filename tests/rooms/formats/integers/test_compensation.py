@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from pipeload.formats.integers import compensation
 from pipeload.formats.integers.compensation import BLOCK, blocks_of, compensate, factor
 from pipeload.formats.integers.rounding import from_int4, to_int4, weigh_columns
 from pipeload.formats.integers.search import search
@@ -59,9 +60,31 @@ def test_what_the_paper_says() -> None:
         inverse = inverse - taken / inverse[column, column]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_kernel_is_torch_bit_for_bit(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever is awkward: outliers, a row of zeros, and one whose groups are of one value."""
+    if compensation.compiled() is None:
+        pytest.skip("no compiler, or no AVX2")
+    weight = WEIGHT.to(dtype)
+    weight[:, ::50] *= 8
+    weight[0], weight[1, : COLUMNS // 2] = 0, 1.5
+    found = search(weight, WEIGHTS, GROUP, 4)
+    made = compensate(weight, found, FACTORS)
+    monkeypatch.setattr(compensation, "compiled", lambda: None)
+    assert torch.equal(made, compensate(weight, found, FACTORS))
+    assert not torch.equal(made, found.codes)
+
+
+@pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize("stop", [1, 64, 513])
-def test_rows_beside_change_nothing(stop: int) -> None:
+def test_rows_beside_change_nothing(
+    stop: int, compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """To the bit: how much memory there is decides how many rows are rounded at once."""
+    if not compiled:
+        monkeypatch.setattr(compensation, "compiled", lambda: None)
     found = search(WEIGHT, WEIGHTS, GROUP, 4)
     whole = compensate(WEIGHT, found, FACTORS)
     few = search(WEIGHT[:stop], WEIGHTS, GROUP, 4)
