@@ -48,7 +48,7 @@ class Governor:
         self.adopt: Callable[[Plan], bool] | None = None
         """Puts a plan into force if no pass runs; set once somebody can."""
         self.peak = PeakSince()
-        self._needs = needs
+        self.needs = needs
         self._hint, self._hint_need = hint, hint.pass_bytes(needs)
         self._budget = self._cap(build.plan.memory_limit)
         self._patience = Patience()
@@ -149,7 +149,7 @@ class Governor:
         ledger, planner = self.ledger, self._planner
         account, smallest = ledger.account, planner.smallest
         with account.lock:
-            needs = needs_in_turns(self._needs, calls)
+            needs = needs_in_turns(self.needs, calls)
             account.note_pass(self)
             other = ledger.begin_pass(self.held_bytes())
             self.peak.look(ledger.process_bytes)
@@ -165,7 +165,7 @@ class Governor:
                 room += account.reclaim(self, smallest - room)
             if room < smallest:
                 args, kwargs = calls[0].args, calls[0].kwargs
-                shape, limit = self._needs.shape(args, kwargs), self._plan.memory_limit
+                shape, limit = self.needs.shape(args, kwargs), self._plan.memory_limit
                 # What the process took on during some pass, for whatever reason, revokes no promise
                 # as long as the limit holds: what is set aside for that is there to be used.
                 promised = need <= self._hint_need and self._hint.covers(shape)
@@ -177,7 +177,7 @@ class Governor:
                 if not promised or not ledger.allows(least, limit):
                     free = ledger.uncorrected(room + self._need - smallest)
                     found = TooLarge(shape, self._need, free, planner.wanted(limit, room))
-                    ledger.refuse_pass(found, self._needs, limit)
+                    ledger.refuse_pass(found, self.needs, limit)
                 room = smallest
             elif self._need > self._granted:
                 self._granted = self._need
@@ -197,7 +197,7 @@ class Governor:
         Read from disk, or on a device what is copied there, read first or not. In bytes.
         """
         with self.ledger.account.lock:
-            need = self.ledger.corrected(self._needs.for_pass(args, kwargs))
+            need = self.ledger.corrected(self.needs.for_pass(args, kwargs))
             room = self._room(self._limit, self.ledger.account.other_bytes()) - need
             budget = min(room, self._cap(self._limit))
             if budget < self._planner.smallest:
@@ -213,7 +213,7 @@ class Governor:
 
     def bytes_alone(self, prompt: int, tokens: int, batch: int) -> tuple[int, int]:
         """What the cache of `batch` sequences of `tokens` takes, and the pass of any prompts."""
-        needs = self._needs
+        needs = self.needs
         with self.ledger.account.lock:  # it may try what a pass that begins is trying
             first = needs.for_shape(PassShape(prompt, batch)) if prompt else 0
             return needs.cache_bytes(tokens, batch), first

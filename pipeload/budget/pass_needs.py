@@ -31,6 +31,7 @@ from pipeload.budget.pass_shape import (
     encoder_positions,
     encodes_sound,
     largest,
+    read_before,
     read_extras,
     read_shape,
     reads_text_alone,
@@ -241,8 +242,9 @@ class PassNeeds:
         own, _ = self_and_cross(cache_of(args, kwargs))
         try:
             return self._reader.read(own, shape.batch)
-        except Exception:
-            return self._reader.fresh(shape.batch)
+        except Exception:  # pages of continuous batching, or a foreign one: what its mask tells
+            before = read_before(kwargs, shape.tokens)
+            return [layer.after(before) for layer in self._reader.fresh(shape.batch)]
 
     def _growth(
         self,
@@ -331,6 +333,7 @@ class PassNeeds:
         # The loss takes them in fp32, and their logarithms.
         loss = logits * 2 * _FP32 * extras.labels
         sampling = shape.batch * w.vocabulary * _SAMPLED_BYTES if sampled else 0
+        sampling = max(sampling, logits * extras.made_of_logits)
         return nbytes + max(hidden + loss, sampling)
 
     def _towers(self, extras: Extras) -> int:

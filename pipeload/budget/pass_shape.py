@@ -19,6 +19,9 @@ MOST = 1 << 40
 
 _INPUTS = ("decoder_input_ids", "decoder_inputs_embeds", "inputs_embeds", "input_ids")
 
+# What continuous batching makes of each logit once the model has run: fp32, or with processors
+# that, sorted with its place, its probability, their sums, and what is left. Measured.
+_UNPROCESSED_BYTES, _PROCESSED_BYTES = 4, 30
 SAMPLES = 320
 """Numbers of a picture or a sound that one position is made of, at the least: a patch has several
 hundred, and a frame of sound is 20 ms of it, at the usual rate."""
@@ -58,6 +61,8 @@ class Extras(NamedTuple):
     hidden_states: int = 0
     """Hidden states that are kept."""
     attentions: bool = False
+    made_of_logits: int = 0
+    """Bytes that continuous batching makes of each logit that is kept."""
 
 
 def reads_text_alone(config: Any) -> bool:
@@ -81,8 +86,10 @@ def read_extras(
     """What a pass of `shape` does beside its layers; what it is not told, `configs` say."""
     keep = kwargs.get("logits_to_keep")
     kept = shape.tokens
+    made = 0
     if isinstance(keep, Tensor):
         kept = max(1, keep.shape[-1] if keep.dim() else 1)
+        made = _made_of_logits(kwargs)
     elif isinstance(keep, int) and keep > 0:
         kept = min(keep, shape.tokens)
     elif widths.encoder_decoder and encodes_sound(kwargs):
@@ -101,7 +108,24 @@ def read_extras(
         labels=kwargs.get("labels") is not None,
         hidden_states=_hidden_states(_asked("output_hidden_states", kwargs, configs), widths),
         attentions=_asked("output_attentions", kwargs, configs) is True,
+        made_of_logits=made,
     )
+
+
+def _made_of_logits(kwargs: Mapping[str, Any]) -> int:
+    """Its processors cut, sort and add up all rows at once; without any they are fp32 alone."""
+    processed = kwargs.get("logits_processor_args")
+    if not isinstance(processed, Tensor):
+        return 0
+    return _PROCESSED_BYTES if processed.shape[0] else _UNPROCESSED_BYTES
+
+
+def read_before(kwargs: Mapping[str, Any], tokens: int) -> int:
+    """Positions beside `tokens` new ones that a mask speaks of, which was written out already."""
+    mask = kwargs.get("attention_mask")
+    masks = mask.values() if isinstance(mask, dict) else [mask]  # one for each kind of layer
+    wide = [m.shape[-1] for m in masks if isinstance(m, Tensor) and m.dim() == 4]
+    return max(0, max(wide, default=0) - tokens)
 
 
 def _asked(name: str, kwargs: Mapping[str, Any], configs: Sequence[Any]) -> Any:

@@ -8,7 +8,9 @@ import signal
 import sys
 import time
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
 
 import pipeload
 from pipeload._sizes import counted, format_size
@@ -19,8 +21,11 @@ from pipeload.cli.load_model import check_model, load_with, traced
 from pipeload.cli.log_lines import log, silence_libraries
 from pipeload.cli.progress_bar import ProgressBar
 from pipeload.cli.run_report import describe_plan
+from pipeload.entry.batched import Batched
 from pipeload.entry.texts import load_tokenizer
-from pipeload.serving.outcome import blamed, fitted, settings_of
+from pipeload.errors import MemoryLimitError
+from pipeload.serving.outcome import as_row, blamed, fitted, settings_of
+from pipeload.serving.prefixes import Prefixes
 from pipeload.serving.reply import answer, ends_of
 from pipeload.serving.request import parse
 from pipeload.serving.request_error import RequestError
@@ -44,6 +49,9 @@ class Arguments:
     device: str = "cpu"
     host_memory_limit: str | None = None
     at_once: int | str = "auto"
+    batched: bool = False
+    """Computed as rows of one pass."""
+    prefix_bytes: int = 0
     max_new_tokens: int
     shard: Shard
     dtype: str = "auto"
@@ -107,6 +115,15 @@ def _requests(count: int) -> str:
     return counted(count, "request")
 
 
+class _Running(NamedTuple):
+    """A request on its way."""
+
+    line: Line
+    asked: Asked
+    cached: int
+    """Tokens of its prompt that are not computed again."""
+
+
 class _Job:
     """The requests of one run on their way."""
 
@@ -122,30 +139,44 @@ class _Job:
     ) -> None:
         self._asked, self._model, self._settings = asked, model, settings
         self._results, self._counts, self._cooling = results, counts, cooling
-        self._running: dict[int, tuple[Line, Asked]] = {}
+        self._running: dict[int, _Running] = {}
         self._given = 0
+        self._prefixes = Prefixes(model, asked.prefix_bytes) if asked.prefix_bytes else None
+        self._again: list[_Running] = []
+        """What did not fit in memory beside what it was lent: it runs once more without."""
         self._ending = False
         self._bar = _Rate(counts)
 
     def run(self) -> None:
         """Answer them, until the file ends or a signal comes."""
         handle = pipeload.handle(self._model)
+        account = handle.session.governor.ledger.account
+        account.spare = None if self._prefixes is None else self._prefixes.give_back
         began, before = time.monotonic(), handle.stats().bytes_read
-        many = pipeload.generate_many(self._model, self._requests(), at_once=self._asked.at_once)
         try:
-            with (
-                _signals(self._end),
-                traced(self._model, self._asked.trace),
-                contextlib.closing(many),  # type: ignore[type-var]
-            ):
-                for number, outcome in many:
-                    self._take(*self._running.pop(number), outcome)
+            with _signals(self._end), traced(self._model, self._asked.trace):
+                self._answer(self._requests())
+                if self._again:
+                    self._given = 0
+                    self._answer(map(self._started, self._again))
         finally:
+            account.spare = None
             self._bar.close()
             stats = handle.stats()
             self._counts.seconds = time.monotonic() - began
             self._counts.bytes_read = stats.bytes_read - before
             self._counts.peak_rss_bytes = stats.peak_rss_bytes
+
+    def _answer(self, requests: Iterator[dict[str, Any]]) -> None:
+        asked = self._asked
+        if asked.batched:
+            most = None if asked.at_once == "auto" else int(asked.at_once)
+            many: Any = Batched(self._model, requests, most).outcomes()
+        else:
+            many = pipeload.generate_many(self._model, requests, at_once=asked.at_once)
+        with contextlib.closing(many):
+            for number, outcome in many:
+                self._take(self._running.pop(number), outcome)
 
     def _end(self) -> None:
         """Begin no more requests; the second time, end at once."""
@@ -157,6 +188,12 @@ class _Job:
         log.warning("finishing %s; once more ends at once", _requests(len(self._running)))
 
     def _requests(self) -> Iterator[dict[str, Any]]:
+        # Rows of one pass draw or do not: those that draw come after the others.
+        for kinds in ({False}, {True}) if self._asked.batched else ({False, True},):
+            yield from self._requests_of(kinds)
+
+    def _requests_of(self, kinds: set[bool]) -> Iterator[dict[str, Any]]:
+        """Those that draw, or do not."""
         for line in read_lines(self._asked.requests, self._asked.shard):
             if self._ending:
                 return
@@ -167,33 +204,53 @@ class _Job:
             except RequestError as error:
                 self._refuse(line, error)
                 continue
-            self._running[self._given] = line, asked
-            self._given += 1
-            arguments = asked.arguments
-            if self._cooling is not None:
-                criteria = arguments.get("stopping_criteria", ())
-                arguments["stopping_criteria"] = [*criteria, self._cooling]
-            yield arguments
+            if asked.options["do_sample"] not in kinds:
+                continue
+            arguments, cached = asked.arguments, 0
+            if self._prefixes is not None and asked.answers == 1:
+                arguments, cached = self._prefixes.lend(arguments)
+            yield self._started(_Running(line, asked, cached), arguments)
+
+    def _started(
+        self, running: _Running, arguments: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Its arguments, unless others are given, with what waits for a processor to cool."""
+        self._running[self._given] = running
+        self._given += 1
+        given = running.asked.arguments if arguments is None else arguments
+        if self._cooling is not None:
+            criteria = given.get("stopping_criteria", ())
+            given["stopping_criteria"] = [*criteria, self._cooling]
+        return given
 
     def _parsed(self, line: Line) -> Asked:
         if line.wrong is not None:
             raise line.wrong
         asked = parse(line.url, line.body, self._settings)
+        asked = as_row(asked, line.body) if self._asked.batched else asked
         return fitted(asked, self._model, self._asked.model)
 
-    def _take(self, line: Line, asked: Asked, outcome: Any) -> None:
+    def _take(self, running: _Running, outcome: Any) -> None:
         """Write what came of a request.
 
         Raises:
             PipeloadError: it was not the request's fault, and the next ones would fare no better.
         """
+        line, asked, cached = running
+        if isinstance(outcome, MemoryLimitError) and cached:
+            self._again.append(running._replace(cached=0))
+            return
         if isinstance(outcome, BaseException):
             error = blamed(outcome)
             if error is None:
                 raise outcome
             self._refuse(line, error)
             return
-        body, tokens = answer(asked, outcome, self._settings, ends_of(self._model))
+        if self._prefixes is not None and not isinstance(outcome, torch.Tensor):
+            outcome = self._prefixes.keep(outcome)
+        exact = not (cached or self._asked.batched)
+        ends = ends_of(self._model)
+        body, tokens = answer(asked, outcome, self._settings, ends, cached=cached, exact=exact)
         self._results.answer(line, body)
         self._counts.answered += 1
         self._counts.new_tokens += tokens

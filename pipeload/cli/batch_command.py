@@ -7,11 +7,13 @@ from typing import Annotated
 
 import typer
 
+from pipeload._sizes import parse_size
 from pipeload.cli import choices
 from pipeload.cli import options as opt
 from pipeload.cli.batch_file import Shard
 from pipeload.cli.exit_status import load, reported
 from pipeload.cli.model_path import check_path
+from pipeload.errors import OptionError
 
 Requests = Annotated[
     Path, typer.Argument(metavar="REQUESTS", help="A request on each line, as of OpenAI's batches.")
@@ -52,6 +54,38 @@ ShardOption = Annotated[
 ]
 
 
+def _size(text: str | None) -> str | None:
+    try:
+        parse_size(text or 1, name="--prefix-cache")
+    except OptionError as error:
+        raise typer.BadParameter(str(error)) from None
+    return text
+
+
+PrefixCache = Annotated[
+    str | None,
+    typer.Option(
+        metavar="SIZE",
+        callback=_size,
+        help='Keep so much of what was computed, "500MB" say, for requests that go on with it. '
+        "Last bits may change.",
+    ),
+]
+Batched = Annotated[
+    bool,
+    typer.Option(
+        "--batched",
+        help="Compute requests as rows of one pass: faster where computing binds. Last bits are "
+        "then not those of each alone.",
+    ),
+]
+
+
+def prefix_bytes(text: str | None) -> int:
+    """How much of what was computed is kept."""
+    return 0 if text is None else parse_size(text)
+
+
 def batch(
     model: opt.Model,
     requests: Requests,
@@ -62,6 +96,8 @@ def batch(
     host_memory_limit: opt.HostMemoryLimit = None,
     max_new_tokens: opt.NewTokens = 128,
     at_once: AtOnce = "auto",
+    batched: Batched = False,
+    prefix_cache: PrefixCache = None,
     shard: ShardOption = "1/1",
     dtype: opt.DtypeOption = choices.Dtype.AUTO,
     io_mode: opt.IoModeOption = choices.IoMode.AUTO,
@@ -74,6 +110,9 @@ def batch(
     """Answer a file of requests, many by each reading; run again after a kill, it goes on."""
     with reported(debug=debug, quiet=quiet or json, smaller_pass=("--max-new-tokens",)):
         check_path(model, files=True)
+        if batched and (prefix_cache is not None or max_temperature is not None):
+            other = "--max-temperature" if prefix_cache is None else "--prefix-cache"
+            raise OptionError(f"--batched goes with no {other}. Leave one of them out.")
         load("generate_many")
         from pipeload.cli import batch as cli_batch
 
@@ -88,6 +127,8 @@ def batch(
                 host_memory_limit=host_memory_limit,
                 max_new_tokens=max_new_tokens,
                 at_once=at_once if at_once == "auto" else int(at_once),
+                batched=batched,
+                prefix_bytes=prefix_bytes(prefix_cache),
                 shard=Shard(int(part), int(parts)),
                 dtype=dtype.value,
                 io_mode=io_mode.value,

@@ -236,6 +236,7 @@ class Results:
         self._write(whole)
 
     def _write(self, result: dict[str, Any]) -> None:
+        self._found[result["id"]] = result["custom_id"]
         text = json.dumps(result, ensure_ascii=False).translate(_LINE_ENDS)
         data = memoryview(text.encode() + b"\n")
         try:

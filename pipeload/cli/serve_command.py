@@ -7,12 +7,10 @@ from typing import Annotated
 
 import typer
 
-from pipeload._sizes import parse_size
 from pipeload.cli import batch_command, choices
 from pipeload.cli import options as opt
 from pipeload.cli.exit_status import load, reported
 from pipeload.cli.model_path import check_path
-from pipeload.errors import OptionError
 
 
 def _key(text: str | None) -> str | None:
@@ -55,25 +53,6 @@ Waiting = Annotated[
 ]
 
 
-def _size(text: str | None) -> str | None:
-    try:
-        parse_size(text or 1, name="--prefix-cache")
-    except OptionError as error:
-        raise typer.BadParameter(str(error)) from None
-    return text
-
-
-PrefixCache = Annotated[
-    str | None,
-    typer.Option(
-        metavar="SIZE",
-        callback=_size,
-        help='Keep so much of what was computed, "500MB" say, for requests that go on with it. '
-        "Last bits may change.",
-    ),
-]
-
-
 def serve(
     model: opt.Model,
     *,
@@ -87,7 +66,7 @@ def serve(
     waiting: Waiting = 64,
     grace: Grace = 30.0,
     max_new_tokens: opt.NewTokens = 512,
-    prefix_cache: PrefixCache = None,
+    prefix_cache: batch_command.PrefixCache = None,
     dtype: opt.DtypeOption = choices.Dtype.AUTO,
     io_mode: opt.IoModeOption = choices.IoMode.AUTO,
     trace: opt.TraceFile = None,
@@ -113,7 +92,7 @@ def serve(
                 waiting=waiting,
                 grace=grace,
                 max_new_tokens=max_new_tokens,
-                prefix_bytes=0 if prefix_cache is None else parse_size(prefix_cache),
+                prefix_bytes=batch_command.prefix_bytes(prefix_cache),
                 dtype=dtype.value,
                 io_mode=io_mode.value,
                 trace=trace,

@@ -91,6 +91,17 @@ def _refuse_parallel(name: str, value: object) -> None:
     )
 
 
+def _refuse_distributed(name: str, value: object) -> None:
+    ranks = getattr(value, "pp_size", None)
+    if not isinstance(ranks, int) or ranks < 2:
+        _refuse_parallel(name, value)
+    raise OptionError(
+        f"{name} with pp_size={ranks} is the library's own way of giving ranks blocks, and loads "
+        f"them whole. Pass ranks={ranks} to pipeload.from_pretrained in its place: blocks are "
+        "dealt out to as many ranks, and streamed on each."
+    )
+
+
 def _check_safetensors(name: str, value: object) -> None:
     if not value:
         raise CheckpointError(
@@ -117,5 +128,5 @@ _CHECKS: dict[str, Callable[[str, Any], None]] = {
     "tp_plan": _refuse_parallel,
     "tp_size": _refuse_parallel,
     "device_mesh": _refuse_parallel,
-    "distributed_config": _refuse_parallel,
+    "distributed_config": _refuse_distributed,
 }

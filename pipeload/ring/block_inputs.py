@@ -77,6 +77,7 @@ def pass_through(cache: Any, given: Mapping[str, Any], layers: Sequence[int]) ->
     for layer in layers:
         if layer < len(held) and not hasattr(held[layer], "keys"):
             continue
-        one = hidden.new_zeros((hidden.shape[0], 1, hidden.shape[1], 1))
+        batch, tokens, _ = hidden.shape[-3:]  # in front of these, several streams of them
+        one = hidden.new_zeros((batch, 1, tokens, 1))
         with suppress(NotImplementedError):  # one that keeps nothing says so
             own.update(one, one, layer)

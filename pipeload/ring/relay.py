@@ -52,6 +52,8 @@ class Relay:
         """Whether it has met those of the other ranks."""
         self._told = False
         """Whether all ranks know of its failure, so that they are in step again."""
+        self._passed: set[str] = set()
+        """Parts of others that the call has come to."""
         self._given = 0
         """A checksum of what the model was called with."""
         self._computing = ""
@@ -123,7 +125,10 @@ class Relay:
             if first:
                 self._meet(args, kwargs)
             given = by_name(args, kwargs)
-            pass_through(cache_of(args, kwargs), given, part.layers)
+            if part.name not in self._passed:  # one that runs again writes to other layers
+                pass_through(cache_of(args, kwargs), given, part.layers)
+                if self._inside:
+                    self._passed.add(part.name)
             found = self._outputs.receive(part, given)
             if not isinstance(found, Failure):
                 return found
@@ -209,6 +214,7 @@ class Relay:
         """A call of the model is over; it failed where there is no output."""
         met, known = self._met, self._told
         self._inside = self._met = self._told = False
+        self._passed.clear()
         self._given = 0
         if output is not None or known or self._group.broken is not None:
             return

@@ -12,6 +12,8 @@ from pipeload.serving.request import Settings
 from pipeload.serving.request_error import RequestError
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from pipeload.serving.request import Asked
 
 TOO_LARGE, FAILED = 413, 500  # HTTP's
@@ -49,6 +51,25 @@ def fitted(asked: Asked, model: Any, typed: str) -> Asked:
         raise RequestError(str(error)) from error
     inputs = {name: values.to(model.device) for name, values in asked.inputs.items()}
     return asked._replace(inputs=inputs)
+
+
+def as_row(asked: Asked, body: Mapping[str, Any]) -> Asked:
+    """A request that is computed as a row beside others, of which one draws from what all draw.
+
+    Raises:
+        RequestError: its `body` asks for what is not served so.
+    """
+    options = dict(asked.options)
+    alone = {"seed": body.get("seed"), "n": options.pop("num_return_sequences", 1)}
+    alone["repetition_penalty"] = options.pop("repetition_penalty", 1)
+    for name, value in alone.items():
+        if value not in (None, 1) or (name == "seed" and value is not None):
+            raise RequestError(
+                f"{name}={value!r} is not served with --batched. Leave it out, or --batched.",
+                parameter=name,
+            )
+    options.pop("seed", None)
+    return asked._replace(options=options)
 
 
 def blamed(outcome: BaseException) -> RequestError | None:

@@ -51,11 +51,18 @@ class Answered(NamedTuple):
 
 
 def answer(
-    asked: Asked, output: torch.Tensor, settings: Settings, ends: Ends, *, cached: int = 0
+    asked: Asked,
+    output: torch.Tensor,
+    settings: Settings,
+    ends: Ends,
+    *,
+    cached: int = 0,
+    exact: bool = True,
 ) -> Answered:
     """The answer as one object; `output` is int64, `[answers, tokens]`, with the prompt.
 
-    `cached`: tokens of the prompt that were not computed again.
+    `cached`: tokens of the prompt that were not computed again; `exact`: nothing is said of the
+    bits, which are those of the request alone.
     """
     chat = asked.url == CHAT
     choices, tokens = [], 0
@@ -86,6 +93,8 @@ def answer(
         body["usage"]["prompt_tokens_details"] = {"cached_tokens": cached}
     if "seed" in asked.options:
         body["seed"] = asked.options["seed"]
+    if not exact:
+        body["pipeload"] = {"exact": False}
     return Answered(body, tokens)
 
 

@@ -23,9 +23,9 @@ from pathlib import Path
 WAIT_SECONDS = 300.0
 
 
-def kill_once(model: Path, files: tuple[Path, Path], chance: random.Random) -> bool:
+def kill_once(model: Path, files: tuple[Path, Path], chance: random.Random, *options: str) -> bool:
     """Run it, and kill it once it has written something; whether that came before its end."""
-    process, size = start(model, files), _size(files[1])
+    process, size = start(model, files, *options), _size(files[1])
     deadline = time.monotonic() + WAIT_SECONDS
     while process.poll() is None and _size(files[1]) == size:
         assert time.monotonic() < deadline
@@ -43,10 +43,10 @@ def check_results(files: tuple[Path, Path], *, wanted: int) -> None:
     assert found == list(range(1, wanted + 1)), found
 
 
-def start(model: Path, files: tuple[Path, Path]) -> subprocess.Popen[bytes]:
+def start(model: Path, files: tuple[Path, Path], *options: str) -> subprocess.Popen[bytes]:
     """Run it in a process of its own."""
     command = [sys.executable, "-c", "import pipeload.cli.commands as c; c.main()"]
-    return subprocess.Popen([*command, "batch", str(model), *map(str, files), "--quiet"])
+    return subprocess.Popen([*command, "batch", str(model), *map(str, files), "--quiet", *options])
 
 
 def _size(file: Path) -> int:

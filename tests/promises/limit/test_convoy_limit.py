@@ -48,3 +48,39 @@ def test_many_requests_under_a_cap(
     assert result["peak"] <= limit
     assert result["streamed"] > 0
     assert result["equal"] == 8
+
+
+@pytest.mark.slow
+@pytest.mark.cgroup
+@pytest.mark.parametrize("kind", [["--batched"], ["--prefix-cache", "40MB"]])
+def test_a_batch_under_a_cap(
+    smollm2_bf16: Path,
+    tmp_path: Path,
+    cgroup: Callable[[int], AbstractContextManager[MemoryCgroup]],
+    kind: list[str],
+) -> None:
+    """As rows of one pass, drawn or not, or with what others have left: no kill, no line lost."""
+    limit = 540_000_000
+    requests, results = tmp_path / "requests", tmp_path / "results"
+    with requests.open("w") as file:
+        for number in range(24):
+            said = {"role": "user", "content": "What is a river? " * (1 + number % 12)}
+            body = {"messages": [said], "max_tokens": 4}
+            body |= {"temperature": 0.7} if number % 3 == 0 else {}
+            line = {"custom_id": f"r{number}", "method": "POST", "url": "/v1/chat/completions"}
+            file.write(json.dumps(line | {"body": body}) + "\n")
+    command: list[str | Path] = [sys.executable, "-m", "pipeload", "batch"]
+    command += [smollm2_bf16, requests, results]
+    options = ["--memory-limit", str(limit), "--io-mode", "direct", "--json", *kind]
+    drop_caches()
+    with cgroup(limit) as group:
+        child = group.run([*command, *options])
+        assert child.returncode == 0, child.stderr
+        assert group.oom_kills() == 0
+    figures = json.loads(child.stdout)
+    assert figures["peak_rss_bytes"] <= limit
+    assert figures["answered"] == 24
+    bodies = [json.loads(line)["response"]["body"] for line in results.read_text().splitlines()]
+    told = [body.get("pipeload") for body in bodies if body.get("pipeload")]
+    assert len(told) == (24 if "--batched" in kind else len(told)) > 0
+    assert told[0] == {"exact": False}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
@@ -18,6 +19,7 @@ EXPECTED = {
     "batch_left_padded.py": ["Paris", "24 times, for 4 tokens each"],
     "chat.py": ["Paris", "Rome"],
     "existing_script.py": ["Danube"],
+    "ray_batch.py": ["2 results; actors: 1, each within"],
     "two_models_assisted.py": ["Paris", "40 tokens in"],
 }
 
@@ -87,3 +89,38 @@ def test_an_existing_script(smollm2_bf16: Path) -> None:
     assert refused.returncode == 1
     assert refused.stdout == ""
     assert "existing_script.py, line" in refused.stderr
+
+
+def test_a_block_of_ray(smollm2_bf16: Path) -> None:
+    """What an actor makes of its lines, without Ray: as `generate` alone, or the line's error."""
+    spec = importlib.util.spec_from_file_location("ray_batch", EXAMPLES / "ray_batch.py")
+    assert spec is not None
+    assert spec.loader is not None
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    lines = example.part_of(EXAMPLES / "requests.jsonl", "1/1")
+    assert example.part_of(EXAMPLES / "requests.jsonl", "2/3") == [lines[1]]
+    answering = example.Answering(str(smollm2_bf16), "2GB")
+    block = {"line": [line["line"] for line in lines]}
+    results = [json.loads(result) for result in answering(block)["result"]]
+    assert [result["custom_id"] for result in results] == ["river", "poem", "boils", "wrong"]
+    body = json.loads(lines[0]["line"])["body"]
+    wanted = answering._model.generate(**answering._arguments(body))
+    prompt = answering._arguments(body)["input_ids"].shape[1]
+    assert results[0]["text"] == answering._tokenizer.decode(
+        wanted[0, prompt:], skip_special_tokens=True
+    )
+    assert results[3]["error"] == "ValueError: 'stream' is not served here. Leave it out."
+    answering._model.pipeload.remove()
+
+
+@pytest.mark.slow
+def test_ray(smollm2_bf16: Path, tmp_path: Path) -> None:
+    """A part of the file on one actor; where Ray is."""
+    if run("-c", "import ray.data").returncode:
+        pytest.skip("ray is missing: pip install 'ray[data]'")
+    results = tmp_path / "results"
+    arguments = [EXAMPLES / "requests.jsonl", results, "--model", smollm2_bf16, "--shard", "1/2"]
+    output = printed(EXAMPLES / "ray_batch.py", *arguments)
+    assert all(words in output for words in EXPECTED["ray_batch.py"])
+    assert len(results.read_text().splitlines()) == 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from transformers.distributed.configuration_utils import DistributedConfig
 
 from pipeload.errors import CheckpointError, OptionError, UnsupportedModelError
 from pipeload.hf.arguments import adapt, check_devices
@@ -45,6 +46,8 @@ def test_what_spreads_a_model_is_dropped(dropped: dict[str, Any]) -> None:
         ({"tp_size": 2}, OptionError, "tp_size=2 spreads"),
         ({"device_mesh": "mesh"}, OptionError, "device_mesh='mesh' spreads"),
         ({"distributed_config": "all"}, OptionError, "distributed_config='all' spreads"),
+        ({"distributed_config": DistributedConfig(pp_size=3)}, OptionError, "Pass ranks=3 to"),
+        ({"distributed_config": DistributedConfig(tp_size=2)}, OptionError, "spreads a model"),
         ({"device_map": "cuda"}, OptionError, "device_map puts modules on cuda;"),
         ({"device_map": {"a": "cpu", "b": 1, "c": 0}}, OptionError, "modules on 0, 1;"),
     ],

@@ -1,0 +1,205 @@
+"""Requests as rows of one pass: how many at once, sessions, and what ends them."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+import pipeload
+from pipeload.entry import batched
+from pipeload.entry.batched import Batched
+from pipeload.errors import MemoryLimitError, OptionError, ReadError, UnsupportedModelError
+from pipeload.hf.continuous_batching import Batching, Made, Room
+from tests.support.models import load_plain, save_random
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+NEW = 3
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("llama")
+    save_random("llama", place, "fp32", seed=4)
+    return place
+
+
+@pytest.fixture
+def model(folder: Path) -> Iterator[Any]:
+    made = pipeload.from_pretrained(folder, memory_limit="2GB", dtype="auto")
+    yield made
+    made.pipeload.remove()
+
+
+def request(length: int = 5, *, samples: bool = False, **more: Any) -> dict[str, Any]:
+    ids = torch.arange(length)[None] + 7
+    return {"input_ids": ids, "max_new_tokens": NEW, "do_sample": samples, **more}
+
+
+def test_rows_are_those_of_plain(model: Any, folder: Path) -> None:
+    """Prompts of several lengths, more than there are places: in fp32, the same tokens."""
+    plain = load_plain(folder)
+    asked = [request(length) for length in (3, 40, 17, 5, 90)]
+    found = dict(Batched(model, iter(asked), 2).outcomes())
+    for number, one in enumerate(asked):
+        wanted = plain.generate(**one, pad_token_id=0)
+        assert found[number].tolist() == wanted.tolist()
+
+
+def test_what_is_drawn(model: Any) -> None:
+    """Each with settings of its own: of the likeliest token alone, and of all."""
+    likeliest = dict(Batched(model, iter([request()]), None).outcomes())[0]
+    drawn = [request(samples=True, top_k=1), *[request(samples=True, temperature=50.0)] * 6]
+    found = dict(Batched(model, iter(drawn), None).outcomes())
+    assert found[0].tolist() == likeliest.tolist()
+    assert len({tuple(found[n][0].tolist()) for n in range(1, 7)}) > 1
+
+
+def test_criteria_end_a_request(model: Any) -> None:
+    """As soon as one of them says so; its place is another's then."""
+    calls: list[int] = []
+
+    def stop(ids: torch.Tensor, _scores: object) -> torch.Tensor:
+        calls.append(ids.shape[1])
+        return torch.tensor([ids.shape[1] == 7])
+
+    asked = [request(max_new_tokens=40, stopping_criteria=[stop]), request(4)]
+    found = dict(Batched(model, iter(asked), 1).outcomes())
+    assert calls == [6, 7]
+    assert found[0].shape == (1, 7)
+    assert found[1].shape == (1, 4 + NEW)
+
+
+class Fake:
+    """In the place of the library's: each request is done at once, or none is."""
+
+    def __init__(self) -> None:
+        self.sessions: list[tuple[Room, bool]] = []
+        """Their rooms, and whether they draw."""
+        self.most = 99
+        """At once, or a pass does not fit."""
+        self._names: list[str] = []
+
+    def begin(self, _model: object, room: Room, *, samples: bool) -> Fake:
+        self.sessions.append((room, samples))
+        return self
+
+    def add(self, name: str, _ids: object, _options: object, *, pieces: bool) -> None:
+        assert not pieces
+        self._names.append(name)
+
+    def made(self) -> Made:
+        if len(self._names) > self.most:
+            raise MemoryLimitError("too large", limit=1, smallest_limit=2)
+        return Made(self._names.pop(0), [9], ended=True)
+
+    def close(self) -> None:
+        self._names.clear()
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> Fake:
+    made = Fake()
+    monkeypatch.setattr(batched, "Batching", made.begin)
+    return made
+
+
+def test_sessions_are_of_one_kind(model: Any, fake: Fake) -> None:
+    """Those that draw, and those that do not; all in their order."""
+    asked = [request(samples=number >= 3) for number in range(5)]
+    found = [number for number, _ in Batched(model, iter(asked), 4).outcomes()]
+    assert found == [0, 1, 2, 3, 4]
+    assert [(room.at_once, samples) for room, samples in fake.sessions] == [(3, False), (2, True)]
+
+
+def test_a_longer_request_has_another_session(model: Any, fake: Fake) -> None:
+    """Whose room holds it."""
+    asked = [request(), request(), request(500)]
+    assert len(dict(Batched(model, iter(asked), 2).outcomes())) == 3
+    assert [room.pages for room, _ in fake.sessions] == [2, 32]
+
+
+def test_fewer_at_once_where_a_pass_does_not_fit(model: Any, fake: Fake) -> None:
+    """Half as many, with the same requests; none is lost."""
+    fake.most = 2
+    found = dict(Batched(model, iter([request()] * 8), 8).outcomes())
+    assert sorted(found) == list(range(8))
+    assert [room.at_once for room, _ in fake.sessions] == [8, 4, 2]
+
+
+def test_one_that_does_not_fit_by_itself(model: Any, fake: Fake) -> None:
+    """With shorter and shorter pieces of its prompt; then it has the error, and others go on."""
+    fake.most = 0
+    batch = Batched(model, iter([request()] * 2), 1)
+    outcomes = batch.outcomes()
+    number, outcome = next(outcomes)
+    assert number == 0
+    assert isinstance(outcome, MemoryLimitError)
+    assert [room.rows for room, _ in fake.sessions] == [256, 128, 64, 32, 16]
+    fake.most = 1
+    assert [number for number, _ in outcomes] == [1]
+
+
+def test_as_many_as_memory_holds(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their keys and values, and a pass of all of them; one at least."""
+    governor = model.pipeload.session.governor
+    kept, _ = governor.bytes_alone(0, 16 * 64, 1)
+    asked = [request(1000) for _ in range(16)]
+    rooms = []
+    for spare in (0, 4 * kept, 40 * kept):
+        monkeypatch.setattr(governor, "spare_bytes", lambda spare=spare: 20_000_000 + spare)
+        batch = Batched(model, iter(asked), 16)
+        batch._look_ahead(16)
+        rooms.append(batch._room(batch._next))
+    assert rooms[0].at_once < rooms[1].at_once < rooms[2].at_once == 16
+    assert [room.pages for room in rooms] == [63 * max(1, room.at_once) for room in rooms]
+    monkeypatch.setattr(governor, "spare_bytes", lambda: 0)
+    assert batch._room(batch._next) == Room(1, 16, 63)
+
+
+# -- the library's part --------------------------------------------------------------------------
+
+
+def test_an_error_in_a_pass(model: Any) -> None:
+    """Of ours it comes as it is; another says what to leave out; the model runs again."""
+    for error, kind in ((ReadError(5, "gone"), ReadError), (KeyError("x"), UnsupportedModelError)):
+
+        def fail(*_: object, error: Exception = error) -> None:
+            raise error
+
+        hook = model.model.register_forward_pre_hook(fail)
+        with pytest.raises(kind) as raised:
+            list(Batched(model, iter([request()]), None).outcomes())
+        hook.remove()
+        if kind is UnsupportedModelError:
+            assert str(raised.value).endswith(
+                "does not run LlamaForCausalLM: 'x'. Leave --batched out."
+            )
+    assert len(dict(Batched(model, iter([request()]), None).outcomes())) == 1
+
+
+def test_an_error_of_one_request(model: Any) -> None:
+    """It is told, and not waited for."""
+    batching = Batching(model, Room(1, 16, 4), samples=False)
+    batching._manager.add_request([5, 6], request_id="x", max_new_tokens=2, nonsense=1)
+    with closing(batching), pytest.raises(UnsupportedModelError, match="nonsense"):
+        list(iter(batching.made, Made("x", [], ended=True)))
+
+
+def test_settings_that_would_be_left_out(model: Any) -> None:
+    """Such as a penalty of the model's own."""
+    model.generation_config.repetition_penalty = 1.3
+    with pytest.raises(OptionError, match="ask for a RepetitionPenaltyLogitsProcessor, which"):
+        Batching(model, Room(1, 16, 4), samples=False)
+
+
+def test_attention_that_is_not_served(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library says which."""
+    monkeypatch.setattr(model.config, "_attn_implementation_internal", "flex_attention")
+    with pytest.raises(UnsupportedModelError, match="flex_attention is not supported"):
+        Batching(model, Room(1, 16, 4), samples=False)
