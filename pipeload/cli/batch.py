@@ -145,6 +145,7 @@ class _Job:
         self._again: list[_Running] = []
         """What did not fit in memory beside what it was lent: it runs once more without."""
         self._ending = False
+        self._rows: Batched | None = None
         self._bar = _Rate(counts)
 
     def run(self) -> None:
@@ -156,9 +157,8 @@ class _Job:
         try:
             with _signals(self._end), traced(self._model, self._asked.trace):
                 self._answer(self._requests())
-                if self._again:
-                    self._given = 0
-                    self._answer(map(self._started, self._again))
+                self._given = 0
+                self._answer(self._repeated())
         finally:
             account.spare = None
             self._bar.close()
@@ -171,12 +171,14 @@ class _Job:
         asked = self._asked
         if asked.batched:
             most = None if asked.at_once == "auto" else int(asked.at_once)
-            many: Any = Batched(self._model, requests, most).outcomes()
+            self._rows = Batched(self._model, requests, most, lambda: self._ending)
+            many: Any = self._rows.outcomes()
         else:
             many = pipeload.generate_many(self._model, requests, at_once=asked.at_once)
         with contextlib.closing(many):
             for number, outcome in many:
                 self._take(self._running.pop(number), outcome)
+                del outcome  # with its cache, before the next one wants memory
 
     def _end(self) -> None:
         """Begin no more requests; the second time, end at once."""
@@ -185,7 +187,8 @@ class _Job:
                 self._cooling.end()
             raise KeyboardInterrupt
         self._ending = True
-        log.warning("finishing %s; once more ends at once", _requests(len(self._running)))
+        running = len(self._running) if self._rows is None else self._rows.running
+        log.warning("finishing %s; once more ends at once", _requests(running))
 
     def _requests(self) -> Iterator[dict[str, Any]]:
         # Rows of one pass draw or do not: those that draw come after the others.
@@ -195,6 +198,7 @@ class _Job:
     def _requests_of(self, kinds: set[bool]) -> Iterator[dict[str, Any]]:
         """Those that draw, or do not."""
         for line in read_lines(self._asked.requests, self._asked.shard):
+            yield from self._repeated()
             if self._ending:
                 return
             if self._results.has(line):
@@ -204,12 +208,19 @@ class _Job:
             except RequestError as error:
                 self._refuse(line, error)
                 continue
-            if asked.options["do_sample"] not in kinds:
-                continue
-            arguments, cached = asked.arguments, 0
-            if self._prefixes is not None and asked.answers == 1:
-                arguments, cached = self._prefixes.lend(arguments)
-            yield self._started(_Running(line, asked, cached), arguments)
+            if asked.options["do_sample"] in kinds:
+                yield self._lent(line, asked)
+
+    def _lent(self, line: Line, asked: Asked) -> dict[str, Any]:
+        # Not where requests are read: that would hold what was lent until the next one is.
+        arguments, cached = asked.arguments, 0
+        if self._prefixes is not None and asked.answers == 1:
+            arguments, cached = self._prefixes.lend(arguments)
+        return self._started(_Running(line, asked, cached), arguments)
+
+    def _repeated(self) -> Iterator[dict[str, Any]]:
+        while self._again and not self._ending:
+            yield self._started(self._again.pop())
 
     def _started(
         self, running: _Running, arguments: dict[str, Any] | None = None

@@ -22,7 +22,7 @@ from pipeload.hf.continuous_batching import PAGE_TOKENS, Batching, Room
 from pipeload.system.memory import trim_heap
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from pipeload.budget.governor import Governor
 
@@ -68,17 +68,27 @@ class Batched:
     """Requests on their way through a model. See [Note: sessions]."""
 
     def __init__(
-        self, model: Any, requests: Iterable[Mapping[str, Any]], at_once: int | None
+        self,
+        model: Any,
+        requests: Iterable[Mapping[str, Any]],
+        at_once: int | None,
+        ending: Callable[[], bool] = lambda: False,
     ) -> None:
         """`requests`: each has `input_ids` of one prompt, `max_new_tokens` and `do_sample`.
 
         It may have `temperature`, `top_p`, `top_k` and `stopping_criteria`. `at_once`: how many run
-        together; None: as many as fit and help.
+        together; None: as many as fit and help. `ending`: whether no other is to begin.
         """
-        self._model, self._given = model, enumerate(requests)
+        self._model, self._given, self._ending = model, enumerate(requests), ending
         self._governor: Governor = handle(model).session.governor
         self._most, self._rows = at_once or _MOST_AT_ONCE, _ROWS[0]
         self._next: deque[_Wanted] = deque()
+        self._running: dict[str, _Wanted] = {}
+
+    @property
+    def running(self) -> int:
+        """How many run."""
+        return len(self._running)
 
     def outcomes(self) -> Iterator[tuple[int, Any]]:
         """Each request's number, and its tokens, int64, `[1, tokens]`, as they end.
@@ -91,7 +101,7 @@ class Batched:
             PipeloadError: a pass failed, of all of them.
         """
         while self._look_ahead(self._most):
-            running: dict[str, _Wanted] = {}
+            self._running = running = {}
             try:
                 yield from self._session(running)
             except MemoryLimitError as error:
@@ -107,7 +117,9 @@ class Batched:
                 forget_locals(error)  # among them is the room of the session
 
     def _look_ahead(self, count: int) -> bool:
-        """Have so many requests at hand, if there are; whether there is any."""
+        """Have so many requests at hand, if there are; whether any is to begin."""
+        if self._ending():
+            return False
         while len(self._next) < count and (given := next(self._given, None)) is not None:
             self._next.append(_Wanted(*given))
         return bool(self._next)

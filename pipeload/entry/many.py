@@ -142,17 +142,24 @@ class Requests:
                 yield from self._refused_until_full()
                 if not self._running:
                     return
-                member, outcome = self._convoy.outcome(self._party)
-                request = self._running.pop(member)
-                if isinstance(outcome, GaveWayError):
-                    self._most = max(1, len(self._running))
-                    if request.can_repeat:
-                        self._next.appendleft(request)
-                        continue
-                    outcome = outcome.lacking
-                yield request.number, outcome
+                yield from self._ended()
         finally:
             self._convoy.close(self._party)
+
+    def _ended(self) -> Iterator[tuple[int, Any]]:
+        """The next one that has ended, if it had not to give way.
+
+        By itself, so that nothing is held of it, as its cache, once the caller asks for another.
+        """
+        member, outcome = self._convoy.outcome(self._party)
+        request = self._running.pop(member)
+        if isinstance(outcome, GaveWayError):
+            self._most = max(1, len(self._running))
+            if request.can_repeat:
+                self._next.appendleft(request)
+                return
+            outcome = outcome.lacking
+        yield request.number, outcome
 
     def _refused_until_full(self) -> Iterator[tuple[int, OptionError]]:
         """Have as many requests run as may; those that are none."""

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+import signal
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 import pipeload
 from pipeload.budget.shared_limit import ACCOUNTANT
+from pipeload.cli.batch_file import Results
 from pipeload.errors import MemoryLimitError
 from pipeload.serving.prefixes import Prefixes
 from tests.rooms.cli.test_batch import (
@@ -89,6 +93,25 @@ def test_options_that_do_not_go_together(
     assert not files[1].exists()
 
 
+def test_a_signal(talker: Path, files: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What runs is finished, and what was looked at is left for the next run."""
+    write(files[0], [request(number, chat(max_tokens=2 + 4 * number)) for number in range(5)])
+    real = Results.answer
+
+    def answer_and_signal(*args: Any) -> None:
+        real(*args)
+        if len(results_of(files[1])) == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(Results, "answer", answer_and_signal)
+    done = batch(talker, files, "--batched", "--at-once", "2")
+    assert done.exit_code == 0, done.output
+    assert "finishing 1 request; once more ends at once" in done.stderr
+    assert "2 requests answered, 0 with an error, 3 left" in done.stderr
+    assert batch(talker, files, "--batched").exit_code == 0
+    check_results(files, wanted=5)
+
+
 @pytest.mark.slow
 def test_a_kill(talker: Path, files: tuple[Path, Path]) -> None:
     """At a random moment: no result is lost, doubled or torn."""
@@ -113,10 +136,36 @@ def test_a_beginning_that_was_computed(talker: Path, files: tuple[Path, Path]) -
     assert "pipeload" not in several
 
 
-def test_memory_that_holds_no_beginning(
+def test_nothing_is_held_of_what_has_ended(
     talker: Path, files: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A request that did not fit beside what it was lent runs once more without."""
+    """Once another is asked for: what is let go of is memory for it."""
+    caches: list[Any] = []
+    left: list[bool] = []
+    keep, lend = Prefixes.keep, Prefixes.lend
+
+    def kept(prefixes: Prefixes, output: Any) -> Any:
+        caches.append(weakref.ref(output.past_key_values))
+        return keep(prefixes, output)
+
+    def lent(prefixes: Prefixes, arguments: Any) -> Any:
+        prefixes.give_back(1 << 30)
+        left.extend(cache() is not None for cache in caches)
+        return lend(prefixes, arguments)
+
+    monkeypatch.setattr(Prefixes, "keep", kept)
+    monkeypatch.setattr(Prefixes, "lend", lent)
+    write(files[0], [request(number, chat(LONG, max_tokens=2)) for number in range(3)])
+    done = batch(talker, files, "--prefix-cache", "1MB", "--at-once", "1")
+    assert done.exit_code == 0, done.output
+    assert left == [False] * 3
+
+
+@pytest.mark.parametrize("signalled", [False, True])
+def test_memory_that_holds_no_beginning(
+    talker: Path, files: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, *, signalled: bool
+) -> None:
+    """A request that did not fit beside what it was lent runs once more without; not at an end."""
     given: list[dict[str, Any]] = []
     real = pipeload.generate_many
 
@@ -129,14 +178,18 @@ def test_memory_that_holds_no_beginning(
         for number, outcome in real(model, seen(), at_once=at_once):
             lent = "cache" in given[-1]
             short = MemoryLimitError("too large", limit=1, smallest_limit=2)
+            if lent and signalled:
+                os.kill(os.getpid(), signal.SIGTERM)
             yield number, short if lent else outcome
 
     monkeypatch.setattr(pipeload, "generate_many", generate_many)
-    write(files[0], [request(number, chat(LONG, max_tokens=2)) for number in range(2)])
+    asked = [request(number, chat(LONG, max_tokens=2)) for number in range(2)]
+    write(files[0], [*asked, request(2, chat(max_tokens=2))])
     done = batch(talker, files, "--prefix-cache", "1MB", "--at-once", "1", "--json")
     assert done.exit_code == 0, done.output
-    assert ["cache" in each for each in given] == [False, True, False]
-    assert json.loads(done.stdout)["answered"] == 2
+    wanted = [False, True] if signalled else [False, True, False, False]
+    assert ["cache" in each for each in given] == wanted
+    assert json.loads(done.stdout)["answered"] == (1 if signalled else 3)
     assert all("pipeload" not in body_of(result) for result in results_of(files[1]).values())
 
 

@@ -162,6 +162,19 @@ def test_as_many_as_memory_holds(model: Any, monkeypatch: pytest.MonkeyPatch) ->
     assert batch._room(batch._next) == Room(1, 16, 63)
 
 
+def test_no_other_begins(model: Any, fake: Fake) -> None:
+    """Once it is to end: neither what was looked at, in this session or another, nor the rest."""
+    ended: list[int] = []
+    requests = iter([request()] * 9)
+    batch = Batched(model, requests, 3, lambda: bool(ended))
+    for number, _ in batch.outcomes():
+        ended.append(number)
+        assert batch.running == 3 - len(ended)
+    assert ended == [0, 1, 2]
+    assert len(fake.sessions) == 1
+    assert len(list(requests)) == 6
+
+
 # -- the library's part --------------------------------------------------------------------------
 
 
