@@ -2,10 +2,11 @@
 
     python ray_batch.py requests.jsonl results.jsonl [--model M] [--actors N] [--shard I/N]
 
-Each line of the first file is a request of OpenAI's batch format, as for `pipeload batch`; each of
-the second is a result. An actor answers the requests of a block together, by the same readings of
-the weights, each bit for bit as alone. Ray takes about 1 GB on every machine beside the models:
-where that is too much, `pipeload batch --shard I/N` needs nothing but itself.
+Each line of the first file is a request of OpenAI's batch format, and each of the second a result,
+both as for `pipeload batch`; a line that is wrong has its error there, and the others go on. An
+actor answers the requests of a block together, by the same readings of the weights, each bit for
+bit as alone. Ray takes about 1 GB on every machine beside the models: where that is too much,
+`pipeload batch --shard I/N` needs nothing but itself.
 """
 
 from __future__ import annotations
@@ -19,9 +20,13 @@ from transformers import AutoTokenizer
 
 import pipeload
 from pipeload.demo.model import default_model_folder, make_smollm2
+from pipeload.serving.outcome import blamed, fitted, settings_of
+from pipeload.serving.reply import answer, ends_of
+from pipeload.serving.request import Asked, parse
+from pipeload.serving.request_error import RequestError, parse_json
 
 LINES = 8  # in a block: so many requests share each reading
-DRAWN = ("temperature", "top_p", "seed")  # a line that gives one of them is sampled
+NEW_TOKENS = 32  # of an answer whose line gives no length
 
 
 class Answering:
@@ -29,39 +34,46 @@ class Answering:
 
     def __init__(self, model: str, memory_limit: int | str) -> None:
         """`memory_limit` is of this actor's process, all that Ray loads into it included."""
-        self._tokenizer: Any = AutoTokenizer.from_pretrained(model)
+        tokenizer: Any = AutoTokenizer.from_pretrained(model)
         self._model = pipeload.from_pretrained(model, dtype="auto", memory_limit=memory_limit)
+        self._name = model
+        self._settings = settings_of(self._model, tokenizer, model, max_new_tokens=NEW_TOKENS)
 
     def __call__(self, block: dict[str, Any]) -> dict[str, Any]:
         """A result for each `line` of a block, which Ray gives as columns."""
-        lines = [json.loads(line) for line in block["line"]]
-        given = [self._arguments(line["body"]) for line in lines]
-        results = [{"custom_id": line["custom_id"]} for line in lines]
-        good = [place for place, one in enumerate(given) if isinstance(one, dict)]
-        outputs = pipeload.generate_many(self._model, [given[place] for place in good])
-        made = {good[number]: output for number, output in outputs}
-        for place, result in enumerate(results):
-            output = made.get(place, given[place])
-            if isinstance(output, Exception):
-                result["error"] = f"{type(output).__name__}: {output}"
+        results: list[dict[str, Any]] = [{"custom_id": None} for _ in block["line"]]
+        asked = map(self._asked, block["line"], results)
+        good = [(one, result) for one, result in zip(asked, results, strict=True) if one]
+        requests = [one.arguments for one, _ in good]
+        for number, output in pipeload.generate_many(self._model, requests):
+            one, result = good[number]
+            if isinstance(output, BaseException):
+                _refuse(result, output)
             else:
-                new = output[0, given[place]["input_ids"].shape[1] :]
-                result["text"] = self._tokenizer.decode(new, skip_special_tokens=True)
+                body, _ = answer(one, output, self._settings, ends_of(self._model))
+                result["response"] = {"status_code": 200, "body": body}
         return {"result": [json.dumps(result) for result in results]}
 
-    def _arguments(self, body: dict[str, Any]) -> Any:
-        """What `generate` is asked for; an error if the line asks for what is not served here."""
-        if unknown := body.keys() - {"messages", "prompt", "max_tokens", *DRAWN}:
-            return ValueError(f"{min(unknown)!r} is not served here. Leave it out.")
-        if "prompt" in body:
-            inputs = self._tokenizer(body["prompt"], return_tensors="pt")
-        else:
-            inputs = self._tokenizer.apply_chat_template(
-                body["messages"], add_generation_prompt=True, return_tensors="pt", return_dict=True
-            )
-        drawn = {name: body[name] for name in DRAWN if name in body}
-        new = body.get("max_tokens", 32)
-        return {**inputs, **drawn, "max_new_tokens": new, "do_sample": bool(drawn)}
+    def _asked(self, line: str, result: dict[str, Any]) -> Asked | None:
+        """What a line asks for; None, and its error in `result`, where that is not served."""
+        try:
+            given = parse_json(line.encode())
+            result["custom_id"] = given["custom_id"]
+            asked = parse(given["url"], given["body"], self._settings)
+            return fitted(asked, self._model, self._name)
+        except RequestError as error:
+            _refuse(result, error)
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            _refuse(result, RequestError(f"the line is no request: {error!r}."))
+        return None
+
+
+def _refuse(result: dict[str, Any], error: BaseException) -> None:
+    """Write the error of one line; raise what the next ones would meet as well."""
+    told = error if isinstance(error, RequestError) else blamed(error)
+    if told is None:
+        raise error
+    result["response"] = {"status_code": told.status, "body": told.body()}
 
 
 def part_of(file: Path, shard: str) -> list[dict[str, str]]:

@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from pipeload.budget.plan import Plan
     from pipeload.budget.reserve import PassHint
 
-
 _SPARE_BYTES = 16_000_000
 """At each round in which somebody waits."""
 
@@ -48,7 +47,7 @@ class Governor:
         self.adopt: Callable[[Plan], bool] | None = None
         """Puts a plan into force if no pass runs; set once somebody can."""
         self.peak = PeakSince()
-        self.needs = needs
+        self._needs = needs
         self._hint, self._hint_need = hint, hint.pass_bytes(needs)
         self._budget = self._cap(build.plan.memory_limit)
         self._patience = Patience()
@@ -149,15 +148,14 @@ class Governor:
         ledger, planner = self.ledger, self._planner
         account, smallest = ledger.account, planner.smallest
         with account.lock:
-            needs = needs_in_turns(self.needs, calls)
+            needs = needs_in_turns(self._needs, calls)
             account.note_pass(self)
             other = ledger.begin_pass(self.held_bytes())
             self.peak.look(ledger.process_bytes)
             in_force = ledger.limit_in_force(self._plan.memory_limit)
             others = account.promised_to_others(self)
             room = planner.room(in_force, other, others)
-            fitting = sum(ledger.corrected(need) <= room - smallest for need in needs)
-            admitted = max(1, fitting)
+            admitted = max(1, sum(ledger.corrected(need) <= room - smallest for need in needs))
             need = needs[admitted - 1]
             self._need = ledger.corrected(need)
             room -= self._need
@@ -165,7 +163,7 @@ class Governor:
                 room += account.reclaim(self, smallest - room)
             if room < smallest:
                 args, kwargs = calls[0].args, calls[0].kwargs
-                shape, limit = self.needs.shape(args, kwargs), self._plan.memory_limit
+                shape, limit = self._needs.shape(args, kwargs), self._plan.memory_limit
                 # What the process took on during some pass, for whatever reason, revokes no promise
                 # as long as the limit holds: what is set aside for that is there to be used.
                 promised = need <= self._hint_need and self._hint.covers(shape)
@@ -177,7 +175,7 @@ class Governor:
                 if not promised or not ledger.allows(least, limit):
                     free = ledger.uncorrected(room + self._need - smallest)
                     found = TooLarge(shape, self._need, free, planner.wanted(limit, room))
-                    ledger.refuse_pass(found, self.needs, limit)
+                    ledger.refuse_pass(found, self._needs, limit)
                 room = smallest
             elif self._need > self._granted:
                 self._granted = self._need
@@ -197,26 +195,29 @@ class Governor:
         Read from disk, or on a device what is copied there, read first or not. In bytes.
         """
         with self.ledger.account.lock:
-            need = self.ledger.corrected(self.needs.for_pass(args, kwargs))
-            room = self._room(self._limit, self.ledger.account.other_bytes()) - need
+            room = self._room(self._limit, self.ledger.account.other_bytes())
+            room -= self.pass_need(args, kwargs)
             budget = min(room, self._cap(self._limit))
             if budget < self._planner.smallest:
                 return None
             return self.ledger.moved_bytes(self._plan_for(budget))
 
+    def pass_need(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
+        """What a pass with these arguments takes, in bytes."""
+        with self.ledger.account.lock:  # it may try what a pass that begins is trying
+            return self.ledger.corrected(self._needs.for_pass(args, kwargs))
+
     def spare_bytes(self) -> int:
         """What passes and caches may take now, if nothing is resident."""
         with self.ledger.account.lock:
-            return (
-                self._room(self._limit, self.ledger.account.other_bytes()) - self._planner.smallest
-            )
+            room = self._room(self._limit, self.ledger.account.other_bytes())
+            return room - self._planner.smallest
 
     def bytes_alone(self, prompt: int, tokens: int, batch: int) -> tuple[int, int]:
         """What the cache of `batch` sequences of `tokens` takes, and the pass of any prompts."""
-        needs = self.needs
-        with self.ledger.account.lock:  # it may try what a pass that begins is trying
-            first = needs.for_shape(PassShape(prompt, batch)) if prompt else 0
-            return needs.cache_bytes(tokens, batch), first
+        with self.ledger.account.lock:  # as above
+            first = self._needs.for_shape(PassShape(prompt, batch)) if prompt else 0
+            return self._needs.cache_bytes(tokens, batch), first
 
     def give_back_spare(self) -> None:
         """Have some go of what is kept for speed alone: somebody waits for memory."""
@@ -344,7 +345,6 @@ def _weakly(adopt: Callable[[Plan], bool]) -> Callable[[Plan], bool]:
     reference = weakref.WeakMethod(adopt)
 
     def adopt_weakly(plan: Plan) -> bool:
-        method = reference()
-        return method is not None and method(plan)
+        return (method := reference()) is not None and method(plan)
 
     return adopt_weakly

@@ -21,9 +21,9 @@ from pipeload.cli.load_model import check_model, load_with, traced
 from pipeload.cli.log_lines import log, silence_libraries
 from pipeload.cli.progress_bar import ProgressBar
 from pipeload.cli.run_report import describe_plan
-from pipeload.entry.batched import Batched
+from pipeload.entry.batched import MOST_ROWS, Batched
 from pipeload.entry.texts import load_tokenizer
-from pipeload.errors import MemoryLimitError
+from pipeload.errors import MemoryLimitError, OptionError
 from pipeload.serving.outcome import as_row, blamed, fitted, settings_of
 from pipeload.serving.prefixes import Prefixes
 from pipeload.serving.reply import answer, ends_of
@@ -91,6 +91,11 @@ def run(asked: Arguments, *, debug: bool) -> None:
             was answered is in the file.
     """
     silence_libraries(debug=debug)
+    if asked.batched and asked.at_once != "auto" and int(asked.at_once) > MOST_ROWS:
+        raise OptionError(
+            f"--at-once {asked.at_once} is more requests than --batched has rows for, {MOST_ROWS}. "
+            f"Give {MOST_ROWS} or fewer, or leave --batched out."
+        )
     check_model(asked.model, files=True)
     cooling = None if asked.max_temperature is None else Cooling(asked.max_temperature)
     tokenizer = load_tokenizer(asked.model)

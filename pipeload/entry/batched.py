@@ -17,8 +17,7 @@ import torch
 
 from pipeload.engine.convoy_members import forget_locals
 from pipeload.entry.api import handle
-from pipeload.errors import MemoryLimitError
-from pipeload.hf.continuous_batching import PAGE_TOKENS, Batching, Room
+from pipeload.hf.continuous_batching import PAGE_TOKENS, Batching, Room, spare_pages
 from pipeload.system.memory import trim_heap
 
 if TYPE_CHECKING:
@@ -32,6 +31,8 @@ _SHARE = 0.9
 """Of what is free before the first pass, which takes on more than the estimates know of."""
 _ROWS = (256, 128, 64, 32, 16)
 """How many tokens a pass may have, at the most."""
+MOST_ROWS = _ROWS[0]
+"""So many requests may run together: each has one token at least in every pass."""
 
 
 class _Wanted(NamedTuple):
@@ -81,7 +82,7 @@ class Batched:
         """
         self._model, self._given, self._ending = model, enumerate(requests), ending
         self._governor: Governor = handle(model).session.governor
-        self._most, self._rows = at_once or _MOST_AT_ONCE, _ROWS[0]
+        self._most, self._rows = at_once or _MOST_AT_ONCE, MOST_ROWS
         self._next: deque[_Wanted] = deque()
         self._running: dict[str, _Wanted] = {}
 
@@ -93,7 +94,7 @@ class Batched:
     def outcomes(self) -> Iterator[tuple[int, Any]]:
         """Each request's number, and its tokens, int64, `[1, tokens]`, as they end.
 
-        A `MemoryLimitError` in their place, where it does not fit even by itself.
+        A `MemoryError` in their place, where it does not fit even by itself.
 
         Raises:
             OptionError: the model's own settings ask for what is not served so.
@@ -101,10 +102,10 @@ class Batched:
             PipeloadError: a pass failed, of all of them.
         """
         while self._look_ahead(self._most):
-            self._running = running = {}
+            running = self._running = dict[str, _Wanted]()
             try:
                 yield from self._session(running)
-            except MemoryLimitError as error:
+            except MemoryError as error:  # a MemoryLimitError, or of an allocator
                 if len(running) > 1:
                     self._most = len(running) // 2
                 elif self._rows > _ROWS[-1]:
@@ -182,6 +183,6 @@ class Batched:
             "logits_processor_args": torch.empty(int(samples), at_once, device=device),
             "use_cache": False,
         }
-        cache, _ = governor.bytes_alone(0, tokens, 1)
-        need = governor.ledger.corrected(governor.needs.for_pass((), call))
-        return cache + need <= _SHARE * governor.spare_bytes()
+        spare = spare_pages(self._model, unused=True) * PAGE_TOKENS
+        cache, _ = governor.bytes_alone(0, tokens + spare, 1)
+        return cache + governor.pass_need((), call) <= _SHARE * governor.spare_bytes()

@@ -14,6 +14,7 @@ from itertools import takewhile
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pipeload.budget.usage_trial import CACHES
+from pipeload.errors import OptionError
 from pipeload.hf.cache_layers import cache_bytes, cut_back, rotates_by_length
 from pipeload.system.memory import trim_heap
 
@@ -39,9 +40,15 @@ class Prefixes:
     """Up to so many bytes of them, the oldest first to go. For all threads."""
 
     def __init__(self, model: Any, most_bytes: int) -> None:
+        """Raises OptionError: nothing can be kept of such a model."""
         told = inspect.signature(model.forward).parameters
         name = next((name for name in CACHES if name in told), None)
-        self._name = None if rotates_by_length(model.config) else name
+        if name is None or rotates_by_length(model.config):
+            why = "takes no cache" if name is None else "rotates keys by the length of a text"
+            raise OptionError(
+                f"--prefix-cache keeps nothing of {type(model).__name__}: it {why}. Leave that out."
+            )
+        self._name = name
         self._most = most_bytes
         self._lock = threading.Lock()
         self._kept: list[Kept] = []
@@ -59,8 +66,6 @@ class Prefixes:
         The cache that it returns is to be kept by `keep`, so it is asked for.
         """
         given = {**arguments, "return_dict_in_generate": True}
-        if self._name is None:
-            return given, 0
         prompt: list[int] = arguments["input_ids"][0].tolist()
         with self._lock:
             found = [(_common(kept.ids, prompt), kept) for kept in self._kept]
@@ -87,7 +92,7 @@ class Prefixes:
     def _take(self, output: Any, ids: tuple[int, ...]) -> None:
         caches = (output.get(name) for name in CACHES)
         cache = next((cache for cache in caches if cache is not None), None)
-        if cache is None or self._name is None or cache.get_seq_length() != len(ids):
+        if cache is None or cache.get_seq_length() != len(ids):
             return
         kept = Kept(ids, cache, cache_bytes(cache))
         with self._lock:

@@ -639,7 +639,7 @@ def test_caches_of_others_take_residents(tiny: TinyCheckpoint, device: FakeDevic
     model = load(folder, spare=PART)
     check(model, expected)
     before = model.pipeload.plan.resident
-    need = session_of(model).governor.needs.for_pass((IDS,), {})
+    need = session_of(model).governor._needs.for_pass((IDS,), {})
     device.others = model.pipeload.plan.reserve_bytes - need + PART // 2
     check(model, expected)
     assert model.pipeload.plan.resident < before

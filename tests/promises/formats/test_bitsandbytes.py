@@ -192,7 +192,7 @@ def test_unpacked_bytes_count_in_the_dtype_that_is_computed_in(
     largest = max(linears(model), key=lambda m: m.weight.numel() * is_4bit(m))
     assert largest.compute_dtype == torch.float32
     assert next(model.parameters()).dtype == torch.bfloat16
-    counted = model.pipeload._session.governor.needs._products(1)
+    counted = model.pipeload._session.governor._needs._products(1)
     if processor == AVX2:  # all of it for a prompt, and what is kept for ranges: here as much
         wanted = 4 if make_fill(torch.ones(16), 64) is None else 8
         assert counted >= wanted * largest.in_features * largest.out_features

@@ -250,7 +250,7 @@ def test_two_settled_passes_that_both_want_memory(
     governor, adopt = session_of(model).governor, passes.adopt
     floor: int = governor.ledger._floor  # type: ignore[attr-defined]
     least, most = governor.wants
-    need = governor.needs.for_pass((IDS,), {})
+    need = governor._needs.for_pass((IDS,), {})
     spare = governor._room(governor._limit, 0) - need
     tries = itertools.count()
     threads: list[Any] = []

@@ -92,7 +92,7 @@ def test_an_existing_script(smollm2_bf16: Path) -> None:
 
 
 def test_a_block_of_ray(smollm2_bf16: Path) -> None:
-    """What an actor makes of its lines, without Ray: as `generate` alone, or the line's error."""
+    """What an actor makes of its lines, without Ray: as `pipeload batch`, or the line's error."""
     spec = importlib.util.spec_from_file_location("ray_batch", EXAMPLES / "ray_batch.py")
     assert spec is not None
     assert spec.loader is not None
@@ -101,16 +101,24 @@ def test_a_block_of_ray(smollm2_bf16: Path) -> None:
     lines = example.part_of(EXAMPLES / "requests.jsonl", "1/1")
     assert example.part_of(EXAMPLES / "requests.jsonl", "2/3") == [lines[1]]
     answering = example.Answering(str(smollm2_bf16), "2GB")
-    block = {"line": [line["line"] for line in lines]}
+    body = {"prompt": "Water boils at", "model": smollm2_bf16.name, "max_completion_tokens": 3}
+    more: list[dict[str, object]] = [{"temperature": 0, "user": "a"}, {"temperature": 2, "seed": 1}]
+    for number, each in enumerate(more):
+        asked = {"custom_id": str(number), "url": "/v1/completions", "body": body | each}
+        lines.append({"line": json.dumps(asked)})
+    block = {"line": [*(line["line"] for line in lines), "no JSON", "[]", "{}"]}
     results = [json.loads(result) for result in answering(block)["result"]]
-    assert [result["custom_id"] for result in results] == ["river", "poem", "boils", "wrong"]
-    body = json.loads(lines[0]["line"])["body"]
-    wanted = answering._model.generate(**answering._arguments(body))
-    prompt = answering._arguments(body)["input_ids"].shape[1]
-    assert results[0]["text"] == answering._tokenizer.decode(
-        wanted[0, prompt:], skip_special_tokens=True
-    )
-    assert results[3]["error"] == "ValueError: 'stream' is not served here. Leave it out."
+    named = ["river", "poem", "boils", "wrong", "0", "1", None, None, None]
+    assert [result["custom_id"] for result in results] == named
+    answers = [result["response"] for result in results]
+    codes = [200, 200, 200, 400, 200, 200, 400, 400, 400]
+    assert [one["status_code"] for one in answers] == codes
+    assert answers[3]["body"]["error"]["message"] == "stream=True is not served. Leave it out."
+    assert "." not in answers[2]["body"]["choices"][0]["text"]
+    prompt = answering._settings.tokenizer(body["prompt"], return_tensors="pt")
+    wanted = answering._model.generate(**prompt, max_new_tokens=3, do_sample=False)
+    told = answering._settings.tokenizer.decode(wanted[0, prompt["input_ids"].shape[1] :])
+    assert answers[4]["body"]["choices"][0]["text"] == told
     answering._model.pipeload.remove()
 
 

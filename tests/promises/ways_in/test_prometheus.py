@@ -59,15 +59,14 @@ def test_it_scrapes(talker: Path, tmp_path: Path) -> None:
             """What it answers; nothing while it starts."""
             address = f"http://127.0.0.1:{own}/api/v1/query?"
             try:
-                with urllib.request.urlopen(
-                    address + urllib.parse.urlencode({"query": query})
-                ) as r:
-                    answer = json.load(r)
+                asked = address + urllib.parse.urlencode({"query": query})
+                with urllib.request.urlopen(asked, timeout=10) as reply:
+                    answer = json.load(reply)
             except urllib.error.HTTPError as error:
                 if error.code != 503:
                     raise
                 return []
-            except urllib.error.URLError:
+            except (urllib.error.URLError, TimeoutError):
                 return []
             assert answer["status"] == "success", (query, answer)
             result: list[dict[str, Any]] = answer["data"]["result"]

@@ -14,6 +14,7 @@ import pytest
 import pipeload
 from pipeload.budget.shared_limit import ACCOUNTANT
 from pipeload.cli.batch_file import Results
+from pipeload.entry.batched import Batched
 from pipeload.errors import MemoryLimitError
 from pipeload.serving.prefixes import Prefixes
 from tests.rooms.cli.test_batch import (
@@ -81,6 +82,14 @@ def test_what_rows_cannot_have(
     assert body_of(found["batch_req_2"])
 
 
+def test_more_at_once_than_a_pass_has_rows(talker: Path, files: tuple[Path, Path]) -> None:
+    """It is told, and not cut short."""
+    write(files[0], [request(0, chat())])
+    done = batch(talker, files, "--batched", "--at-once", "257")
+    assert done.exit_code != 0
+    assert "--at-once 257 is more requests than --batched has rows for, 256. Give" in done.stderr
+
+
 @pytest.mark.parametrize("other", [["--prefix-cache", "1MB"], ["--max-temperature", "80"]])
 def test_options_that_do_not_go_together(
     talker: Path, files: tuple[Path, Path], other: list[str]
@@ -104,7 +113,8 @@ def test_a_signal(talker: Path, files: tuple[Path, Path], monkeypatch: pytest.Mo
             os.kill(os.getpid(), signal.SIGTERM)
 
     monkeypatch.setattr(Results, "answer", answer_and_signal)
-    done = batch(talker, files, "--batched", "--at-once", "2")
+    monkeypatch.setattr(Batched, "_most_that_fit", lambda *_, **__: 2)
+    done = batch(talker, files, "--batched", "--at-once", "5")
     assert done.exit_code == 0, done.output
     assert "finishing 1 request; once more ends at once" in done.stderr
     assert "2 requests answered, 0 with an error, 3 left" in done.stderr

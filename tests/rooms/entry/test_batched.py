@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import math
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
@@ -12,8 +14,8 @@ import pipeload
 from pipeload.entry import batched
 from pipeload.entry.batched import Batched
 from pipeload.errors import MemoryLimitError, OptionError, ReadError, UnsupportedModelError
-from pipeload.hf.continuous_batching import Batching, Made, Room
-from tests.support.models import load_plain, save_random
+from pipeload.hf.continuous_batching import Batching, Made, Room, spare_pages
+from tests.support.models import load_plain, save_random, tiny_config
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -204,11 +206,103 @@ def test_an_error_of_one_request(model: Any) -> None:
         list(iter(batching.made, Made("x", [], ended=True)))
 
 
-def test_settings_that_would_be_left_out(model: Any) -> None:
-    """Such as a penalty of the model's own."""
-    model.generation_config.repetition_penalty = 1.3
-    with pytest.raises(OptionError, match="ask for a RepetitionPenaltyLogitsProcessor, which"):
-        Batching(model, Room(1, 16, 4), samples=False)
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("repetition_penalty", 1.3),
+        ("min_new_tokens", 2),
+        ("num_beams", 3),
+        ("stop_strings", ["a"]),
+        ("max_time", 1.0),
+        ("bad_words_ids", [[5]]),
+        ("begin_suppress_tokens", [5]),
+        ("forced_bos_token_id", 0),
+        ("min_p", 0.1),
+    ],
+)
+def test_settings_that_would_be_left_out(model: Any, name: str, value: object) -> None:
+    """Of the model's own: each is named."""
+    setattr(model.generation_config, name, value)
+    with pytest.raises(OptionError) as raised:
+        Batching(model, Room(1, 16, 4), samples=True)
+    assert f"ask for {name}={value!r}, which" in str(raised.value)
+
+
+def test_settings_that_say_nothing(model: Any) -> None:
+    """Or only of what is drawn, where nothing is; and what nobody but the model's makers reads."""
+    settings = model.generation_config
+    settings.num_beams, settings.repetition_penalty, settings.min_new_tokens = 1, 1.0, 0
+    settings.suppress_tokens, settings.min_p, settings.chat_format = [], 0.1, "chatml"
+    assert len(dict(Batched(model, iter([request()]), None).outcomes())) == 1
+
+
+def test_what_shows_errors_is_as_before(model: Any) -> None:
+    """Once a session has ended."""
+    log = logging.getLogger("ContinuousBatchingLogger")
+    before = log.level
+    with closing(Batching(model, Room(1, 16, 4), samples=False)):
+        assert log.level == logging.CRITICAL
+    assert log.level == before
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError("none"),
+        torch.OutOfMemoryError("none on the device"),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes."),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:1] not enough memory: you tried to"),
+    ],
+    ids=str,
+)
+def test_memory_that_an_allocator_does_not_have(model: Any, error: Exception) -> None:
+    """Fewer at once are tried, down to one: that one has the error, and others go on."""
+    left = [error] * 6  # of two, then of one with shorter and shorter pieces
+
+    def fail(*_: object) -> None:
+        if left:
+            raise left.pop()
+
+    model.model.register_forward_pre_hook(fail)
+    found = dict(Batched(model, iter([request()] * 2), 2).outcomes())
+    assert isinstance(found[0], MemoryError)
+    assert "no memory for a pass: " in str(found[0])
+    assert found[1].shape == (1, 5 + NEW)
+
+
+def test_layers_of_two_kinds(tmp_path: Path) -> None:
+    """Which have pages of their own: there are enough for a request by itself, of any length."""
+    kinds = ["sliding_attention"] * 5 + ["full_attention"] * 2
+    config = tiny_config("gemma3", num_hidden_layers=7, layer_types=kinds, sliding_window=128)
+    save_random(config, tmp_path, "fp32", seed=4)
+    made: Any = pipeload.from_pretrained(tmp_path, memory_limit="2GB", dtype="auto")
+    asked = [request(length) for length in (1, 15, 30, 35, 50, 70, 90, 100)]
+    found = dict(Batched(made, iter(asked), 1).outcomes())
+    plain = load_plain(tmp_path)
+    for number, one in enumerate(asked):
+        wanted = plain.generate(**one, pad_token_id=0)
+        assert found[number].tolist() == wanted.tolist()
+    made.pipeload.remove()
+
+
+def test_there_are_sectors_enough(model: Any) -> None:
+    """As the library counts them, for one request of any length, and for many."""
+    for sliding, full in ((11, 2), (5, 2), (3, 3), (1, 6), (0, 4)):
+        kinds = ["sliding_attention"] * sliding + ["full_attention"] * full
+        model.config.layer_types = kinds
+        model.config.num_hidden_layers = sliding + full
+        sector = math.lcm(*(count for count in (sliding, full) if count))
+        for pages in range(1, 200):
+            there = -(-(pages + spare_pages(model)) * (sliding + full) // sector)
+            assert there >= sum(-(-pages * count // sector) for count in (sliding, full))
+        assert spare_pages(model, unused=True) * (sliding + full) >= 2 * sector
+
+
+def test_layers_of_an_unknown_kind(model: Any) -> None:
+    """The model is refused, before anything is sized."""
+    model.config.layer_types = ["linear_attention"] * 4
+    with pytest.raises(UnsupportedModelError, match="Invalid layer type: linear_attention"):
+        list(Batched(model, iter([request()]), None).outcomes())
 
 
 def test_attention_that_is_not_served(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:

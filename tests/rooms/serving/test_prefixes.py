@@ -11,6 +11,7 @@ import torch
 import transformers
 
 import pipeload
+from pipeload.errors import OptionError
 from pipeload.hf.cache_layers import cut_back, rotates_by_length
 from pipeload.serving.prefixes import Prefixes
 from tests.rooms.cli.test_commands import talker as talker  # noqa: PLC0414 - a fixture
@@ -129,7 +130,7 @@ def test_states_alone(model: Any) -> None:
 
 @pytest.mark.parametrize("kind", ["longrope", "dynamic", "default"])
 def test_where_keys_depend_on_the_length(kind: str) -> None:
-    """Nothing is kept: those of a longer text are rotated by other factors."""
+    """Nothing can be kept: those of a longer text are rotated by other factors."""
     config = tiny_config("llama")
     ropes: dict[str, Any] = {"rope_type": kind, "rope_theta": 1e4, "factor": 2.0}
     if kind == "longrope":
@@ -143,10 +144,18 @@ def test_where_keys_depend_on_the_length(kind: str) -> None:
     assert rotates_by_length(config) == (kind != "default")
     config.rope_parameters = ropes
     model: Any = random_model(config, torch.float32, seed=3)
-    prefixes = Prefixes(model, LARGE)
-    run(model, prefixes, prompt(length=40))
-    assert run(model, prefixes, prompt(length=40))[1] == (39 if kind == "default" else 0)
-    assert bool(prefixes.nbytes) == (kind == "default")
+    if kind == "default":
+        assert Prefixes(model, LARGE).nbytes == 0
+        return
+    with pytest.raises(OptionError, match="of LlamaForCausalLM: it rotates keys by the length"):
+        Prefixes(model, LARGE)
+
+
+def test_a_model_without_a_cache(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or with one by a name that nobody knows."""
+    monkeypatch.setattr(model, "forward", lambda input_ids: input_ids)
+    with pytest.raises(OptionError, match=r"it takes no cache\. Leave that out\."):
+        Prefixes(model, LARGE)
 
 
 def test_they_are_the_first_to_go(tiny: Any) -> None:
