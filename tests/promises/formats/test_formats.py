@@ -397,7 +397,8 @@ def rows() -> list[str]:
         f"| `{method}` | streamed: {PUT_IN_ORDER} | also `pipeload convert` |"
         for method in (*sorted(TAKEN_OVER - {"aqlm"}), "mlx")
     ]
-    lines.append("| `aqlm` | streamed: read as it is stored, and unpacked to floats each time | - |")
+    how = "read as it is stored, and unpacked to floats each time"
+    lines.append(f"| `aqlm` | streamed: {how} | - |")
     for method, why in REFUSED.items():
         advised = "`pipeload quantize` of the floats"
         lines.append(f"| `{method}` | refused: {why} | {advised} |")
