@@ -16,6 +16,8 @@
 
 enum { FLOAT32, BFLOAT16, FLOAT16 };
 
+#include "statistics.h"
+
 #define INLINE __attribute__((always_inline)) inline
 #define TARGET                                                                                     \
     __attribute__((target("avx512f,avx512bw,avx512vl,avx512bf16,f16c,amx-tile,amx-bf16")))
@@ -40,20 +42,6 @@ int supported(void)
 #else
     return 0;
 #endif
-}
-
-/* A scale or a zero. */
-TARGET static INLINE float told(const void *at, int64_t i, int kind)
-{
-    uint32_t bits;
-    float made;
-    if (kind == FLOAT32)
-        return ((const float *)at)[i];
-    if (kind == FLOAT16)
-        return _cvtsh_ss(((const uint16_t *)at)[i]);
-    bits = (uint32_t)((const uint16_t *)at)[i] << 16;
-    memcpy(&made, &bits, 4);
-    return made;
 }
 
 /* Turns 16 rows of 16 pairs over. */
