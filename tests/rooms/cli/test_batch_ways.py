@@ -77,7 +77,9 @@ def test_what_rows_cannot_have(
     assert body_of(found["batch_req_2"])
 
 
-@pytest.mark.parametrize("other", [["--prefix-cache", "1MB"], ["--max-temperature", "80"]])
+@pytest.mark.parametrize(
+    "other", [["--prefix-cache", "1MB"], ["--max-temperature", "80"], ["--device", "cuda"]]
+)
 def test_options_that_do_not_go_together(
     talker: Path, files: tuple[Path, Path], other: list[str]
 ) -> None:
