@@ -26,18 +26,18 @@ Floats in fp32 cross ours by VNNI there at 256 rows (int8) and 128 (int4). AMD's
 multiply bf16 much faster: there ours are taken for 20 rows.
 
 With AMX, tiles are taken for all others (see tile_product.py). An Intel Xeon that has it, weights
-of 5504 x 4096 and, in the last rows, 768 x 2048, in ms of processor time, medians:
+of 5504 x 4096 and, in the last rows, 768 x 2048, in ms of processor time, medians of one run:
 
     rows                               8         12         20         64        256       1024
-    int8 by our kernel               4.5        5.8       10.3       26.1        106
-    int8 by tiles                    4.4        4.5        5.1        6.7       15.1       52.3
-    int8 as floats in blocks        17.4       17.9       17.2       21.6       33.1       92.7
-    int4 by our kernel               4.9        7.0       13.5       37.5        143
-    int4 by tiles                    5.0        5.0        5.3        7.1       15.5       52.8
-    int4 as floats in blocks        16.5       16.9       17.8       20.7       31.9       90.1
-    a bf16 weight, by the library    4.3        4.5        4.9        7.9       17.7       58.0
-    small int8, ours / tiles   0.30/0.63  0.42/0.66  0.69/0.64  1.97/0.79
-    small int4, ours / tiles   0.42/0.58  0.58/0.58  1.01/0.58  2.91/0.73
+    int8 by our kernel               3.7        5.0        7.8       23.9        105
+    int8 by tiles                    4.1        4.1        4.2        5.8       15.8       58.4
+    int8 as floats in blocks        12.6       12.4       13.3       16.5       27.0       68.0
+    int4 by our kernel               4.3        6.3       10.5       33.1        152
+    int4 by tiles                    4.6        4.7        5.0        6.3       16.9       62.8
+    int4 as floats in blocks        12.0       12.5       13.8       16.4       27.8       72.2
+    a bf16 weight, by the library    4.0        4.0        4.7        6.8       16.3       56.0
+    small int8, ours / tiles   0.30/0.31  0.41/0.32  0.60/0.34  1.73/0.46  7.00/1.21
+    small int4, ours / tiles   0.38/0.31  0.52/0.34  0.85/0.37  2.55/0.51  9.50/1.22
 
 Where torch's own operations unpack int4, it takes ten times as long as it does compiled, and pays
 from some 190 rows on. For fp32 and fp16 there are no such kernels but plain loops (4096 x 4096:
@@ -64,8 +64,8 @@ _MOST_ROUNDED = {torch.bfloat16: {8: 20, 4: 20}, torch.float32: {8: 52, 4: 48}}
 """The same of our own kernels, and whatever the dtype of the input."""
 _MOST_ROUNDED_BY_VNNI = {torch.bfloat16: {8: 256, 4: 256}, torch.float32: {8: 192, 4: 112}}
 """The same where floats of bf16 are slow."""
-_MOST_BESIDE_TILES = {8: 12, 4: 10}
-"""The same where tiles take over: between where they are faster of large and of small weights."""
+_MOST_BESIDE_TILES = 8
+"""The same where tiles take over."""
 _MOST_BY_KERNEL_IF_UNCOMPILED = 192
 _OUT_ROWS = 256  # of a weight at once: whole tiles of int4
 _ROWS = 256  # of input at once, where they are cast
@@ -119,7 +119,7 @@ def most_by_kernel(bits: int, dtype: torch.dtype, *, rounded: bool, tiled: bool 
         if dtype == torch.float64 or own.compiled() is None:  # as a pickle from elsewhere
             return 0
         if tiled:
-            return _MOST_BESIDE_TILES[bits]
+            return _MOST_BESIDE_TILES
         most = _MOST_ROUNDED_BY_VNNI if _has_slow_floats() else _MOST_ROUNDED
         return most[product_dtype(dtype)][bits]
     if dtype != torch.bfloat16:
