@@ -29,7 +29,9 @@ from pipeload.system.memory_group import MemoryCgroup, drop_cached, memory_group
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-CONTENDERS = ("plain", "accelerate", "airllm", "llama.cpp")
+LLAMA_CPP = ("llama.cpp", "llama.cpp-repacked")
+"""With its file mapped, as fits any limit, or as it is by default: in memory, in its own order."""
+CONTENDERS = ("plain", "accelerate", "airllm", *LLAMA_CPP)
 SHARES = (0.2, 0.35, 0.5, 0.65, 0.8, 0.95)
 """Of the limit, that accelerate is tried with as `max_memory`: beside weights it needs the rest."""
 _TIMEOUT_SECONDS = 1200
@@ -171,7 +173,7 @@ def _at(limit: int, setting: Setting, scratch: str, tell: Callable[[str], None])
 
 def _measure(way: str, limit: int, setting: Setting, more: Mapping[str, Any]) -> dict[str, Any]:
     """One run from a cold cache."""
-    if way == "llama.cpp" and setting.gguf is None:
+    if way in LLAMA_CPP and setting.gguf is None:
         return {"failed": "needs a GGUF file of the same model: --gguf FILE"}
     job = {
         "way": way,

@@ -27,6 +27,7 @@ _NEEDS = {
     "accelerate": ("accelerate", "torch", "transformers"),
     "airllm": ("airllm", "torch", "transformers"),
     "llama.cpp": ("xllamacpp",),
+    "llama.cpp-repacked": ("xllamacpp",),
 }
 
 
@@ -125,10 +126,12 @@ def _llama_cpp(job: dict[str, Any], clock: Clock) -> None:
 
     settings = xllamacpp.CommonParams()
     settings.model.path = job["gguf"]
-    # The file as it is, mapped: weights in another order would be a copy that no limit holds.
-    settings.load_mode = xllamacpp.llama_load_mode.LLAMA_LOAD_MODE_MMAP
-    settings.no_extra_bufts, settings.warmup, settings.fit_params = True, False, False
-    settings.n_ctx, settings.n_batch, settings.n_parallel = 256, 64, 1
+    settings.warmup, settings.fit_params = False, False
+    settings.n_ctx, settings.n_parallel = 256, 1
+    if job["way"] == "llama.cpp":
+        # The file as it is, mapped: weights in another order would be a copy that few limits hold.
+        settings.load_mode = xllamacpp.llama_load_mode.LLAMA_LOAD_MODE_MMAP
+        settings.no_extra_bufts, settings.n_batch = True, 64
     settings.cpuparams.n_threads = settings.cpuparams_batch.n_threads = job["threads"]
     settings.verbosity = -1
     job["began"] = time.perf_counter()
@@ -156,6 +159,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         "accelerate": _accelerate,
         "airllm": _airllm,
         "llama.cpp": _llama_cpp,
+        "llama.cpp-repacked": _llama_cpp,
     }
     ways[job["way"]](job, clock)
     times = clock.times[1 : 1 + job["tokens"]]  # the first put is the prompt

@@ -14,7 +14,7 @@ from torch import nn
 
 from pipeload.budget.expert_banks import find_banks
 from pipeload.budget.model_parts import Parts, Site, Table
-from pipeload.budget.output_head import output_head
+from pipeload.budget.output_head import head_in_parts, output_head
 from pipeload.budget.residency import UnitSpec, is_tiny
 from pipeload.errors import UnsupportedModelError
 from pipeload.weights.arena import DTYPES
@@ -99,10 +99,7 @@ class Divider:
         for block in find_blocks(model):
             if block.name in away:
                 continue
-            names = [f"{block.name}.{name}" for name, _ in block.module.named_parameters()]
-            found = (weights.get(name) for name in names if name not in banked)
-            streamed = [weight for weight in found if weight and self._streamable(weight)]
-            if streamed := _whole_groups(streamed, weights):
+            if streamed := self._streamed(block.name, block.module, banked):
                 self._blocks.append((block, streamed))
         if not self._blocks:
             raise NothingToStreamError(
@@ -112,6 +109,9 @@ class Divider:
         inside = {w.name for _, streamed in self._blocks for w in streamed}
         self._tables = [] if blocks_alone else [*self._find_tables(inside)]
         self._head_weight = None if blocks_alone else self._find_head_weight(inside)
+        self._parted = None if blocks_alone else head_in_parts(model)
+        if self._parted is not None and self._parted[0] in away:
+            self._parted = None
 
     def divide(self, grain: Grain, touched: Touched) -> Parts:
         """Cut at `grain`; a block with a touched weight stays whole, and so do head and tables.
@@ -148,6 +148,10 @@ class Divider:
             largest = max(sum(w.nbytes for w in spec.weights) for spec in cutter.specs)
             cutter.chunk_bytes = min(grain.chunk_bytes, max(largest, CHUNKS[-1]))
             cutter.rows(*head, weight)
+        if self._parted is not None:
+            mine = {weight.name: weight for weight in self._streamed(*self._parted, ())}
+            if mine and together.isdisjoint(mine):
+                cutter.modules(*self._parted, mine)
         sites, specs = cutter.sites, cutter.specs
         parts = Parts(sites, specs, tables, [], 0)
         away = [w for w in self._away.values() if w.name not in self._tied | touched.past_block]
@@ -179,6 +183,13 @@ class Divider:
     def largest_block(self) -> int:
         """Bytes of the weights of the largest block."""
         return max(sum(w.nbytes for w in streamed) for _, streamed in self._blocks)
+
+    def _streamed(self, path: str, module: nn.Module, banked: Collection[str]) -> list[Weight]:
+        """Weights of a module that come and go, but for those that are `banked`."""
+        names = (f"{path}.{name}" for name, _ in module.named_parameters())
+        found = (self._weights.get(name) for name in names if name not in banked)
+        streamed = [weight for weight in found if weight and self._streamable(weight)]
+        return _whole_groups(streamed, self._weights)
 
     def _streamable(self, weight: Weight) -> bool:
         # An evicted float is NaN and shows when it is read too early; an integer has no such value.

@@ -110,8 +110,13 @@ def batch(
     """Answer a file of requests, many by each reading; run again after a kill, it goes on."""
     with reported(debug=debug, quiet=quiet or json, smaller_pass=("--max-new-tokens",)):
         check_path(model, files=True)
-        if batched and (prefix_cache is not None or max_temperature is not None):
-            other = "--max-temperature" if prefix_cache is None else "--prefix-cache"
+        others = {
+            "--prefix-cache": prefix_cache is not None,
+            "--max-temperature": max_temperature is not None,
+            "--device": device != "cpu",
+        }
+        if batched and any(others.values()):
+            other = next(name for name, asked in others.items() if asked)
             raise OptionError(f"--batched goes with no {other}. Leave one of them out.")
         load("generate_many")
         from pipeload.cli import batch as cli_batch

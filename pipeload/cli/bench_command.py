@@ -39,7 +39,7 @@ Compare = Annotated[
     typer.Option(
         metavar="NAME,...",
         help="Time other ways beside it, each under the limit: plain, accelerate, airllm, "
-        "llama.cpp.",
+        "llama.cpp, llama.cpp-repacked.",
     ),
 ]
 Pythons = Annotated[

@@ -20,6 +20,7 @@ from pipeload.errors import PipeloadError
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+_RANKS = "Several machines share a model in run alone; batch --shard I/N gives each a part."
 _INTERRUPTED = 128 + 2  # as a shell reports SIGINT
 _BROKEN_PIPE = 128 + 13
 # How refusals of a limit name, to programs, what makes a pass smaller.
@@ -70,6 +71,8 @@ def _say_usage(error: Any) -> None:
     message = " ".join(error.format_message().split()).replace(": Value error, ", ": ")
     message = message.rstrip(".")
     message += "" if message.endswith("?") else "."
+    if getattr(error, "option_name", None) == "--ranks":
+        message += f" {_RANKS}"
     place = "" if error.ctx is None else f" See {error.ctx.command_path} --help."
     typer.echo(f"error: {message}{place}", err=True)
 

@@ -53,7 +53,7 @@ class KeptGradients:
             blocks: of the model.
             dtype: of hidden states.
         """
-        if self._of != (mine := [windows, batch, blocks, dtype.itemsize]):
+        if self._of != (mine := [windows, batch, blocks, [*DTYPE_CODES].index(dtype)]):
             self.by_path, self.gradient, self.blocks_done = {}, torch.empty(0), 0
             self._of, self.blocks = mine, -(-windows // batch) * blocks
 

@@ -111,6 +111,7 @@ class OutputGradients:
             done = kept.blocks_done % len(self._blocks)
             if done:
                 kept.by_path, self._gradient, kept.gradient = before, kept.gradient, torch.empty(0)
+            del before
             pairs = list(zip(self._blocks, self._calls, strict=True))
             for block, call in pairs[::-1][done:]:
                 self._live, hidden = True, self._load(call)

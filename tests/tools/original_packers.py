@@ -23,6 +23,7 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from pipeload.formats.codes.coded_weight import Grid
 from pipeload.formats.codes.gptq import Gptq
 from pipeload.formats.integers.linear import Int4Linear
 from pipeload.formats.integers.order import kernel_order, pack
@@ -120,6 +121,7 @@ def multiplies_alike(rows: int, columns: int, group: int, *, shuffled: bool) -> 
             dtype=dtype,
         )
         ours.weight.data = pack(codes.rows(0, rows), kernel_order())
+        assert isinstance(codes.grid, Grid)
         ours.scales_and_zeros.data = codes.grid.scales_and_zeros(dtype)
         if ours.columns is not None and codes.columns is not None:
             ours.columns.data = codes.columns

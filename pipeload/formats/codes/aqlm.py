@@ -58,7 +58,7 @@ class Codebooks(Numbers):
         """Make fp32 of codes of [rows / height, columns / width, books]; see `Numbers`."""
         count, across, _ = codes.shape
         _, entries, height, width = self.books.shape
-        made = torch.zeros((count, across, height, width))
+        made = torch.zeros((count, across, height, width), dtype=torch.float32)
         for number, book in enumerate(self.books):
             made += book[codes[..., number].long() & entries - 1]
         made *= self.scale[first // height :][:count]

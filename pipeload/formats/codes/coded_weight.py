@@ -36,6 +36,14 @@ def held_in(bits: int) -> int:
     return 4 if bits <= 4 else 8
 
 
+def moved_up(bits: int) -> int:
+    """By how much codes of so many bits are moved up, for their middle to be that of our kernels.
+
+    Counted from there, the zero of a group is small, and rounds little.
+    """
+    return MIDDLE[held_in(bits)] - (1 << bits - 1)
+
+
 class Numbers(abc.ABC):
     """Which numbers the codes of a weight stand for."""
 
@@ -67,7 +75,7 @@ class Grid(Numbers):
             each[:, first : first + len(codes)].t()[..., None] for each in (self.scale, self.start)
         )
         # A copy in any case, and in order: it is changed in place.
-        made = torch.empty(codes.shape).copy_(codes)
+        made = torch.empty(codes.shape, dtype=torch.float32).copy_(codes)
         return made.unflatten(1, (len(self.scale), -1)), scale, start
 
 
@@ -90,17 +98,21 @@ class ZeroCodes(Grid):
         return torch.stack((scale, (self.middle - self.start.to(dtype)) * scale), -1)
 
 
+@dataclass(frozen=True)
 class Offsets(Grid):
-    """Codes * scale + start."""
+    """(Codes - up) * scale + start."""
+
+    up: int = 0
+    """By how much codes were moved up, as `moved_up` says."""
 
     def numbers(self, codes: torch.Tensor, first: int) -> torch.Tensor:
         """Make fp32 of codes of [rows, columns], of which the first is row `first`."""
         made, scale, offset = self._by_group(codes, first)
-        return made.mul_(scale).add_(offset).flatten(1)
+        return made.sub_(self.up).mul_(scale).add_(offset).flatten(1)
 
     def scales_and_zeros(self, dtype: torch.dtype) -> torch.Tensor:
         """[groups, rows, 2]: the scale, and what the middle code stands for, rounded once."""
-        zero = self.start + self.middle * self.scale
+        zero = self.start + (self.middle - self.up) * self.scale
         return torch.stack((self.scale, zero), -1).to(dtype)
 
 

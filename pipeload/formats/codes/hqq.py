@@ -28,6 +28,7 @@ from pipeload.formats.codes.coded_weight import (
     Codes,
     Offsets,
     held_in,
+    moved_up,
     not_taken_over,
     part,
     stems,
@@ -118,7 +119,7 @@ def _decode(
     shape: tuple[int, int], bits: int, each: int, tensors: Mapping[str, torch.Tensor]
 ) -> Codes:
     words, (rows, columns) = tensors["words"], shape
-    groups, count = columns // words.shape[1], len(words)
+    groups, count, up = columns // words.shape[1], len(words), moved_up(bits)
     scale, zero = (tensors[name].float().view(rows, groups).t() for name in ("scale", "zero"))
 
     def some(start: int, stop: int) -> torch.Tensor:
@@ -128,6 +129,6 @@ def _decode(
             begin = place * count
             lines = words[max(first - begin, 0) : last - begin] >> bits * (each - 1 - place)
             found.append((lines & (1 << bits) - 1).to(torch.uint8))
-        return torch.cat(found).view(-1, columns)
+        return torch.cat(found).add_(up).view(-1, columns)
 
-    return Codes(some, Offsets(scale, -zero * scale, MIDDLE[held_in(bits)]))
+    return Codes(some, Offsets(scale, -zero * scale, MIDDLE[held_in(bits)], up))

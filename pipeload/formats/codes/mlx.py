@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from pipeload.errors import CheckpointError
 from pipeload.formats.codes.coded_weight import (
     FLOATS,
     MIDDLE,
@@ -25,6 +26,7 @@ from pipeload.formats.codes.coded_weight import (
     Words,
     group_columns,
     held_in,
+    moved_up,
     not_taken_over,
     part,
     stems,
@@ -82,7 +84,13 @@ class Mlx:
 def _coded(stem: str, stored: Mapping[str, TensorEntry], bits: int) -> CodedWeight:
     name = f"{stem}weight"
     words = part(stored, name, (None, None), torch.uint32)
-    rows, columns = words.shape[0], words.shape[1] * 32 // bits
+    rows, count = words.shape
+    if bits not in MIDDLE and 4 * count % bits:
+        raise CheckpointError(
+            f"the {count} words of a row of {name!r} are no whole number of eight codes of {bits} "
+            "bits. Download the checkpoint again."
+        )
+    columns = count * 32 // bits
     scale = part(stored, f"{stem}scales", (rows, None), *FLOATS)
     groups = scale.shape[1]
     group_columns(name, columns, groups)
@@ -97,11 +105,13 @@ def _coded(stem: str, stored: Mapping[str, TensorEntry], bits: int) -> CodedWeig
 
 
 def _decode(bits: int, tensors: Mapping[str, torch.Tensor]) -> Codes:
-    words = tensors["words"]
+    words, up = tensors["words"], moved_up(bits)
     scale, offset = (tensors[name].float().t() for name in ("scale", "offset"))
 
     def rows(start: int, stop: int) -> torch.Tensor:
-        return codes_of(words[start:stop], bits)
+        codes = codes_of(words[start:stop], bits)
+        return codes + up if up else codes
 
     words_of_kernels = Words(Lay.ALONG, words) if bits in MIDDLE else None
-    return Codes(rows, Offsets(scale, offset, MIDDLE[held_in(bits)]), stored=words_of_kernels)
+    grid = Offsets(scale, offset, MIDDLE[held_in(bits)], up)
+    return Codes(rows, grid, stored=words_of_kernels)

@@ -14,9 +14,13 @@ def codes_of(words: torch.Tensor, bits: int) -> torch.Tensor:
     if bits == 8:
         return stored
     if bits != 4:  # eight of them lie in as many bytes as one has bits
-        parts = stored.unflatten(-1, (-1, bits)).long() << torch.arange(0, 8 * bits, 8)
-        each: torch.Tensor = parts.sum(-1, keepdim=True) >> torch.arange(0, 8 * bits, bits)
-        return (each & (1 << bits) - 1).to(torch.uint8).flatten(-2)
+        parts = stored.unflatten(-1, (-1, bits)).long()
+        parts <<= torch.arange(0, 8 * bits, 8)
+        each: torch.Tensor = parts.sum(-1, keepdim=True)
+        del parts
+        each = each >> torch.arange(0, 8 * bits, bits)
+        each &= (1 << bits) - 1
+        return each.to(torch.uint8).flatten(-2)
     codes = torch.empty((*stored.shape, 2), dtype=torch.uint8)
     torch.bitwise_and(stored, 0xF, out=codes[..., 0])
     torch.bitwise_right_shift(stored, 4, out=codes[..., 1])

@@ -9,6 +9,7 @@
    torch.set_flush_denormal(True) was called, which holds for the calling thread alone. */
 
 #include "rounded_inputs.h"
+#include "statistics.h"
 
 #define GROUP 128 /* columns of input that share a scale */
 #define STEP 32   /* columns that are taken at once; the last ones may be half as many */
@@ -50,20 +51,6 @@ struct inputs {
     const float *scales;
     int64_t codes_of_row, groups;
 };
-
-/* Of a scale or a zero. */
-TARGET static inline float told(const void *at, int64_t i, int kind)
-{
-    uint32_t bits;
-    float made;
-    if (kind == FLOAT32)
-        return ((const float *)at)[i];
-    if (kind == FLOAT16)
-        return _cvtsh_ss(((const uint16_t *)at)[i]);
-    bits = (uint32_t)((const uint16_t *)at)[i] << 16;
-    memcpy(&made, &bits, 4);
-    return made;
-}
 
 /* Sixteen lanes in two halves. */
 struct integers {

@@ -10,7 +10,8 @@ with "static groups"), so nothing is put in another order for whoever multiplies
 Sums of products of all columns with all would be gigabytes. Here inputs are taken in blocks of
 neighbours, and a column makes up for those of its own block alone.
 
-`compensation.c` and `_by_torch` do the same operations in the same order, so their bits are equal.
+`compensation.c` and `_by_torch` do the same operations in the same order, so their bits are equal
+(of finite weights: others are refused as they are read).
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from pipeload.formats.integers import byte_product, wide_product
+from pipeload.formats.integers import byte_product, tile_product, wide_product
 from pipeload.formats.integers import product as rounded_product
 from pipeload.formats.integers.expert_rows import most_together, temporary_bytes
 from pipeload.formats.integers.linear import Int4Linear, Int8Linear
@@ -150,7 +150,10 @@ class ExpertMatrix:
 
     def product(self, rows: torch.Tensor) -> torch.Tensor:
         """Multiply contiguous and aligned [n, in] to [n, out], without a bias."""
-        if len(rows) > most_by_kernel(self._bits, rows.dtype, rounded=self._rounds):
+        tiled = tile_product.takes(rows.dtype, self._place.columns)
+        if len(rows) > most_by_kernel(self._bits, rows.dtype, rounded=self._rounds, tiled=tiled):
+            if tiled:
+                return tile_product.multiply(rows, self._codes, self._told)
             return wide_product.multiply(rows, self._place.rows, self._block)
         if self._rounds:
             given = rows, self._codes, self._told
@@ -181,15 +184,15 @@ def rounds_inputs(bits: int, *, exact: bool) -> bool:
     return not exact and (bits == 4 or byte_product.compiled() is not None)
 
 
-def most_by_kernel(bits: int, dtype: torch.dtype, *, rounded: bool) -> int:
-    """Rows of input up to which a kernel multiplies as it is; more are multiplied as floats.
+def most_by_kernel(bits: int, dtype: torch.dtype, *, rounded: bool, tiled: bool) -> int:
+    """Rows of input up to which a kernel multiplies as it is; more by tiles, or as floats.
 
     int4 lies in the order of our own kernel, so where that does not run, or inputs are to be exact,
-    it is always made into floats.
+    it is always made into floats, `tiled` or not.
     """
     if bits == 4 and not rounded:
         return 0
-    return wide_product.most_by_kernel(bits, dtype, rounded=rounded)
+    return wide_product.most_by_kernel(bits, dtype, rounded=rounded, tiled=tiled)
 
 
 class ExpertProducts(NamedTuple):
@@ -213,7 +216,8 @@ class ExpertProducts(NamedTuple):
 
     def _of(self, place: MatrixPlace, rows: int) -> int:
         bits, rounded = self.shape.bits, self.rounded
-        sizes = Sizes(place.rows, place.columns, bits, self.input, rounded=rounded)
-        if rows > most_by_kernel(bits, self.input, rounded=rounded):
+        tiled = tile_product.takes(self.input, place.columns)
+        sizes = Sizes(place.rows, place.columns, bits, self.input, rounded=rounded, tiled=tiled)
+        if rows > most_by_kernel(bits, self.input, rounded=rounded, tiled=tiled):
             return wide_product.wide_bytes(rows, sizes)
         return wide_product.temporary_bytes(rows, sizes)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from pipeload.formats.integers import product
+from pipeload.formats.integers import product, tile_product
 from pipeload.formats.integers.wide_product import most_by_kernel
 
 if TYPE_CHECKING:
@@ -57,24 +57,32 @@ def rows_of_experts(ids: torch.Tensor, experts: int) -> dict[int, list[int]]:
 def most_together(wide: int, dtype: torch.dtype) -> int:
     """How many rows that were sent to experts one call multiplies; 0 where no kernel does.
 
-    More of one expert are a matter of that expert alone. `wide`: rows of its first matrix.
+    `wide`: rows of the first matrix.
     """
     by_kernel = most_by_kernel(4, dtype, rounded=True)
     return min(MOST_TOGETHER, by_kernel, (_SHARED_AMONG_THREADS - 1) // wide)
 
 
+def most_of_one(columns: int, dtype: torch.dtype) -> int:
+    """How many of them may be one expert's: more are a matter of that expert alone."""
+    tiled = tile_product.takes(dtype, columns)
+    return most_by_kernel(4, dtype, rounded=True, tiled=tiled)
+
+
 def portions(
-    experts: Sequence[int], rows: Mapping[int, Sequence[int]], most: int
+    experts: Sequence[int], rows: Mapping[int, Sequence[int]], most: int, of_one: int
 ) -> Iterator[list[int]]:
-    """Neighbours that have at most `most` rows together; who has more is alone."""
+    """Neighbours that have at most `most` rows together; who has more than `of_one` is alone."""
     portion: list[int] = []
     count = 0
     for expert in experts:
-        if portion and count + len(rows[expert]) > most:
+        own = len(rows[expert])
+        takes = own if own <= of_one else most + 1
+        if portion and count + takes > most:
             yield portion
             portion, count = [], 0
         portion.append(expert)
-        count += len(rows[expert])
+        count += takes
     if portion:
         yield portion
 

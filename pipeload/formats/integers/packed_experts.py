@@ -26,6 +26,7 @@ from pipeload.formats.integers.expert_matrices import ExpertMatrix
 from pipeload.formats.integers.expert_rows import (
     MOST_TOGETHER,
     activates_rows_alone,
+    most_of_one,
     most_together,
     portions,
     rows_of_experts,
@@ -118,9 +119,10 @@ class PackedExperts(nn.Module):
         alone = recorded or self.exact_inputs or self.shape.bits != 4  # without a kernel of ours
         most = 0 if alone else most_together(self.shape.wide, hidden.dtype)
         packed = self.packed.detach()
+        of_one = min(most, most_of_one(self.shape.hidden, hidden.dtype))
         for there in experts_at_hand(self.packed, [*pairs]):
-            for experts in portions(there, pairs, most):
-                if len(pairs[experts[0]]) <= most:
+            for experts in portions(there, pairs, most, of_one):
+                if len(pairs[experts[0]]) <= of_one:
                     self._run_few(packed, {e: pairs[e] for e in experts}, hidden, made)
                     continue
                 mine = torch.tensor(pairs[experts[0]])

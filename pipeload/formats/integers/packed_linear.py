@@ -10,7 +10,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from pipeload.errors import UnsupportedModelError
-from pipeload.formats.integers import wide_product
+from pipeload.formats.integers import tile_product, wide_product
 from pipeload.formats.integers.unpack import KINDS
 from pipeload.formats.integers.wide_product import Sizes, WeightBlock
 
@@ -59,11 +59,21 @@ class PackedLinear(nn.Linear, abc.ABC):
         """Multiply contiguous and aligned [n, in] to [n, out], without the bias."""
         if not len(rows):
             return rows.new_empty((0, self.out_features))
-        most = wide_product.most_by_kernel(self.bits, rows.dtype, rounded=self.rounds_inputs)
+        rounded, statistics = self.rounds_inputs, self.get_parameter(self.statistics)
+        tiled = self._tiled(rows.dtype, rounded=rounded)
+        most = wide_product.most_by_kernel(self.bits, rows.dtype, rounded=rounded, tiled=tiled)
         # No kernel takes those of a model that was made fp64.
-        if len(rows) <= most and self.get_parameter(self.statistics).dtype in KINDS:
+        known = statistics.dtype in KINDS
+        if known and len(rows) <= most:
             return self.by_kernel(rows)
+        if known and tiled:
+            return tile_product.multiply(rows, self.weight, statistics)
         return wide_product.multiply(rows, self.out_features, self.block)
+
+    def _tiled(self, dtype: torch.dtype, *, rounded: bool) -> bool:
+        """Whether many rows are multiplied by tiles, which int4 in torch's order is not."""
+        by_rows = self.bits == 8 or rounded
+        return by_rows and tile_product.takes(dtype, self.in_features)
 
     @property
     def rounds_inputs(self) -> bool:
@@ -80,7 +90,8 @@ class PackedLinear(nn.Linear, abc.ABC):
         """What the memory that its products take depends on."""
         dtype = self.get_parameter(self.statistics).dtype
         sizes = self.out_features, self.in_features
-        return Sizes(*sizes, self.bits, dtype, rounded=self.will_round)
+        rounded, tiled = self.will_round, self._tiled(dtype, rounded=self.will_round)
+        return Sizes(*sizes, self.bits, dtype, rounded=rounded, tiled=tiled)
 
     @abc.abstractmethod
     def by_kernel(self, rows: torch.Tensor) -> torch.Tensor:

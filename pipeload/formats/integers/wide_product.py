@@ -22,8 +22,22 @@ weight of 5504 x 4096, in ms of processor time, medians. AVX2 alone multiplies f
     int8, as if AVX2 were all     14 / 26    19 / 28    29 / 33    38 / 38  171 / 108
     int4, the same                14 / 25    20 / 26    31 / 33    41 / 38  188 / 106
 
-Floats in fp32 cross ours by VNNI there at 256 rows (int8) and 128 (int4). AMD's processors, and
-AMX, multiply bf16 much faster: there ours are taken for 20 rows.
+Floats in fp32 cross ours by VNNI there at 256 rows (int8) and 128 (int4). AMD's processors
+multiply bf16 much faster: there ours are taken for 20 rows.
+
+With AMX, tiles are taken for all others (see tile_product.py). An Intel Xeon that has it, weights
+of 5504 x 4096 and, in the last rows, 768 x 2048, in ms of processor time, medians of one run:
+
+    rows                               8         12         20         64        256       1024
+    int8 by our kernel               3.7        5.0        7.8       23.9        105
+    int8 by tiles                    4.1        4.1        4.2        5.8       15.8       58.4
+    int8 as floats in blocks        12.6       12.4       13.3       16.5       27.0       68.0
+    int4 by our kernel               4.3        6.3       10.5       33.1        152
+    int4 by tiles                    4.6        4.7        5.0        6.3       16.9       62.8
+    int4 as floats in blocks        12.0       12.5       13.8       16.4       27.8       72.2
+    a bf16 weight, by the library    4.0        4.0        4.7        6.8       16.3       56.0
+    small int8, ours / tiles   0.30/0.31  0.41/0.32  0.60/0.34  1.73/0.46  7.00/1.21
+    small int4, ours / tiles   0.38/0.31  0.52/0.34  0.85/0.37  2.55/0.51  9.50/1.22
 
 Where torch's own operations unpack int4, it takes ten times as long as it does compiled, and pays
 from some 190 rows on. For fp32 and fp16 there are no such kernels but plain loops (4096 x 4096:
@@ -38,7 +52,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from pipeload.formats.integers import byte_product, product
+from pipeload.formats.integers import byte_product, product, tile_product
 from pipeload.formats.integers.unpack import compiled
 
 if TYPE_CHECKING:
@@ -50,6 +64,8 @@ _MOST_ROUNDED = {torch.bfloat16: {8: 20, 4: 20}, torch.float32: {8: 52, 4: 48}}
 """The same of our own kernels, and whatever the dtype of the input."""
 _MOST_ROUNDED_BY_VNNI = {torch.bfloat16: {8: 256, 4: 256}, torch.float32: {8: 192, 4: 112}}
 """The same where floats of bf16 are slow."""
+_MOST_BESIDE_TILES = 8
+"""The same where tiles take over."""
 _MOST_BY_KERNEL_IF_UNCOMPILED = 192
 _OUT_ROWS = 256  # of a weight at once: whole tiles of int4
 _ROWS = 256  # of input at once, where they are cast
@@ -80,6 +96,8 @@ class Sizes(NamedTuple):
     """Whether columns of the input are put into another order first."""
     rounded: bool = False
     """Whether few rows of input are rounded for our own kernel."""
+    tiled: bool = False
+    """Whether many are multiplied by tiles."""
 
     def of(self, rows: int) -> int:
         """Bytes that a product of so many rows of input holds beside its tensors."""
@@ -87,18 +105,21 @@ class Sizes(NamedTuple):
         return copied + temporary_bytes(rows, self)
 
 
-def most_by_kernel(bits: int, dtype: torch.dtype, *, rounded: bool) -> int:
+def most_by_kernel(bits: int, dtype: torch.dtype, *, rounded: bool, tiled: bool = False) -> int:
     """Rows of input up to which a kernel is taken: see [Note: how many rows are many].
 
     Args:
         bits: of the weight.
         dtype: of the input.
         rounded: whether it is our own kernel; 0 where that cannot be taken.
+        tiled: whether more rows are multiplied by tiles.
     """
     if rounded:
         own = byte_product if bits == 8 else product
         if dtype == torch.float64 or own.compiled() is None:  # as a pickle from elsewhere
             return 0
+        if tiled:
+            return _MOST_BESIDE_TILES
         most = _MOST_ROUNDED_BY_VNNI if _has_slow_floats() else _MOST_ROUNDED
         return most[product_dtype(dtype)][bits]
     if dtype != torch.bfloat16:
@@ -140,7 +161,8 @@ def _multiply(parts: Sequence[torch.Tensor], block: WeightBlock, out: torch.Tens
 
 def temporary_bytes(rows: int, weight: Sizes) -> int:
     """The most that a product of so many rows of input holds beside those and what it returns."""
-    if rows <= most_by_kernel(weight.bits, weight.dtype, rounded=weight.rounded):
+    rounded, tiled = weight.rounded, weight.tiled
+    if rows <= most_by_kernel(weight.bits, weight.dtype, rounded=rounded, tiled=tiled):
         if not weight.rounded:
             return 0
         own = byte_product if weight.bits == 8 else product
@@ -150,7 +172,9 @@ def temporary_bytes(rows: int, weight: Sizes) -> int:
 
 
 def wide_bytes(rows: int, weight: Sizes) -> int:
-    """The same of a product of floats, however few rows there are."""
+    """The same of a product by tiles or of floats, however few rows there are."""
+    if weight.tiled:
+        return tile_product.temporary_bytes(rows, weight.out_features, weight.in_features)
     dtype = product_dtype(weight.dtype)
     count = min(weight.out_features, _OUT_ROWS)
     part = rows if dtype == weight.dtype else min(rows, _ROWS)

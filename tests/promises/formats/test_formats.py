@@ -395,8 +395,10 @@ def rows() -> list[str]:
         lines.append(f"| `{one.method}`{only} | streamed: {one.how} | {needs} |")
     lines += [
         f"| `{method}` | streamed: {PUT_IN_ORDER} | also `pipeload convert` |"
-        for method in (*sorted(TAKEN_OVER), "mlx")
+        for method in (*sorted(TAKEN_OVER - {"aqlm"}), "mlx")
     ]
+    how = "read as it is stored, and unpacked to floats each time"
+    lines.append(f"| `aqlm` | streamed: {how} | - |")
     for method, why in REFUSED.items():
         advised = "`pipeload quantize` of the floats"
         lines.append(f"| `{method}` | refused: {why} | {advised} |")

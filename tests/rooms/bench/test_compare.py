@@ -6,6 +6,7 @@ import contextlib
 import json
 import sys
 from typing import TYPE_CHECKING, Any
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -100,7 +101,9 @@ def test_who_cannot_run_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             None,
             "not installed: pip install airllm, or name its interpreter with --python",
         ),
-        "llama.cpp": (None, "needs a GGUF file of the same model: --gguf FILE"),
+        **dict.fromkeys(
+            compare.LLAMA_CPP, (None, "needs a GGUF file of the same model: --gguf FILE")
+        ),
     }
 
 
@@ -137,6 +140,21 @@ def test_a_contender_that_is_not_there_says_so(tmp_path: Path) -> None:
     """In place of a traceback of its interpreter."""
     job = {"way": "airllm", "model": str(tmp_path), "tokens": 2}
     assert contender.run(job) == {"missing": "airllm"}
+
+
+@pytest.mark.parametrize("way", compare.LLAMA_CPP)
+def test_llama_cpp_as_it_is_or_mapped(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within a limit it is not to copy its weights; beside it, its defaults are its best."""
+    settings = MagicMock(load_mode=-1, no_extra_bufts=False, n_batch=2048)
+    library = MagicMock(CommonParams=lambda: settings)
+    library.Server.return_value.handle_completions = lambda _asked, came: [came("") for _ in "abc"]
+    monkeypatch.setitem(sys.modules, "xllamacpp", library)
+    job, clock = {"way": way, "gguf": "x.gguf", "threads": 2, "tokens": 3}, contender.Clock()
+    contender._llama_cpp(job, clock)
+    assert len(clock.times) == 4
+    told = settings.load_mode, settings.no_extra_bufts, settings.n_batch
+    mapped = library.llama_load_mode.LLAMA_LOAD_MODE_MMAP
+    assert told == ((mapped, True, 64) if way == "llama.cpp" else (-1, False, 2048))
 
 
 @pytest.mark.parametrize("way", ["pipeload", "plain", "accelerate"])

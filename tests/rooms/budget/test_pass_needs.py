@@ -424,6 +424,27 @@ def test_what_sampling_takes() -> None:
     assert many - one >= 64 * 50_000 * 30
 
 
+@pytest.mark.parametrize("kinds", [False, True], ids=["one mask", "a mask of each kind"])
+def test_rows_of_continuous_batching(*, kinds: bool) -> None:
+    """Each has its logits, which processors sort; all see what lies in pages before them."""
+    needs = needs_of(model_of("llama", vocab_size=50_000))
+
+    def need(rows: int, before: int, processors: int) -> int:
+        mask = torch.empty(1, 1, 8, before + 8, device="meta")
+        call = {
+            "input_ids": ids(8, 1),
+            "cache": object(),  # whose layers nobody can read
+            "attention_mask": {"full_attention": mask} if kinds else mask,
+            "logits_to_keep": torch.arange(rows),
+            "logits_processor_args": torch.zeros(processors, rows),
+        }
+        return needs.for_pass((), call)
+
+    assert need(64, 0, 0) - need(32, 0, 0) >= 32 * 50_000 * 4
+    assert need(64, 0, 3) - need(32, 0, 3) >= 32 * 50_000 * 30
+    assert need(1, 1 << 16, 0) - need(1, 0, 0) >= 8 * (1 << 16) * 2
+
+
 CAUSAL = {name: needs_of(model_of(name)) for name in ("llama", "gemma3", "gpt2")}
 
 

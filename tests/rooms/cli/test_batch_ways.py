@@ -90,7 +90,9 @@ def test_more_at_once_than_a_pass_has_rows(talker: Path, files: tuple[Path, Path
     assert "--at-once 257 is more requests than --batched has rows for, 256. Give" in done.stderr
 
 
-@pytest.mark.parametrize("other", [["--prefix-cache", "1MB"], ["--max-temperature", "80"]])
+@pytest.mark.parametrize(
+    "other", [["--prefix-cache", "1MB"], ["--max-temperature", "80"], ["--device", "cuda"]]
+)
 def test_options_that_do_not_go_together(
     talker: Path, files: tuple[Path, Path], other: list[str]
 ) -> None:
@@ -219,3 +221,24 @@ def test_memory_that_is_short_takes_what_is_kept(
     assert batch(talker, files, "--prefix-cache", "1MB").exit_code == 0
     assert spares[0].__func__ is Prefixes.give_back
     assert ACCOUNTANT.spare is None
+
+
+def test_a_signal_finishes_what_runs(
+    talker: Path, files: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Status 0, and the rest for the next run."""
+    write(files[0], [request(number, chat(max_tokens=2 + number)) for number in range(9)])
+    real = Results.answer
+
+    def answer_and_signal(*args: Any) -> None:
+        real(*args)
+        if len(results_of(files[1])) == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(Results, "answer", answer_and_signal)
+    done = batch(talker, files, "--batched", "--at-once", 3)
+    assert done.exit_code == 0, done.output
+    assert "finishing 2 requests; once more ends at once" in done.stderr
+    assert len(results_of(files[1])) == 3
+    assert batch(talker, files, "--batched").exit_code == 0
+    check_results(files, wanted=9)

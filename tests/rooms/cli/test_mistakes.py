@@ -223,6 +223,10 @@ USAGE: dict[str, tuple[list[str], str]] = {
     "run: share": (["run", "x", "y", "--memory-limit", "0%"], "is no percentage"),
     "run: tokens": (["run", "x", "y", "--max-new-tokens", "0"], "'--max-new-tokens'"),
     "run: dtype": (["run", "x", "y", "--dtype", "int3"], "'--dtype'"),
+    **{
+        f"{name}: ranks": ([name, "x", "--ranks", "2"], "No such option: --ranks. Several machines")
+        for name in ("batch", "chat", "serve")
+    },
     "run: option": (["run", "x", "y", "--fast"], "No such option: --fast"),
     "run: no model": (["run"], "Missing argument"),
     "run: system": (["run", "x", "y", "--system", "s", "--no-chat-template"], "--system needs"),

@@ -167,6 +167,8 @@ def test_an_int8_head(
     expected = outputs(model)
     for limit in limits(folder, 3):
         assert_same(outputs(load(folder, limit)), expected, f"{family}, {form} at {limit}")
+    units = load_smallest(folder).pipeload.plan.units
+    assert sum(unit.name.startswith("lm_head.parts.") for unit in units) == len(parts)
     saved = json.loads((folder / "config.json").read_text())
     assert saved["quantization_config"]["modules"] == (
         {} if form == "int8" else {"lm_head": {"bits": 8}}

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pipeload.errors import CheckpointError, UnsupportedModelError
-from pipeload.formats.codes.coded_weight import Grid, columns_by_group
+from pipeload.formats.codes.coded_weight import Grid, columns_by_group, moved_up
 from pipeload.formats.codes.registry import CODES, codes_format
 from pipeload.formats.form_names import CONVERTED
 from tests.support.packers import (
@@ -122,7 +122,7 @@ def test_the_packer_is_hqq(bits: int) -> None:
     assert weight.bits == (4 if bits <= 4 else 8)
     codes = decoded(WAYS["hqq"].settings, tensors)
     for start, stop in ((0, 64), (0, 8), (8, 40), (56, 64)):
-        assert torch.equal(codes.rows(start, stop), packed.codes[start:stop])
+        assert torch.equal(codes.rows(start, stop), packed.codes[start:stop] + moved_up(bits))
     assert torch.equal(codes.grid.numbers(codes.rows(8, 64), 8), packed.numbers[8:])
 
 
@@ -138,11 +138,39 @@ def test_numbers_of_mlx(bits: int) -> None:
     }
     found = decoded({"bits": bits, "group_size": 64}, tensors)
     codes = ((wanted - MLX_OFFSET) / scale).round().clamp(0, (1 << bits) - 1).to(torch.uint8)
-    assert torch.equal(found.rows(0, 1), codes)
-    numbers = found.grid.numbers(codes, 0)
+    assert torch.equal(found.rows(0, 1), codes + moved_up(bits))
+    numbers = found.grid.numbers(found.rows(0, 1), 0)
     assert bool(((numbers - wanted).abs() <= 1.01 * abs(scale)).all())
     packed = Packed(codes, tensors["w.scales"], torch.zeros(1, 1), torch.zeros(64))
     assert torch.equal(mlx("w.", packed, bits)["w.weight"], tensors["w.weight"])
+
+
+@pytest.mark.parametrize("name", ["hqq", "mlx"])
+@pytest.mark.parametrize("bits", [1, 2, 3, 4])
+def test_numbers_for_kernels(name: str, bits: int) -> None:
+    """In bf16, they are as close for few bits as for four, and in fp32 by any default."""
+    if name == "mlx" and bits not in MLX:
+        pytest.skip("it packs no single bits")
+    packed = random_codes((64, 256), WAYS[name], torch.Generator().manual_seed(4), torch.float16)
+    middle = torch.full_like(packed.zero, 1 << bits - 1)
+    packed = packed._replace(codes=packed.codes & (1 << bits) - 1, zero=middle)
+    pack = {"hqq": hqq, "mlx": mlx}[name]
+    tensors = pack("w.", packed, bits)
+    settings = WAYS["hqq"].settings if name == "hqq" else {"bits": bits, "group_size": 64}
+    codes = decoded(settings, tensors)
+    assert isinstance(codes.grid, Grid)
+    rows = codes.rows(0, 64)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        numbers = codes.grid.numbers(rows, 0)
+    finally:
+        torch.set_default_dtype(before)
+    assert (numbers - packed.numbers).abs().max() < 1e-3 * packed.numbers.abs().max()
+    both = codes.grid.scales_and_zeros(torch.bfloat16).float().repeat_interleave(64, 0)
+    made = (rows.float() - codes.grid.middle) * both[..., 0].t() + both[..., 1].t()
+    error = (made - numbers).square().mean() / numbers.square().mean()
+    assert error.sqrt() < 0.003
 
 
 @pytest.mark.parametrize("name", TORCHAO)
@@ -273,6 +301,17 @@ def test_groups_of_no_whole_columns() -> None:
         CheckpointError, match=r"64 columns of 'w\.weight' are no whole number of 3"
     ):
         find(WAYS["awq"].settings, tensors)
+
+
+def test_codes_that_were_cut() -> None:
+    """Three bits fill three words of four bytes, and no two."""
+    tensors = {
+        "w.weight": torch.zeros((8, 16), dtype=torch.uint32),
+        "w.scales": torch.ones((8, 2)),
+        "w.biases": torch.ones((8, 2)),
+    }
+    with pytest.raises(CheckpointError, match=r"16 words of a row of 'w\.weight' are no whole"):
+        find({"bits": 3, "group_size": 64}, tensors)
 
 
 def test_a_version_that_cannot_be() -> None:

@@ -77,6 +77,26 @@ def test_the_kernel_is_torch_bit_for_bit(
     assert not torch.equal(made, found.codes)
 
 
+@pytest.mark.parametrize("rows", [1, 3, 16, 17, 33])
+@pytest.mark.parametrize("columns", [32, 480, 544, 1152])
+def test_the_kernel_at_awkward_sizes(
+    rows: int, columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Less than a strip, than a tile, or than a block; a scale of 0."""
+    if compensation.compiled() is None:
+        pytest.skip("no compiler, or no AVX2")
+    generator = torch.Generator().manual_seed(rows + columns)
+    inputs = torch.randn((300, columns), generator=generator)
+    blocks = (inputs[:, b.start : b.stop] for b in blocks_of(columns))
+    factors = [factor(one.t() @ one) for one in blocks]
+    weight = torch.randn((rows, columns), generator=generator)
+    weight[:, :32] = 0
+    found = search(weight, torch.ones(columns), 32, 4)
+    made = compensate(weight, found, factors)
+    monkeypatch.setattr(compensation, "compiled", lambda: None)
+    assert torch.equal(made, compensate(weight, found, factors))
+
+
 @pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize("stop", [1, 64, 513])
 def test_rows_beside_change_nothing(
