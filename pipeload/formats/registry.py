@@ -14,7 +14,7 @@ from pipeload.formats.compressed_tensors import COMPRESSED_TENSORS
 from pipeload.formats.form_names import CONVERTED, INT8
 from pipeload.formats.format import named, refusal, setting
 from pipeload.formats.fp8 import FP8, MXFP8
-from pipeload.formats.gemma import GEMMA
+from pipeload.formats.gemma.format import GEMMA
 from pipeload.formats.gguf.format import GGUF
 from pipeload.formats.integers.format import INTEGERS
 from pipeload.formats.metal import METAL

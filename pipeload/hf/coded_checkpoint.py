@@ -160,12 +160,12 @@ class CodedCheckpoint:
                 for n, w in mine.items()
             )
             kinds = "; ".join([*dict.fromkeys(found)][:4]) or "it has none"
-            cure = f"{'U' if or_none else 'Load it as it is, or u'}se the float checkpoint."
+            else_load = "" if or_none else ", or load this one as it is"
             if not or_none or not mine:
                 raise UnsupportedModelError(
                     f"{self._name!r}: no Linear has integers that a kernel takes ({kinds}): those "
                     "have 4 bits and groups of a multiple of 32, or 8 bits, one scale a row and 0 "
-                    f"in the middle. {cure}"
+                    f"in the middle. Use the float checkpoint{else_load}."
                 )
             _log.warning(
                 "%r: no kernel takes its integers (%s): they become floats each time they are read",

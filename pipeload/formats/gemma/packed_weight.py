@@ -1,8 +1,4 @@
-"""Gemma's own quantised checkpoints: 2, 4 or 8 bits, and one scale a row.
-
-Modules of the library hold the integers and make floats of them in each product, in torch's own
-operations, on any device. They are streamed as they are stored; seen in 5.24.
-"""
+"""Weights of the library's quantised Linears of Gemma: they unpack them in each product."""
 
 from __future__ import annotations
 
@@ -12,35 +8,18 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import torch
 from torch import nn
 
-from pipeload.formats.format import AS_STORED, Format, Shown
+from pipeload.formats.format import Shown
 from pipeload.formats.integers.packed_weight import unusable
 from pipeload_hooks import Companion, placeholder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
-    from pipeload.formats.format import Held, PackedWeight, Stored
+    from pipeload.formats.format import Held, Stored
     from pipeload.weights.layout import Weight
 
 _COPIES: Final = 3
 """Of inputs and outputs, where those are rounded."""
-
-
-class Gemma(Format):
-    """A `Format`. Quantised embeddings are parameters like any other."""
-
-    method = "gemma"
-    how = AS_STORED
-
-    def find(self, stored: Stored) -> Mapping[str, PackedWeight]:
-        """Find the weights of the library's quantised Linears."""
-        from transformers.integrations.gemma_quant import QuantizedLinear
-
-        return {
-            f"{path}.weight": GemmaWeight(f"{path}.weight", module, stored)
-            for path, module in stored.model.named_modules()
-            if isinstance(module, QuantizedLinear)
-        }
 
 
 class UnpackedInProducts(NamedTuple):
@@ -116,6 +95,3 @@ class GemmaWeight:
 
 def _nothing() -> Callable[[], None]:
     return lambda: None
-
-
-GEMMA: Final = Gemma()
