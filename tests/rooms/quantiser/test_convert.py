@@ -17,6 +17,7 @@ from pipeload.errors import (
     OptionError,
     UnsupportedModelError,
 )
+from pipeload.formats.codes.coded_weight import moved_up
 from pipeload.formats.integers.linear import Int4Linear, Int8Linear
 from pipeload.formats.integers.order import unpack
 from pipeload.formats.integers.packed_linear import PackedLinear
@@ -234,7 +235,7 @@ def test_other_groups(tmp_path: Path) -> None:
 
 
 def test_other_bits(tmp_path: Path) -> None:
-    """Of MLX: 3 are codes of 4 here, as 2 of another weight are; 6 become floats."""
+    """Of MLX: 3 are the middle codes of 4 here, as 2 of another weight are; 6 become floats."""
     source, way = tmp_path / "source", WAYS["mlx"]
     packed = save_packed(source, way)
     tensors = load_file(source / "model.safetensors")
@@ -251,7 +252,9 @@ def test_other_bits(tmp_path: Path) -> None:
     model = load_plain(pipeload.convert(source, tmp_path / "made"))
     floats = "model.layers.2.mlp.up_proj"
     assert type(model.get_submodule(floats)) is torch.nn.Linear
-    assert_taken_over(model, {path: one for path, one in packed.items() if path != floats})
+    for path in packed.keys() - {floats}:
+        codes = packed[path].codes + moved_up(others.get(path, 3))
+        assert_taken_over(model, {path: packed[path]._replace(codes=codes)})
     streamed = load_smallest(source, dtype=torch.bfloat16)
     assert_same(step_logits(streamed, prompt(), 2), step_logits(model, prompt(), 2), "as it is")
 
