@@ -104,26 +104,6 @@ def test_options_that_do_not_go_together(
     assert not files[1].exists()
 
 
-def test_a_signal(talker: Path, files: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """What runs is finished, and what was looked at is left for the next run."""
-    write(files[0], [request(number, chat(max_tokens=2 + 4 * number)) for number in range(5)])
-    real = Results.answer
-
-    def answer_and_signal(*args: Any) -> None:
-        real(*args)
-        if len(results_of(files[1])) == 1:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    monkeypatch.setattr(Results, "answer", answer_and_signal)
-    monkeypatch.setattr(Batched, "_most_that_fit", lambda *_, **__: 2)
-    done = batch(talker, files, "--batched", "--at-once", "5")
-    assert done.exit_code == 0, done.output
-    assert "finishing 1 request; once more ends at once" in done.stderr
-    assert "2 requests answered, 0 with an error, 3 left" in done.stderr
-    assert batch(talker, files, "--batched").exit_code == 0
-    check_results(files, wanted=5)
-
-
 @pytest.mark.slow
 def test_a_kill(talker: Path, files: tuple[Path, Path]) -> None:
     """At a random moment: no result is lost, doubled or torn."""
@@ -226,7 +206,7 @@ def test_memory_that_is_short_takes_what_is_kept(
 def test_a_signal_finishes_what_runs(
     talker: Path, files: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Status 0, and the rest for the next run."""
+    """Status 0, and the rest for the next run, also what was looked at."""
     write(files[0], [request(number, chat(max_tokens=2 + number)) for number in range(9)])
     real = Results.answer
 
@@ -236,7 +216,8 @@ def test_a_signal_finishes_what_runs(
             os.kill(os.getpid(), signal.SIGTERM)
 
     monkeypatch.setattr(Results, "answer", answer_and_signal)
-    done = batch(talker, files, "--batched", "--at-once", 3)
+    monkeypatch.setattr(Batched, "_most_that_fit", lambda *_, **__: 3)
+    done = batch(talker, files, "--batched", "--at-once", 6)
     assert done.exit_code == 0, done.output
     assert "finishing 2 requests; once more ends at once" in done.stderr
     assert len(results_of(files[1])) == 3
