@@ -110,10 +110,12 @@ class Batched:
                     self._most = len(running) // 2
                 elif self._rows > _ROWS[-1]:
                     self._rows //= 2
-                else:
+                elif running:
                     (only,) = running.values()
                     running.clear()
                     yield only.number, error
+                else:
+                    raise  # whoever gives requests has none
                 self._next.extendleft(reversed(running.values()))
                 forget_locals(error)  # among them is the room of the session
 

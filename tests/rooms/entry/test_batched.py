@@ -147,6 +147,20 @@ def test_one_that_does_not_fit_by_itself(model: Any, fake: Fake) -> None:
     assert [number for number, _ in outcomes] == [1]
 
 
+def test_whoever_gives_requests_has_no_memory(model: Any, fake: Fake) -> None:
+    """That is no request's fault."""
+
+    def given() -> Iterator[dict[str, Any]]:
+        yield request()
+        raise MemoryError("no next line")
+
+    outcomes = Batched(model, given(), 1).outcomes()
+    assert next(outcomes)[0] == 0
+    with pytest.raises(MemoryError, match="no next line"):
+        next(outcomes)
+    assert len(fake.sessions) == 1
+
+
 def test_as_many_as_memory_holds(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their keys and values, and a pass of all of them; one at least."""
     governor = model.pipeload.session.governor
