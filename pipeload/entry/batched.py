@@ -106,16 +106,16 @@ class Batched:
             try:
                 yield from self._session(running)
             except MemoryError as error:  # a MemoryLimitError, or of an allocator
+                if not running:
+                    raise  # whoever gives requests has none
                 if len(running) > 1:
                     self._most = len(running) // 2
                 elif self._rows > _ROWS[-1]:
                     self._rows //= 2
-                elif running:
+                else:
                     (only,) = running.values()
                     running.clear()
                     yield only.number, error
-                else:
-                    raise  # whoever gives requests has none
                 self._next.extendleft(reversed(running.values()))
                 forget_locals(error)  # among them is the room of the session
 
