@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from pipeload.errors import UnsupportedModelError, UnsupportedOperationError
 from pipeload.quantiser.resumable_shards import HIDDEN_FILE
@@ -29,6 +30,8 @@ from pipeload.quantiser.tensor import bytes_of, read_weight
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+    from torch.utils.hooks import RemovableHandle
 
     from pipeload.checkpoint.headers import TensorEntry
     from pipeload.quantiser.kept_gradients import KeptGradients
@@ -73,6 +76,8 @@ class OutputGradients:
         """
         self._model, self._blocks, self._output = model, blocks, kept.output
         self._stored, self._reading, self._kept = stored, reading, kept
+        self._last: dict[nn.Module, tuple[Callable[..., Any], RemovableHandle]] = {}
+        """The last hook of each Linear."""
         self._calls: list[_Call] = []
         self._live = False
         """Whether autograd records what runs."""
@@ -172,10 +177,12 @@ class OutputGradients:
         for place, block in enumerate(self._blocks):
             yield block.register_forward_pre_hook(self._begin(place), with_kwargs=True).remove
             yield block.register_forward_hook(self._end(place), prepend=True).remove
+        # Around all others of a Linear, also those that a change of the plan brings meanwhile.
+        yield register_module_forward_pre_hook(self._enter).remove
+        yield self._clear
         for path, module in self._model.named_modules():
             if isinstance(module, nn.Linear):
-                yield module.register_forward_pre_hook(self._enter, prepend=True).remove
-                yield module.register_forward_hook(self._leave(path), with_kwargs=True).remove
+                self._put_last(module, self._leave(path))
 
     def _begin(self, place: int) -> Callable[..., Any]:
         """Before a block: keep what it is called with; or differentiate by its hidden states."""
@@ -213,10 +220,22 @@ class OutputGradients:
 
         return after
 
-    def _enter(self, _module: nn.Module, _args: object) -> None:
-        """Before a Linear: nothing of it is recorded."""
-        if self._live:
+    def _put_last(self, module: nn.Module, leave: Callable[..., Any]) -> None:
+        """Have a hook of a Linear run behind all that it has now."""
+        if module in self._last:
+            self._last[module][1].remove()
+        self._last[module] = leave, module.register_forward_hook(leave, with_kwargs=True)
+
+    def _clear(self) -> None:
+        for _, last in self._last.values():
+            last.remove()
+        self._last.clear()
+
+    def _enter(self, module: nn.Module, _args: object) -> None:
+        """Before a module: of a Linear, nothing is recorded."""
+        if self._live and module in self._last:
             torch.set_grad_enabled(False)
+            self._put_last(module, self._last[module][0])
 
     def _leave(self, path: str) -> Callable[..., torch.Tensor | None]:
         """After a Linear: what stands for it is."""

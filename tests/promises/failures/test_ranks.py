@@ -323,7 +323,7 @@ def test_one_cannot_load(tiny: TinyCheckpoint) -> None:
 def test_a_rank_never_comes(tiny: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     """The others say which one it was; so does one that finds nobody."""
     folder = tiny("llama")
-    monkeypatch.setattr(group_file, "JOIN_SECONDS", 8.0)
+    monkeypatch.setattr(group_file, "JOIN_SECONDS", 20.0)  # until the other has come, too
 
     def act(rank: int) -> Any:
         if rank == 2:
@@ -333,6 +333,8 @@ def test_a_rank_never_comes(tiny: TinyCheckpoint, monkeypatch: pytest.MonkeyPatc
     first, other, _ = on_ranks(3, act, seconds=60)
     assert "rank 0 of 3 has waited for rank 2 in vain" in first
     assert other.startswith("GroupError: rank 1 of 3")
+
+    monkeypatch.setattr(group_file, "JOIN_SECONDS", 4.0)
 
     def alone(_rank: int) -> Any:
         os.environ["RANK"] = "1"

@@ -39,12 +39,10 @@ def attend(length: int, dtype: torch.dtype = torch.bfloat16, **options: Any) -> 
     return functional.scaled_dot_product_attention(query, key, value, **options)
 
 
-def threads() -> set[int]:
+def threads() -> set[threading.Thread]:
     """Threads of ours."""
     return {
-        thread.ident or 0
-        for thread in threading.enumerate()
-        if thread.name.startswith("pipeload-attention")
+        thread for thread in threading.enumerate() if thread.name.startswith("pipeload-attention")
     }
 
 
@@ -67,11 +65,11 @@ def test_a_thread_ends_after_some_lengths(aside: AttentionAside) -> None:
     for length in range(2, 2 + 2 * most + 1):
         attend(length)
         assert len(threads() - before) == 1
-        seen |= {thread for thread in threading.enumerate() if thread.ident in threads() - before}
+        seen |= threads() - before
     assert len(seen) == 3
     for _ in range(3):  # one that was met needs no other
         attend(2 + 2 * most)
-    assert seen.issuperset(t for t in threading.enumerate() if t.ident in threads() - before)
+    assert seen >= threads() - before
     aside.close()
     for thread in seen:
         thread.join(10)

@@ -8,7 +8,7 @@ import shutil
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -54,6 +54,9 @@ from tests.support.exact import (
     step_logits,
 )
 from tests.support.models import load_plain, save_random
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 __all__ = ["steady_floor"]  # a fixture: every test here runs with it
 
@@ -137,7 +140,9 @@ def gradients(
     model: Any,
     ids: torch.Tensor,
     output: Output,
+    *,
     blocks: list[nn.Module] | None = None,
+    advance: Callable[[], None] = lambda: None,
 ) -> dict[str, torch.Tensor]:
     """Those of a streamed model, of a pass for each window."""
     entries = read_header(folder / "model.safetensors")
@@ -153,7 +158,7 @@ def gradients(
     kept.begin(len(ids), 1, len(blocks), model.dtype)
     found = OutputGradients(model, blocks, stored, Reading(files, 1 << 12), kept)
     for some in ids.split(1):
-        found.add(some, lambda: None)
+        found.add(some, advance)
     assert not (output.folder / HIDDEN_FILE).exists()
     assert all(parameter.grad is None for parameter in model.parameters())
     return kept.by_path
@@ -198,6 +203,29 @@ def test_gradients_are_those_of_plain(family: str, dtype: torch.dtype, tmp_path:
         assert torch.is_grad_enabled()
         # It is as it was: nothing hangs on it any more, and it computes the same.
         assert_same(step_logits(model, prompt(), 1), step_logits(load_plain(folder), prompt(), 1))
+
+
+def test_hooks_that_come_meanwhile(llama: Path, tmp_path: Path) -> None:
+    """As another plan brings them: on their way through a Linear, too, nothing is recorded."""
+    model, ids = load(llama, ROOMY), prompt(1, 24)
+    linears = [module for module in model.model.layers.modules() if isinstance(module, nn.Linear)]
+    recorded: list[bool] = []
+
+    def look(*_: object) -> None:
+        recorded.append(torch.is_grad_enabled())
+
+    def advance() -> None:
+        if not recorded:
+            for linear in linears:
+                linear.register_forward_pre_hook(look, prepend=True)
+                linear.register_forward_hook(look)
+
+    with Output(tmp_path / "made", {}) as output:
+        found = gradients(llama, model, ids, output, advance=advance)
+    assert recorded == [False] * len(linears)  # there are two blocks
+    wanted = of_plain(load_plain(llama), ids)
+    for path, sums in found.items():
+        assert (sums - wanted[path]).norm() < 1e-4 * wanted[path].norm(), path
 
 
 def test_blocks_that_depend_on_more(
