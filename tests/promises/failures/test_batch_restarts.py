@@ -27,7 +27,7 @@ exec "$@" results.$RANK --shard $((RANK + 1))/$WORLD_SIZE --memory-limit 2GB --a
 """
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.skipif(sys.platform == "win32", reason="needs a shell of POSIX")
 def test_a_rank_is_killed(talker: Path, tmp_path: Path) -> None:
     """Each has a part of the file, and a file of its own."""

@@ -52,7 +52,10 @@ def test_many_requests_under_a_cap(
 
 @pytest.mark.slow
 @pytest.mark.cgroup
-@pytest.mark.parametrize("kind", [["--batched"], ["--prefix-cache", "40MB"]])
+@pytest.mark.parametrize(
+    "kind",
+    [["--batched"], pytest.param(["--prefix-cache", "40MB"], marks=pytest.mark.sweep)],
+)
 def test_a_batch_under_a_cap(
     smollm2_bf16: Path,
     tmp_path: Path,

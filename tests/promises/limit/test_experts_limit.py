@@ -43,7 +43,7 @@ print(json.dumps({"peak": stats.peak_rss_bytes, "read": stats.expert_bytes_read,
 
 @pytest.mark.slow
 @pytest.mark.cgroup
-@pytest.mark.parametrize("form", ["bf16", "int4"])
+@pytest.mark.parametrize("form", ["bf16", pytest.param("int4", marks=pytest.mark.sweep)])
 def test_a_child_capped_at_the_limit_lives(
     form: str, tmp_path: Path, cgroup: Callable[[int], AbstractContextManager[MemoryCgroup]]
 ) -> None:
