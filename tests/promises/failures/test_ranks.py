@@ -323,9 +323,10 @@ def test_one_cannot_load(tiny: TinyCheckpoint) -> None:
 def test_a_rank_never_comes(tiny: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     """The others say which one it was; so does one that finds nobody."""
     folder = tiny("llama")
-    monkeypatch.setattr(group_file, "JOIN_SECONDS", 20.0)  # until the other has come, too
 
     def act(rank: int) -> Any:
+        # Whoever gives up first is missing, too, for those that look later.
+        monkeypatch.setattr(group_file, "JOIN_SECONDS", 12.0 + 12 * rank)
         if rank == 2:
             return None
         load(folder, 4_000_000_000, ranks="auto")
