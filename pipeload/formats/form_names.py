@@ -10,8 +10,10 @@ NF4: Final = "nf4"
 FP4: Final = "fp4"
 FORMS: Final = (INT8, INT4, NF4, FP4)
 CONVERTED: Final = (
-    *("gptq", "awq", "auto-round", "compressed-tensors", "mlx", "metal", "hqq", "torchao", "aqlm"),
+    *("gptq", "awq", "auto-round", "compressed-tensors", "mlx", "metal", "hqq", "torchao"),
 )
-"""Methods of others that are read as they are; integers that fit our kernels by `convert`, too."""
+"""Methods of others whose integers are taken over: as they are read, and by `convert`."""
+DECODED: Final = (*CONVERTED, "aqlm")
+"""Those, and the ones whose codes no kernel takes: they become floats as they are read."""
 GGUF: Final = "gguf"
 """llama.cpp's files: `convert` takes some of their integers over, and rounds the others."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 from pipeload.formats.bitnet import BITNET
 from pipeload.formats.bitsandbytes.format import BITSANDBYTES
 from pipeload.formats.compressed_tensors import COMPRESSED_TENSORS
-from pipeload.formats.form_names import CONVERTED, INT8
+from pipeload.formats.form_names import CONVERTED, DECODED, INT8
 from pipeload.formats.format import named, refusal, setting
 from pipeload.formats.fp8 import FP8, MXFP8
 from pipeload.formats.gemma.format import GEMMA
@@ -59,7 +59,7 @@ def method_of(config: Any) -> str:
 
 def is_known(config: Any) -> bool:
     """Whether anything is known of the method that a `quantization_config` is of."""
-    return format_of(config) is not None or named(config) in (*REFUSED, *CONVERTED)
+    return format_of(config) is not None or named(config) in (*REFUSED, *DECODED)
 
 
 def check_config(config: Any) -> Format:

@@ -18,7 +18,8 @@ from pipeload.checkpoint.file_reads import FileSet
 from pipeload.checkpoint.headers import Checkpoint, TensorEntry, stamps_of
 from pipeload.errors import UnsupportedModelError
 from pipeload.formats.codes.coded_weight import Grid, columns_by_group
-from pipeload.formats.codes.registry import CODES, codes_format
+from pipeload.formats.codes.registry import codes_format
+from pipeload.formats.form_names import CONVERTED
 from pipeload.formats.format import named
 from pipeload.formats.integers.linear import Int4Linear, Int8Linear
 from pipeload.formats.integers.order import BY_ROWS
@@ -229,7 +230,7 @@ class CodedCheckpoint:
     def _find_format(self, settings: Mapping[str, Any]) -> CodesFormat:
         found = codes_format(settings)
         if found is None:
-            known = ", ".join(one.method for one in CODES)
+            known = ", ".join(CONVERTED)
             if not settings:
                 raise UnsupportedModelError(
                     f"{self._name!r} is not quantised, and `pipeload convert` takes over integers "

@@ -35,9 +35,17 @@ class KeptGradients:
         self.gradient = torch.empty(0)
         """The loss's gradient at what the next block gives; empty before the last block."""
         self._of: list[int] = []
-        self.blocks_done = self.blocks = 0
-        """Blocks that were gone back through, those of all windows together; and all that will."""
+        self.blocks_done = 0
+        """Blocks that were gone back through, those of all windows together."""
         self._read()
+
+    @property
+    def blocks(self) -> int:
+        """How many will be in the end."""
+        if not self._of:
+            return 0
+        windows, batch, blocks, _ = self._of
+        return -(-windows // batch) * blocks
 
     @property
     def whole(self) -> bool:
@@ -55,7 +63,7 @@ class KeptGradients:
         """
         if self._of != (mine := [windows, batch, blocks, [*DTYPE_CODES].index(dtype)]):
             self.by_path, self.gradient, self.blocks_done = {}, torch.empty(0), 0
-            self._of, self.blocks = mine, -(-windows // batch) * blocks
+            self._of = mine
 
     def write(self, gradient: torch.Tensor) -> None:
         """Keep the sums: one more block is in them, and `gradient` is for the next one.
@@ -67,7 +75,7 @@ class KeptGradients:
         last = self.blocks_done % self._of[2] == 0
         named = {f"{_SUMS}{path}": sums for path, sums in self.by_path.items()} | {
             _GRADIENT: torch.empty(0) if last else gradient.contiguous(),
-            _DONE: torch.tensor([self.blocks_done, self.blocks, *self._of]),
+            _DONE: torch.tensor([self.blocks_done, *self._of]),
         }
         header = make_header(
             Tensor(name, DTYPE_CODES[one.dtype], tuple(one.shape), one.nbytes)
@@ -80,6 +88,6 @@ class KeptGradients:
             found = load((self.output.folder / GRADIENTS_FILE).read_bytes())
         except (OSError, SafetensorError):
             return
-        self.blocks_done, self.blocks, *self._of = found.pop(_DONE).tolist()
+        self.blocks_done, *self._of = found.pop(_DONE).tolist()
         self.gradient = found.pop(_GRADIENT)
         self.by_path = {name.removeprefix(_SUMS): sums for name, sums in found.items()}

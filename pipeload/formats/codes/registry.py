@@ -30,7 +30,7 @@ CODES: Final[list[CodesFormat]] = [
     TorchAo(),
     Aqlm(),
 ]
-"""A format is added by its line here, and in `CONVERTED` of `formats.forms`."""
+"""A format is added by its line here, and in `formats.form_names`."""
 
 
 def codes_format(settings: Mapping[str, Any]) -> CodesFormat | None:

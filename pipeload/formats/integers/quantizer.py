@@ -17,7 +17,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from pipeload.errors import OptionError
-from pipeload.formats.form_names import CONVERTED, GGUF
+from pipeload.formats.form_names import DECODED, GGUF
 from pipeload.formats.integers.expert_matrices import shape_of
 from pipeload.formats.integers.format import METHOD
 from pipeload.formats.integers.linear import Int4Linear, Int8Linear
@@ -92,7 +92,7 @@ class PipeloadConfig(QuantizationConfigMixin):
                 )
         allowed: dict[str, tuple[object, ...]] = {
             "bits": (8, 4),
-            "method": (*ZERO_POINTS, IMPORTANCE, *CONVERTED, GGUF),
+            "method": (*ZERO_POINTS, IMPORTANCE, *DECODED, GGUF),
             "experts": (None, *_STATISTICS),
         }
         if bits == 4:

@@ -21,7 +21,7 @@ import pipeload
 from pipeload import UnsupportedModelError
 from pipeload.budget import expert_banks
 from pipeload.budget.shared_limit import ACCOUNTANT
-from pipeload.formats.form_names import CONVERTED, GGUF
+from pipeload.formats.form_names import DECODED, GGUF
 from pipeload.formats.format import PUT_IN_ORDER
 from pipeload.formats.refused import REFUSED
 from pipeload.formats.registry import FORMATS, FROM_FLOATS
@@ -66,7 +66,7 @@ OPTIONS: dict[str, Callable[[], dict[str, Any]]] = {
         "quantization_config": transformers.CompressedTensorsConfig(dequantize=True)
     },
 }
-TAKEN_OVER = set(CONVERTED) - {found.method for found in FORMATS} - {"mlx"}  # gives no name
+TAKEN_OVER = set(DECODED) - {found.method for found in FORMATS} - {"mlx"}  # gives no name
 STREAMED = {found.method for found in FORMATS} | TAKEN_OVER
 
 
@@ -388,7 +388,7 @@ def rows() -> list[str]:
         made = one.unpacking
         packed = made is not None and made.packed_on_cpu
         needs = f"pass `{made.config}(dequantize=True)`" if made and packed else "-"
-        if one.method in {*CONVERTED, GGUF}:
+        if one.method in {*DECODED, GGUF}:
             needs = (
                 f"4 and 8 bits as `gptq`; floats: {needs}" if packed else "also `pipeload convert`"
             )

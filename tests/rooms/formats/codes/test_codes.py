@@ -10,7 +10,7 @@ import torch
 from pipeload.errors import CheckpointError, UnsupportedModelError
 from pipeload.formats.codes.coded_weight import Grid, columns_by_group, moved_up
 from pipeload.formats.codes.registry import CODES, codes_format
-from pipeload.formats.form_names import CONVERTED
+from pipeload.formats.form_names import DECODED
 from tests.support.packers import (
     WAYS,
     Packed,
@@ -405,5 +405,5 @@ def test_codes_of_torchao_that_are_too_large() -> None:
 
 def test_names() -> None:
     """The registry and the list of names that checkpoints may say are one."""
-    assert tuple(one.method for one in CODES) == CONVERTED
+    assert tuple(one.method for one in CODES) == DECODED
     assert codes_format({"quant_method": "fp8"}) is None
