@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
 
 DYNAMIC = "dynamic"
-"""Grows by a copy: the old and the new tensor live at once."""
+"""Grows by a copy, unless it has room: the old and the new tensor live at once."""
 SLIDING = "sliding"
 """Dynamic, but only the last `capacity - 1` positions are kept for the next pass."""
 STATIC = "static"
@@ -23,6 +23,17 @@ PACKED = "packed"
 """Quantised, with up to `capacity` newest positions as they came."""
 NO_ROWS = "no rows"
 """A linear-attention state, or nothing at all."""
+
+_POSITIONS_A_SPARE = 64
+
+
+def with_room(rows: int) -> int:
+    """Rows that a dynamic layer takes memory for when it holds `rows`: see `hf.growing_cache`.
+
+    A copy of a long cache is made once in as many tokens as there are spare rows, and less of the
+    model's weights has to go for these than reading takes that long.
+    """
+    return rows + rows // _POSITIONS_A_SPARE
 
 
 class LayerSize(NamedTuple):
@@ -59,6 +70,8 @@ class CachedLayers(NamedTuple):
     """Of a quantised row: stored bytes per byte."""
     residual: int = 0
     """Of a quantised layer: rows that are not packed yet."""
+    room: int = 0
+    """Of a dynamic layer: rows that its tensors can be filled with; 0 where they are full."""
 
     @property
     def row(self) -> int:
@@ -78,12 +91,19 @@ class CachedLayers(NamedTuple):
             rows = min(rows, self.capacity - 1)
         elif self.kind in (STATIC, STATIC_SLIDING):
             rows = min(rows, self.capacity)
-        return self._replace(rows=rows, storage=self.storage_after(tokens), state=0)
+        room = self.room
+        if self.kind == DYNAMIC and rows > room:
+            room = with_room(rows) if with_room(rows) > rows else 0
+        return self._replace(rows=rows, storage=self.storage_after(tokens), state=0, room=room)
 
     def storage_after(self, tokens: int) -> int:
         """Bytes that one layer will hold."""
         match self.kind:
-            case "dynamic" | "sliding":  # a sliding layer keeps a view of all it was given
+            case "dynamic" if self.rows + tokens <= self.room:
+                return self.storage
+            case "dynamic":
+                return with_room(self.rows + tokens) * self.row
+            case "sliding":  # it keeps a view of all it was given
                 return (self.rows + tokens) * self.row
             case "static" | "static sliding":
                 return self.capacity * self.row
@@ -112,7 +132,7 @@ class CachedLayers(NamedTuple):
     def copied(self, tokens: int) -> int:
         """Bytes that live beside one layer while it is updated."""
         match self.kind:
-            case "dynamic" | "sliding" if self.rows:
+            case "dynamic" | "sliding" if self.rows and self.rows + tokens > self.room:
                 return self.rows * max(self.key, self.value)
             case "static sliding" if self.rows:
                 return self.attended(tokens) * self.row
@@ -135,6 +155,8 @@ class LiveLayer(NamedTuple):
     value: int = 0
     storage: int = 0
     """Bytes of its tensors; 0 of what is packed."""
+    room: int = 0
+    """Rows that its tensors can be filled with, where it holds less than that."""
     packed: float = 0.0
     residual: int = 0
 
@@ -223,7 +245,7 @@ class CacheReader:
         found = found._replace(rows=live.rows, residual=live.residual)
         if live.kind == PACKED:
             return found._replace(storage=found.storage_after(0))
-        return found._replace(key=live.key, value=live.value)
+        return found._replace(key=live.key, value=live.value, room=live.room)
 
 
 def seen_positions(cache: Any) -> int:

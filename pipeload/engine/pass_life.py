@@ -10,6 +10,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
+from pipeload.budget.pass_shape import cache_of
 from pipeload.engine.convoy import Convoy
 from pipeload.engine.direct_calls import DirectCalls, PassCall
 from pipeload.engine.pass_modes import PassModes
@@ -18,6 +19,7 @@ from pipeload.engine.pass_refusals import (
     refuse_compiled,
 )
 from pipeload.engine.pass_state import PassState, Running
+from pipeload.hf.growing_cache import let_grow
 from pipeload_hooks import PassGate, discard_ended
 
 if TYPE_CHECKING:
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
     from pipeload.budget.plan import Plan
     from pipeload.checkpoint.file_reads import FileSet
     from pipeload.engine.adapter_watch import Adapters
+    from pipeload.engine.pass_log import PassLog
     from pipeload.engine.replan import Replan
     from pipeload.engine.streamer import Streamer
 
@@ -128,7 +131,7 @@ class PassLife:
         call = self._call_at(now, module, args, kwargs)
         if not granted and not self.convoy.arrive(call):
             self.open_round([call])
-        now.log.begin(call.args, call.kwargs)
+        _note(now.log, call.args, call.kwargs)
         if self._replan.settled:  # nobody will say that it is over: all is there
             now.running = Running.NOTHING
             now.gate.abandon()
@@ -252,7 +255,7 @@ class PassLife:
         if self._replan.settled:
             self._governor.let_run()
             log = self.convoy.state_of_thread().log
-            log.begin(args, kwargs)
+            _note(log, args, kwargs)
             log.count()
         else:
             self.begin(module, args, kwargs, granted=granted)
@@ -302,3 +305,9 @@ class PassLife:
         # first product would wait for ever for threads of torch's, which are not there either.
         self._own.gate, self._own.running = PassGate(), _MODEL
         return self._governor.forget()
+
+
+def _note(log: PassLog, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """A pass with these arguments has been granted."""
+    log.begin(args, kwargs)
+    let_grow(cache_of(args, kwargs))

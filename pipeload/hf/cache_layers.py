@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import DynamicCache
+from transformers import DynamicCache, DynamicLayer
 
 from pipeload.budget.kv_cache import (
     DYNAMIC,
@@ -22,6 +22,7 @@ from pipeload.budget.kv_cache import (
     private_parts,
 )
 from pipeload.hf import marks
+from pipeload.hf.growing_cache import GrowingLayer
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -55,7 +56,7 @@ def read_layer(layer: Any, item: int) -> LiveLayer:
     if kind in (STATIC, STATIC_SLIDING):
         seen = getattr(layer, "cumulative_length_int", None)
         rows = min(capacity, int(layer.cumulative_length if seen is None else seen))
-    return live._replace(rows=rows, key=key, value=value)
+    return live._replace(rows=rows, key=key, value=value, room=getattr(layer, "room", 0))
 
 
 def kind_of(layer: Any) -> tuple[str, int]:
@@ -94,6 +95,11 @@ private_parts.attention_of, private_parts.settings_of = marks.attention_of, mark
 private_parts.forget_hooks = marks.forget_hooks
 
 
+def _is_plain(layer: Any) -> bool:
+    """Whether a layer holds the keys and values of all positions, and nothing else."""
+    return type(layer) in (DynamicLayer, GrowingLayer)
+
+
 def cut_back(cache: Any, tokens: int) -> bool:
     """Take the last `tokens` out of a cache; False where that would not leave it as it was before.
 
@@ -102,7 +108,7 @@ def cut_back(cache: Any, tokens: int) -> bool:
     if not tokens:
         return True
     layers = getattr(cache, "layers", None)
-    if not layers or any(type(layer).__name__ != "DynamicLayer" for layer in layers):
+    if not layers or not all(map(_is_plain, layers)):
         return False
     cache.crop(-tokens)
     return True
@@ -141,13 +147,13 @@ def keeps_pairs(config: Any) -> bool:
     A model that is made with a cache of another class is known when that is there.
     """
     layers = DynamicCache(config=config).layers
-    return all(type(layer).__name__ == "DynamicLayer" for layer in layers)
+    return all(map(_is_plain, layers))
 
 
 def keys_and_values(cache: Any) -> list[tuple[torch.Tensor, torch.Tensor]] | None:
     """Those of each layer; None of a cache that is more than these, or has moved on from some."""
     layers = getattr(cache, "layers", None)
-    if not layers or any(type(layer).__name__ != "DynamicLayer" for layer in layers):
+    if not layers or not all(map(_is_plain, layers)):
         return None
     if not all(layer.is_initialized for layer in layers):
         return None
