@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from pipeload.hf.growing_cache import GrowingLayer
 from tests.support.exact import (
     assert_same,
     assert_streamed,
@@ -68,6 +69,24 @@ def test_mode(tiny: TinyCheckpoint, mode: str) -> None:
     for turn in ("first", "second"):
         assert_same(generate(model, prompt(rows), **options), wanted, f"{mode}, {turn}")
     assert_streamed(model)
+
+
+@pytest.mark.parametrize("mode", ["greedy", "beam search", "sampling", "prompt lookup"])
+def test_mode_behind_a_long_prompt(tiny: TinyCheckpoint, mode: str) -> None:
+    """Where the cache grows in place, streamed and with all in memory, and after `remove`."""
+    folder = tiny("llama", "bf16")
+    rows, options = MODES[mode]
+    ids = prompt(rows, 130)
+    wanted = generate(load_plain(folder), ids, **options)
+    model = load_smallest(folder)
+    given = generate(model, ids, **options)
+    assert any(type(layer) is GrowingLayer for layer in given.past_key_values.layers)
+    assert_same(given, wanted, mode)
+    assert_streamed(model)
+    model = load(folder, 4_000_000_000)
+    assert_same(generate(model, ids, **options), wanted, f"{mode}, all in memory")
+    model.pipeload.remove()
+    assert_same(generate(model, ids, **options), wanted, f"{mode}, plain again")
 
 
 def test_left_padded_batch(tiny: TinyCheckpoint) -> None:
