@@ -110,6 +110,8 @@ TARGET static INLINE float total_avx2(struct floats made)
 #undef INTEGERS
 #undef FLOATS
 
+#include "many_byte_rows.h"
+
 #define TARGET_VNNI __attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512vnni")))
 
 TARGET_VNNI static INLINE __m512i none_vnni(void) { return _mm512_setzero_si512(); }
@@ -162,6 +164,7 @@ void product(const void *input, const int8_t *weight, const void *statistics, vo
     vnni = vnni && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
            __builtin_cpu_supports("avx512vnni");
     round_rows(input, codes, scales, rows, columns, padded, groups, kind);
-    (vnni ? multiply_vnni : multiply_avx2)(weight, statistics, x, made, rows, out, columns, told_in,
-                                           kind);
+    (vnni           ? multiply_vnni
+     : rows >= MANY ? multiply_many
+                    : multiply_avx2)(weight, statistics, x, made, rows, out, columns, told_in, kind);
 }

@@ -26,6 +26,8 @@ from pipeload.formats.integers.unpack import KINDS
 _SOURCE = Path(__file__).with_name("byte_product.c")
 GROUP: Final = 128
 """Columns of input that share a scale; the last ones may be fewer."""
+AT_ONCE: Final = 512
+"""Rows of input that are rounded at once: a prompt takes no more memory than these."""
 _STEP = 32  # columns that codes are padded to
 _WITHOUT = (
     "int8 weights are multiplied by torch's kernel: there is no C compiler that works, or the "
@@ -51,17 +53,19 @@ def multiply(
     memory = torch.empty(temporary_bytes(count, columns), dtype=torch.uint8)
     made = torch.empty((count, out), dtype=rows.dtype)
     torch.get_num_threads()  # a new thread of Python has no number yet, and would take all
-    library.product(
-        *(rows.data_ptr(), weight.data_ptr(), scale.data_ptr()),
-        *(memory.data_ptr(), made.data_ptr(), count, out, columns),
-        *(KINDS[scale.dtype], KINDS[rows.dtype], vnni),
-    )
+    for start in range(0, count, AT_ONCE):
+        some = rows[start : start + AT_ONCE]
+        library.product(
+            *(some.data_ptr(), weight.data_ptr(), scale.data_ptr()),
+            *(memory.data_ptr(), made[start:].data_ptr(), len(some), out, columns),
+            *(KINDS[scale.dtype], KINDS[rows.dtype], vnni),
+        )
     return made
 
 
 def temporary_bytes(rows: int, columns: int) -> int:
     """What so many rows of input are held in, rounded."""
-    return rows * (2 * _STEP * -(-columns // _STEP) + 4 * -(-columns // GROUP))
+    return min(rows, AT_ONCE) * (2 * _STEP * -(-columns // _STEP) + 4 * -(-columns // GROUP))
 
 
 @functools.cache

@@ -136,6 +136,8 @@ TARGET static INLINE __m256i half_avx2(struct words sum, int high) { return high
 #undef NAME
 #undef WORDS
 
+#include "many_rows.h"
+
 #define TARGET_VNNI __attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512vnni")))
 
 TARGET_VNNI static INLINE __m512i words_vnni(const uint8_t *at, int64_t bytes)
@@ -183,8 +185,10 @@ void product(const void *input, const uint8_t *weight, const void *statistics, v
     float *const sums = scales + rows * (columns / group);
     vnni = vnni && has_vnni();
     round_rows(input, codes, scales, sums, rows, columns, group, kind);
-    (vnni ? multiply_vnni : multiply_avx2)(weight, statistics, codes, scales, sums, made, rows, out,
-                                           columns, group, told_in, kind);
+    (vnni           ? multiply_vnni
+     : rows >= MANY ? multiply_many
+                    : multiply_avx2)(weight, statistics, codes, scales, sums, made, rows, out,
+                                     columns, group, told_in, kind);
 }
 
 /* Products of `count` pairs of a row of input and an expert, which are rows of `made`. input: [rows,

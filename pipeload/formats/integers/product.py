@@ -17,7 +17,7 @@ import ctypes
 import functools
 import itertools
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
 
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 _SOURCE = Path(__file__).with_name("product.c")
+AT_ONCE: Final = 512
+"""Rows of input that are rounded at once: a prompt takes no more memory than these."""
 _PAIR = 128  # columns that are taken at once; the last ones may be fewer
 _WITHOUT = (
     "int4 weights are put into the order of torch's kernel as they are read: there is no C "
@@ -56,11 +58,20 @@ def multiply(
     memory = torch.empty(temporary_bytes(count, columns), dtype=torch.uint8)
     made = torch.empty((count, out), dtype=rows.dtype)
     torch.get_num_threads()  # a new thread of Python has no number yet, and would take all
-    library.product(
-        *(rows.data_ptr(), weight.data_ptr(), scales_and_zeros.data_ptr()),
-        *(memory.data_ptr(), made.data_ptr(), count, out, columns, columns // groups),
-        *(KINDS[scales_and_zeros.dtype], KINDS[rows.dtype], vnni),
-    )
+    for start in range(0, count, AT_ONCE):
+        some = rows[start : start + AT_ONCE]
+        library.product(
+            *(some.data_ptr(), weight.data_ptr(), scales_and_zeros.data_ptr()),
+            *(
+                memory.data_ptr(),
+                made[start:].data_ptr(),
+                len(some),
+                out,
+                columns,
+                columns // groups,
+            ),
+            *(KINDS[scales_and_zeros.dtype], KINDS[rows.dtype], vnni),
+        )
     return made
 
 
@@ -112,7 +123,9 @@ def multiply_sent(
 def temporary_bytes(rows: int, columns: int) -> int:
     """The most that so many rows of input are held in, rounded."""
     pairs = -(-columns // _PAIR)
-    return rows * pairs * (2 * _PAIR + 4 * 8)  # scales and sums of four groups a pair at most
+    return (
+        min(rows, AT_ONCE) * pairs * (2 * _PAIR + 4 * 8)
+    )  # scales and sums of four groups a pair at most
 
 
 @functools.cache

@@ -16,6 +16,21 @@ enum { FLOAT32, BFLOAT16, FLOAT16 };
 #define LEAST_PRODUCTS 65536 /* that are worth waking other threads for */
 #define LEAST_INPUT 1e-33f   /* what is smaller is zero: its reciprocal must be a number */
 
+/* Many rows of input, see many_rows.h: of the weight, as many columns as the first cache holds, for
+   as many rows of input as the second one does, in the way of Goto and van de Geijn, Anatomy of
+   high-performance matrix multiplication. */
+#define MANY 16            /* rows of input: fewer gain little or nothing by it */
+#define DEEP 1024          /* columns */
+#define CODES_BYTES 262144 /* of rows of input at once */
+#define MOST_ROWS 32       /* of those, however short they are */
+#define WIDE 32            /* rows of the weight that a thread takes at once */
+
+static inline int64_t rows_at_once(int64_t codes_of_row)
+{
+    const int64_t fit = CODES_BYTES / (int64_t)sizeof(int16_t) / codes_of_row / 2 * 2;
+    return fit < MANY ? MANY : fit > MOST_ROWS ? MOST_ROWS : fit;
+}
+
 /* Older compilers do not know "f16c" by name. */
 static inline int has_f16c(void)
 {

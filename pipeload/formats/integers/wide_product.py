@@ -25,6 +25,16 @@ weight of 5504 x 4096, in ms of processor time, medians. AVX2 alone multiplies f
 Floats in fp32 cross ours by VNNI there at 256 rows (int8) and 128 (int4). AMD's processors
 multiply bf16 much faster: there ours are taken for 20 rows.
 
+Where the widest vectors have 256 bits, our own are as fast as a product of floats that are there
+already (see many_rows.h), so they are taken however many rows there are. An AMD EPYC with AVX2
+alone, a weight of 5504 x 4096, in ms of processor time, the least of one run:
+
+    rows                               16         32         64        256
+    int8 by our kernel                9.7         19         34        129
+    int4 by our kernel                9.8         18         36        148
+    int4 as floats in blocks           41         66         97        276
+    the product of floats alone        23         33         51        147
+
 With AMX, tiles are taken for all others (see tile_product.py). An Intel Xeon that has it, weights
 of 5504 x 4096 and, in the last rows, 768 x 2048, in ms of processor time, medians of one run:
 
@@ -66,6 +76,8 @@ _MOST_ROUNDED_BY_VNNI = {torch.bfloat16: {8: 256, 4: 256}, torch.float32: {8: 19
 """The same where floats of bf16 are slow."""
 _MOST_BESIDE_TILES = 8
 """The same where tiles take over."""
+_ANY_NUMBER = 1 << 62
+"""The same where vectors have 256 bits."""
 _MOST_BY_KERNEL_IF_UNCOMPILED = 192
 _OUT_ROWS = 256  # of a weight at once: whole tiles of int4
 _ROWS = 256  # of input at once, where they are cast
@@ -115,18 +127,24 @@ def most_by_kernel(bits: int, dtype: torch.dtype, *, rounded: bool, tiled: bool 
         tiled: whether more rows are multiplied by tiles.
     """
     if rounded:
-        own = byte_product if bits == 8 else product
-        if dtype == torch.float64 or own.compiled() is None:  # as a pickle from elsewhere
-            return 0
-        if tiled:
-            return _MOST_BESIDE_TILES
-        most = _MOST_ROUNDED_BY_VNNI if _has_slow_floats() else _MOST_ROUNDED
-        return most[product_dtype(dtype)][bits]
+        return _most_rounded(bits, dtype, tiled=tiled)
     if dtype != torch.bfloat16:
         return 0
     if bits == 4 and compiled() is None:
         return _MOST_BY_KERNEL_IF_UNCOMPILED
     return _MOST_BY_KERNEL[product_dtype(dtype)][bits]
+
+
+def _most_rounded(bits: int, dtype: torch.dtype, *, tiled: bool) -> int:
+    own = byte_product if bits == 8 else product
+    if dtype == torch.float64 or own.compiled() is None:  # as a pickle from elsewhere
+        return 0
+    if tiled:
+        return _MOST_BESIDE_TILES
+    if not _has_wide_vectors():
+        return _ANY_NUMBER
+    most = _MOST_ROUNDED_BY_VNNI if _has_slow_floats() else _MOST_ROUNDED
+    return most[product_dtype(dtype)][bits]
 
 
 def multiply(rows: torch.Tensor, out_features: int, block: MakeBlock) -> torch.Tensor:
@@ -186,6 +204,12 @@ def wide_bytes(rows: int, weight: Sizes) -> int:
         exact = torch.float32.itemsize * (dtype != torch.float32)
         nbytes += count * weight.in_features * (2.5 + exact)
     return int(nbytes)
+
+
+@functools.cache
+def _has_wide_vectors() -> bool:
+    """Whether floats are multiplied by vectors of 512 bits, whatever torch was told to use."""
+    return bool(torch.cpu.get_capabilities().get("avx512_f"))
 
 
 @functools.cache

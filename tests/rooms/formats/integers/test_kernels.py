@@ -102,7 +102,7 @@ def test_few_and_many_rows(kind: str, dtype: torch.dtype) -> None:
         assert packed.order == packed.computed_order
     weight = packed.dequantised().double()
     rounded = packed.rounds_inputs
-    most = most_by_kernel(packed.bits, dtype, rounded=rounded)
+    most = min(64, most_by_kernel(packed.bits, dtype, rounded=rounded))
     for count in sorted({0, 1, 2, 3, 5, FEW, most, most + 1, 63, 130}):
         x = random(count, 2 * COLUMNS, dtype=dtype)[:, ::2]
         with torch.inference_mode():
@@ -166,6 +166,21 @@ def test_company_changes_no_bit(dtype: torch.dtype) -> None:
             ranges = (slice(0, cut), slice(cut, 656))
             parts = [product.multiply(x, weight[r], both[:, r].contiguous()) for r in ranges]
             assert torch.equal(torch.cat(parts, 1), alone)
+
+
+@needs_kernel
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize(("columns", "group"), [(96, 32), (1120, 32), (1088, 64), (2176, 128)])
+def test_many_rows_have_the_bits_of_one(columns: int, group: int) -> None:
+    """However many, where they are multiplied in another way, and more than are rounded at once."""
+    made = torch.Generator().manual_seed(0)
+    weight = torch.randint(256, (39, columns // 2), generator=made, dtype=torch.uint8)
+    both = torch.randn(columns // group, 39, 2, generator=made).bfloat16()
+    x = random(product.AT_ONCE + 5, columns, dtype=torch.bfloat16)
+    alone = torch.cat([product.multiply(row, weight, both) for row in x.split(1)])
+    for count in [*range(1, 70), len(x)]:
+        torch.set_num_threads(1 + count % 3)
+        assert torch.equal(product.multiply(x[:count], weight, both, vnni=False), alone[:count])
 
 
 @needs_kernel
