@@ -298,10 +298,10 @@ def test_two_calls_for_all_experts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_is_rounded_of_a_prompt_is_counted() -> None:
-    """As few rows as one call multiplies: less than the floats of as many."""
+    """No more than as floats, however many rows."""
     shape = ExpertShape(8, hidden=2048, inner=64, wide=128, bits=4, group=32, dtype="BF16")
     rounded = ExpertProducts(shape, torch.bfloat16, rounded=True)
-    assert rounded.of(4096) == rounded._replace(rounded=False).of(4096)
+    assert 0 < rounded.of(4096) <= rounded._replace(rounded=False).of(4096)
 
 
 def other_kinds() -> list[type[nn.Module]]:
@@ -399,7 +399,7 @@ def test_exact_inputs() -> None:
     exact = rounded._replace(rounded=False)
     assert exact.of(1) >= HIDDEN * 64 * 4  # floats of a block
     assert exact.of(1) > rounded.of(1) or product.compiled() is None
-    assert exact.of(200) == rounded.of(200)
+    assert exact.of(200) >= rounded.of(200)
 
 
 def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
