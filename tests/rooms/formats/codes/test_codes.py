@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pipeload.errors import CheckpointError, UnsupportedModelError
-from pipeload.formats.codes.coded_weight import Grid, columns_by_group, moved_up
+from pipeload.formats.codes.coded_weight import Grid, columns_by_group, held_in, moved_up
 from pipeload.formats.codes.registry import CODES, codes_format
 from pipeload.formats.form_names import DECODED
 from tests.support.packers import (
@@ -197,17 +197,19 @@ def test_codes(name: str) -> None:
     """Every code, in any range of rows, and the numbers that they stand for."""
     way = WAYS[name]
     generator = torch.Generator().manual_seed(2)
-    packed = random_codes((48, 256), way, generator, torch.float16)
+    packed = random_codes((64, 256), way, generator, torch.float16)
     tensors = way.pack("model.one.", packed)
     (weight,) = find(way.settings, tensors)
-    assert (weight.name, weight.shape, weight.bits) == ("model.one.weight", (48, 256), way.bits)
+    bits = held_in(way.bits)
+    assert (weight.name, weight.shape, weight.bits) == ("model.one.weight", (64, 256), bits)
     assert weight.groups == len(packed.scale)
     assert weight.nbytes == sum(tensor.nbytes for tensor in tensors.values())
     codes = decoded(way.settings, tensors)
     order = torch.arange(256) if codes.columns is None else codes.columns.long()
     assert (codes.columns is not None) == way.shuffled
-    for start, stop in ((0, 48), (0, 8), (8, 40), (40, 48)):
-        assert torch.equal(codes.rows(start, stop), packed.codes[start:stop][:, order])
+    for start, stop in ((0, 64), (0, 8), (8, 40), (56, 64)):
+        wanted = packed.codes[start:stop][:, order] + moved_up(way.bits)
+        assert torch.equal(codes.rows(start, stop), wanted)
     numbers = codes.grid.numbers(codes.rows(16, 32), 16)
     # An offset was rounded where a zero was not.
     tolerance = 1e-3 if name == "mlx" else 0
@@ -252,7 +254,9 @@ def test_ragged_groups(group_of: list[int], groups: int) -> None:
 @pytest.mark.parametrize(
     ("name", "change", "words"),
     [
-        ("gptq", {"bits": 3}, "its codes have 3 bits"),
+        ("gptq", {"bits": 5}, "its codes have 5 bits, and 2, 3, 4, 8 are known"),
+        ("gptq_p, 6 bits", {"bits": 1}, "its codes have 1 bits, and 2, 3, 4, 5, 6, 7, 8 are"),
+        ("auto-round as awq", {"bits": 3}, "its codes have 3 bits, and 4 are known"),
         ("gptq", {"checkpoint_format": "marlin"}, "checkpoint_format 'marlin'"),
         ("gptq", {"pack_dtype": "int16"}, "words of 'int16'"),
         ("awq", {"version": "gemv"}, "version 'gemv'"),
@@ -314,6 +318,14 @@ def test_codes_that_were_cut() -> None:
         find({"bits": 3, "group_size": 64}, tensors)
 
 
+def test_words_of_gptq_that_were_cut() -> None:
+    """Of 3 bits, 32 codes fill three words, along columns and rows."""
+    tensors = WAYS["gptq, 3 bits"].pack("w.", known_codes())
+    tensors["w.qweight"] = tensors["w.qweight"][:5]
+    with pytest.raises(CheckpointError, match=r"5 words of 64 rows of 'w\.qweight' are no whole"):
+        find(WAYS["gptq, 3 bits"].settings, tensors)
+
+
 def test_a_version_that_cannot_be() -> None:
     """Said to be symmetric, and decoded by the other version's rule: its zeros show it."""
     packed = known_codes()._replace(zero=torch.full((2, 64), 8, dtype=torch.int32))
@@ -327,7 +339,7 @@ def test_a_version_that_cannot_be() -> None:
 def test_tensors_that_do_not_fit(name: str) -> None:
     """One that is missing, of another length or dtype is named, with what was wanted."""
     way = WAYS[name]
-    tensors = way.pack("w.", random_codes((48, 256), way, torch.Generator(), torch.float16))
+    tensors = way.pack("w.", random_codes((64, 256), way, torch.Generator(), torch.float16))
     known_by = ("qweight", "weight_packed", "scales", "w.weight_scale", "W_q", "_weight_qdata")
     for key in tensors:
         other = {**tensors, key: torch.zeros(3, 3, 3, dtype=torch.float64)}
