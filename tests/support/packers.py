@@ -73,7 +73,7 @@ class Way(NamedTuple):
 
 
 def words(codes: torch.Tensor, bits: int = 4) -> torch.Tensor:
-    """int32 of [..., n * bits / 32] of codes of [..., n], one behind the other, the lowest first."""
+    """int32 of [..., n * bits / 32] of codes of [..., n]: one behind the other, low bits first."""
     single = codes[..., None] >> torch.arange(bits) & 1
     spread = single.flatten(-2).long().unflatten(-1, (-1, 32)) << torch.arange(32)
     made: torch.Tensor = spread.sum(-1).to(torch.int32)
@@ -307,13 +307,13 @@ WAYS: dict[str, Way] = {
 }
 
 
-def known_codes(*, shuffled: bool = False) -> Packed:
+def known_codes(bits: int = 4, *, shuffled: bool = False) -> Packed:
     """64 x 64 codes in groups of 32 that are the same everywhere."""
     row, column = torch.arange(64)[:, None], torch.arange(64)
-    codes = (row * 5 + column * 3 + row * column // 7) % 16
+    codes = (row * 5 + column * 3 + row * column // 7) % (1 << bits)
     group = torch.arange(2)[:, None]
     scale = (1 + (column + group * 11) % 13).half() / 128
-    zero = (column * 3 + group * 5) % 16
+    zero = (column * 3 + group * 5) % (1 << bits)
     group_of = column * 29 % 64 // 32 if shuffled else column // 32
     return Packed(codes.to(torch.uint8), scale, zero.to(torch.int32), group_of)
 

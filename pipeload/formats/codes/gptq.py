@@ -18,7 +18,7 @@ Where words do not hold whole codes, it takes 1 from each by itself, and that of
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 
@@ -57,6 +57,19 @@ BITS: Final = (2, 3, 4, 8)
 """Of codes one behind the other."""
 
 
+class Packing(NamedTuple):
+    """How a checkpoint is packed."""
+
+    bits: int
+    """Of a code."""
+    added: int
+    """To stored zeros."""
+    symmetric: bool
+    """Whether the settings say that zeros are in the middle."""
+    planes: bool = False
+    """Whether codes lie in planes of bits."""
+
+
 class Gptq:
     """A `CodesFormat`."""
 
@@ -75,11 +88,8 @@ class Gptq:
             raise not_taken_over(self.method, f"its codes lie in words of {packed_in!r}")
         planes = version == _PLANES
         bits = bits_of(self.method, config, range(2, 9) if planes else BITS)
-        added, symmetric = _VERSIONS[version], bool(config.get("sym", False))
-        return [
-            coded(stem, stored, bits, added=added, symmetric=symmetric, planes=planes)
-            for stem in stems(stored, "qweight")
-        ]
+        how = Packing(bits, _VERSIONS[version], bool(config.get("sym", False)), planes)
+        return [coded(stem, stored, how) for stem in stems(stored, "qweight")]
 
 
 def bits_of(method: str, config: Mapping[str, Any], known: Sequence[int]) -> int:
@@ -96,29 +106,18 @@ def bits_of(method: str, config: Mapping[str, Any], known: Sequence[int]) -> int
     return bits
 
 
-def coded(
-    stem: str,
-    stored: Mapping[str, TensorEntry],
-    bits: int,
-    *,
-    added: int,
-    symmetric: bool,
-    planes: bool = False,
-) -> CodedWeight:
+def coded(stem: str, stored: Mapping[str, TensorEntry], how: Packing) -> CodedWeight:
     """One weight.
 
     Args:
         stem: what names of its tensors begin with, dot and all.
         stored: tensors of the checkpoint by name.
-        bits: of a code.
-        added: to stored zeros.
-        symmetric: whether the settings say that zeros are in the middle.
-        planes: whether codes lie in planes of bits.
+        how: it is packed.
 
     Raises:
         CheckpointError: tensors do not fit each other.
     """
-    words = part(stored, f"{stem}qweight", (None, None), torch.int32)
+    bits, words = how.bits, part(stored, f"{stem}qweight", (None, None), torch.int32)
     rows, columns = words.shape[1], words.shape[0] * 32 // bits
     if bits not in _ONES and (words.shape[0] % bits or rows % 32):
         raise CheckpointError(
@@ -136,18 +135,12 @@ def coded(
     if f"{stem}g_idx" in stored:
         parts[GROUP_OF] = part(stored, f"{stem}g_idx", (columns,), torch.int32, torch.int64)
     name = f"{stem}weight"
-    decode = partial(_decode, name, bits, added, symmetric, planes)
+    decode = partial(_decode, name, how)
     return CodedWeight(name, (rows, columns), held_in(bits), groups, parts, decode)
 
 
-def _decode(
-    name: str,
-    bits: int,
-    added: int,
-    symmetric: bool,
-    planes: bool,
-    tensors: Mapping[str, torch.Tensor],
-) -> Codes:
+def _decode(name: str, how: Packing, tensors: Mapping[str, torch.Tensor]) -> Codes:
+    bits, added, symmetric, planes = how
     scale, up = tensors["scales"].float(), moved_up(bits)
     unpack = codes_of_planes if planes else codes_of
     zero = unpack(tensors["qzeros"] + added * _ONES.get(bits, 0), bits)[:, : scale.shape[1]]

@@ -19,6 +19,7 @@ from tests.support.packers import (
     digest,
     entries_of,
     gptq,
+    gptq_p,
     gptq_v2,
     hqq,
     known_codes,
@@ -49,6 +50,16 @@ ORIGINAL = {
         "qzeros": "b99bcc898d6351a6",
         "scales": "7eace468cc589256",
     },
+}
+
+# By the same, zeros as they are: qweight and qzeros.
+FEW_AND_PLANES = {
+    ("gptq_v2", 2): ("fb5fce9f53b037c6", "ee58b9e8d83e1a2b"),
+    ("gptq_v2", 3): ("2e8e4de18908f010", "7f4d4841e77645cb"),
+    ("gptq_p", 3): ("0e526329897a00ac", "e7716b81c5a08b29"),
+    ("gptq_p", 5): ("f7230de1a60c5290", "7732f17040e86d61"),
+    ("gptq_p", 6): ("d3a83d71e06ba4ab", "0f2037938497d2f1"),
+    ("gptq_p", 7): ("39378047dadc8e91", "501b2204c6942082"),
 }
 
 
@@ -109,6 +120,17 @@ def test_the_packers_are_the_makers(name: str) -> None:
     pack = {"gptq": gptq, "gptq_v2": gptq_v2, "awq": awq}[name]
     tensors = pack("", known_codes(shuffled=name == "gptq_v2"))
     assert {key: digest(tensor) for key, tensor in tensors.items()} == ORIGINAL[name]
+
+
+@pytest.mark.parametrize(("name", "bits"), FEW_AND_PLANES)
+def test_the_packers_of_other_bits(name: str, bits: int) -> None:
+    """So do they of other bits; and those are what they stand for."""
+    packed, pack = known_codes(bits), {"gptq_v2": gptq_v2, "gptq_p": gptq_p}[name]
+    tensors = pack("w.", packed, bits)
+    found = tuple(digest(tensors[f"w.{key}"]) for key in ("qweight", "qzeros"))
+    assert found == FEW_AND_PLANES[name, bits]
+    codes = decoded({"quant_method": "gptq", "checkpoint_format": name, "bits": bits}, tensors)
+    assert torch.equal(codes.grid.numbers(codes.rows(8, 64), 8), packed.numbers[8:])
 
 
 @pytest.mark.parametrize("bits", HQQ)
@@ -220,6 +242,10 @@ def test_a_zero_that_borrowed() -> None:
     """Version 1 took one from whole words, so a zero of 0 has changed the next."""
     packed = known_codes()._replace(zero=torch.tensor([[0, 5] * 32, [15, 0] * 32]).int())
     codes = decoded(WAYS["gptq"].settings | {"sym": False}, gptq("w.", packed))
+    assert torch.equal(codes.grid.numbers(codes.rows(0, 64), 0), packed.numbers)
+    # Of 3 bits each lost one by itself.
+    packed = packed._replace(zero=packed.zero % 8, codes=packed.codes % 8)
+    codes = decoded(WAYS["gptq, 3 bits"].settings, gptq("w.", packed, 3))
     assert torch.equal(codes.grid.numbers(codes.rows(0, 64), 0), packed.numbers)
 
 
