@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
-"""`pipeload quantize` under a kernel memory cap, killed on the way and begun again each time.
+"""`pipeload quantize` or `convert` under a kernel memory cap, killed on the way and begun again each time.
 
     python tests/tools/quantising.py SOURCE DESTINATION --method int4 --cap 1.5GB --kills 2
+    python tests/tools/quantising.py SOURCE DESTINATION --convert --cap 0.6GB --kills 0
 
 Each run but the last is killed once it has kept more: a shard, or what a text told (`--calibrate
 builtin`). The next one must find that and keep it. A model without a tokenizer gets one that makes
@@ -85,16 +86,17 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("source", type=Path)
     parser.add_argument("destination", type=Path)
-    parser.add_argument("--method", default="int4")
+    parser.add_argument("--convert", action="store_true", help="integers that are there")
     parser.add_argument("--cap", default="1.5GB")
     parser.add_argument("--kills", type=int, default=2)
     options, others = parser.parse_known_args()
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     cap = parse_size(options.cap)
-    command = [sys.executable, "-c", _CHILD, "quantize", str(options.source)]
-    command += [str(options.destination), "--method", options.method]
-    command += ["--memory-limit", str(cap), *others]
-    give_tokenizer(options.source)
+    verb = "convert" if options.convert else "quantize"
+    command = [sys.executable, "-c", _CHILD, verb, str(options.source)]
+    command += [str(options.destination), "--memory-limit", str(cap), *others]
+    if not options.convert:
+        give_tokenizer(options.source)
     drop_caches()
     first = time.perf_counter()
     for _ in range(options.kills):
