@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""`pipeload quantize` or `convert` under a kernel memory cap, killed on the way and begun again each time.
+"""`pipeload quantize` or `convert` under a kernel memory cap, killed and begun again each time.
 
     python tests/tools/quantising.py SOURCE DESTINATION --method int4 --cap 1.5GB --kills 2
     python tests/tools/quantising.py SOURCE DESTINATION --convert --cap 0.6GB --kills 0

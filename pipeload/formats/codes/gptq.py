@@ -158,8 +158,7 @@ def _decode(name: str, how: Packing, tensors: Mapping[str, torch.Tensor]) -> Cod
     words = tensors["qweight"]
 
     def rows(start: int, stop: int) -> torch.Tensor:
-        codes = unpack(words[:, start:stop].t(), bits)
-        codes += up
+        codes = unpack(words[:, start:stop].t(), bits) + up
         return codes if order is None else codes[:, order]
 
     side_by_side = bits in _ONES or not planes
