@@ -69,7 +69,7 @@ def give_tokenizer(folder: Path) -> None:
 
     letters = {letter: number for number, letter in enumerate(sorted(ByteLevel.alphabet()))}
     made = Tokenizer(BPE(letters, []))
-    made.pre_tokenizer = ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
+    made.pre_tokenizer = ByteLevel(add_prefix_space=False)
     made.save(str(folder / "tokenizer.json"))
     told = json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"})
     (folder / "tokenizer_config.json").write_text(told, encoding="utf-8")
