@@ -7,6 +7,7 @@ import hashlib
 import itertools
 import json
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -19,6 +20,8 @@ from pipeload.weights.arena import DTYPE_CODES
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    Packer = Callable[[torch.Tensor, int], torch.Tensor]
 
 _AWQ_ROWS = (0, 2, 4, 6, 1, 3, 5, 7)
 """Whose code each nibble of a word is, by the makers of the format."""
@@ -70,41 +73,48 @@ class Way(NamedTuple):
 
 
 def words(codes: torch.Tensor, bits: int = 4) -> torch.Tensor:
-    """int32 of [..., n] of codes of [..., n * 32 / bits], the first in the lowest bits."""
-    shifts = torch.arange(0, 32, bits)
-    wide = codes.long().unflatten(-1, (-1, 32 // bits)) << shifts
-    made: torch.Tensor = wide.sum(-1).to(torch.int32)
+    """int32 of [..., n * bits / 32] of codes of [..., n]: one behind the other, low bits first."""
+    single = codes[..., None] >> torch.arange(bits) & 1
+    spread = single.flatten(-2).long().unflatten(-1, (-1, 32)) << torch.arange(32)
+    made: torch.Tensor = spread.sum(-1).to(torch.int32)
     return made
 
 
-def _gptq(stem: str, packed: Packed, *, less: int, bits: int = 4) -> dict[str, torch.Tensor]:
-    # From all of a word at once, as gptqmodel does: a zero of 0 borrows from the next.
-    ones = words(torch.ones(32 // bits), bits)
+def planes(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """The same in gptqmodel's planes: of each 32 codes the low bits, then those above."""
+    blocks, made, place = codes.unflatten(-1, (-1, 32)), [], 0
+    for width in {3: (2, 1), 5: (4, 1), 6: (4, 2), 7: (4, 2, 1)}.get(bits, (bits,)):
+        made.append(words(blocks >> place & (1 << width) - 1, width))
+        place += width
+    return torch.cat(made, -1).flatten(-2)
+
+
+def gptq(
+    stem: str, packed: Packed, bits: int = 4, *, less: int = 1, by: Packer = words
+) -> dict[str, torch.Tensor]:
+    """Version 1, which stores zeros with one less."""
+    zero = packed.zero
+    if bits in {2, 4, 8}:
+        # From all of a word at once, as gptqmodel does: a zero of 0 borrows from the next.
+        stored = by(zero, bits) - less * words(torch.ones(32 // bits, dtype=torch.int32), bits)
+    else:
+        stored = by(zero - less & (1 << bits) - 1, bits)
     return {
-        f"{stem}qweight": words(
-            packed.codes.t().unflatten(0, (-1, 32 // bits)).transpose(1, 2), bits
-        )
-        .squeeze(-1)
-        .contiguous(),
-        f"{stem}qzeros": words(packed.zero, bits) - less * ones,
+        f"{stem}qweight": by(packed.codes, bits).t().contiguous(),
+        f"{stem}qzeros": stored,
         f"{stem}scales": packed.scale,
         f"{stem}g_idx": packed.group_of.to(torch.int32),
     }
 
 
-def gptq(stem: str, packed: Packed) -> dict[str, torch.Tensor]:
-    """Version 1."""
-    return _gptq(stem, packed, less=1)
-
-
-def gptq_v2(stem: str, packed: Packed) -> dict[str, torch.Tensor]:
+def gptq_v2(stem: str, packed: Packed, bits: int = 4) -> dict[str, torch.Tensor]:
     """Zeros as they are."""
-    return _gptq(stem, packed, less=0)
+    return gptq(stem, packed, bits, less=0)
 
 
-def gptq_of_bytes(stem: str, packed: Packed) -> dict[str, torch.Tensor]:
-    """Version 1, of 8 bits."""
-    return _gptq(stem, packed, less=1, bits=8)
+def gptq_p(stem: str, packed: Packed, bits: int = 4) -> dict[str, torch.Tensor]:
+    """The same, in planes."""
+    return gptq(stem, packed, bits, less=0, by=planes)
 
 
 def awq(stem: str, packed: Packed) -> dict[str, torch.Tensor]:
@@ -241,7 +251,31 @@ WAYS: dict[str, Way] = {
     "gptq, desc_act": Way(_settings("gptq", desc_act=True), gptq, group=128, shuffled=True),
     "gptq, one group a row": Way(_settings("gptq", group_size=-1), gptq, group=0),
     "gptq, 8 bits": Way(
-        _settings("gptq", sym=True) | {"bits": 8}, gptq_of_bytes, bits=8, group=0, symmetric=True
+        _settings("gptq", sym=True) | {"bits": 8},
+        partial(gptq, bits=8),
+        bits=8,
+        group=0,
+        symmetric=True,
+    ),
+    "gptq, 2 bits": Way(_settings("gptq") | {"bits": 2}, partial(gptq, bits=2), bits=2),
+    "gptq, 3 bits": Way(
+        _settings("gptq", desc_act=True) | {"bits": 3},
+        partial(gptq, bits=3),
+        bits=3,
+        group=128,
+        shuffled=True,
+    ),
+    "gptq_p, 3 bits": Way(
+        _settings("gptq", checkpoint_format="gptq_p") | {"bits": 3},
+        partial(gptq_p, bits=3),
+        bits=3,
+    ),
+    "gptq_p, 6 bits": Way(
+        _settings("gptq", checkpoint_format="gptq_p", sym=True) | {"bits": 6},
+        partial(gptq_p, bits=6),
+        bits=6,
+        group=0,
+        symmetric=True,
     ),
     "awq": Way(_settings("awq", version="gemm"), awq),
     "auto-round as gptq": Way(
@@ -273,13 +307,13 @@ WAYS: dict[str, Way] = {
 }
 
 
-def known_codes(*, shuffled: bool = False) -> Packed:
+def known_codes(bits: int = 4, *, shuffled: bool = False) -> Packed:
     """64 x 64 codes in groups of 32 that are the same everywhere."""
     row, column = torch.arange(64)[:, None], torch.arange(64)
-    codes = (row * 5 + column * 3 + row * column // 7) % 16
+    codes = (row * 5 + column * 3 + row * column // 7) % (1 << bits)
     group = torch.arange(2)[:, None]
     scale = (1 + (column + group * 11) % 13).half() / 128
-    zero = (column * 3 + group * 5) % 16
+    zero = (column * 3 + group * 5) % (1 << bits)
     group_of = column * 29 % 64 // 32 if shuffled else column // 32
     return Packed(codes.to(torch.uint8), scale, zero.to(torch.int32), group_of)
 

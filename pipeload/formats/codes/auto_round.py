@@ -24,15 +24,16 @@ class AutoRound:
         self, config: Mapping[str, Any], stored: Mapping[str, TensorEntry]
     ) -> list[CodedWeight]:
         """Find the weights of quantised Linears. Raises what `CodesFormat.find` does."""
-        bits = gptq.bits_of(self.method, config)
         packing = str(config.get("packing_format", "auto_round:auto_gptq"))
         found = stems(stored, "qweight")
         if "awq" in packing:
+            gptq.bits_of(self.method, config, awq.BITS)
             return [awq.coded(stem, stored) for stem in found]
+        bits = gptq.bits_of(self.method, config, gptq.BITS)
         if not packing.startswith("auto_round"):
             why = f"its packing_format {packing!r} is unknown"
             raise not_taken_over(self.method, why)
         # Names of kernels may follow, as in "auto_round:auto_gptq:exllamav2".
         added = 1 if "auto_gptq" in packing else 0
-        symmetric = bool(config.get("sym", False))
-        return [gptq.coded(stem, stored, bits, added=added, symmetric=symmetric) for stem in found]
+        how = gptq.Packing(bits, added, bool(config.get("sym", False)))
+        return [gptq.coded(stem, stored, how) for stem in found]

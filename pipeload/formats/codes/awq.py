@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 
     from pipeload.checkpoint.headers import TensorEntry
 
-_BITS = 4
+BITS: Final = (4,)
+(_BITS,) = BITS
 _EACH = 32 // _BITS
 _PLACES: Final = (0, 4, 1, 5, 2, 6, 3, 7)
 """Which code of a word is that of its first row, of its second, and so on."""
@@ -83,7 +84,7 @@ def _decode(tensors: Mapping[str, torch.Tensor]) -> Codes:
     def rows(start: int, stop: int) -> torch.Tensor:
         return _in_order(words[:, start // _EACH : -(-stop // _EACH)]).t()
 
-    return Codes(rows, grid, stored=Words(Lay.ACROSS, words, _PLACES))
+    return Codes(rows, grid, stored=Words(Lay.ACROSS, words, _BITS, _PLACES))
 
 
 def _in_order(words: torch.Tensor) -> torch.Tensor:

@@ -132,6 +132,8 @@ class Words(NamedTuple):
 
     lay: Lay
     words: torch.Tensor
+    bits: int
+    """Of a code: fewer than 4 lie one behind the other, in as many words as they fill."""
     places: tuple[int, ...] = ()
     """Which code of a word is that of its first row, and so on, where it has several rows'."""
 

@@ -32,7 +32,7 @@ from pipeload.formats.codes.coded_weight import (
     part,
     stems,
 )
-from pipeload.formats.codes.words import codes_down, codes_of
+from pipeload.formats.codes.words import codes_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -133,7 +133,7 @@ def _decode(name: str, bits: int, tensors: Mapping[str, torch.Tensor]) -> Codes:
         )
     zero = torch.full_like(scale, MIDDLE[bits])
     if "zero" in tensors:
-        zero = codes_down(tensors["zero"], bits)[: shape[0]].float().t()
+        zero = codes_of(tensors["zero"].t(), bits)[:, : shape[0]].float()
     group_of = tensors.get(GROUP_OF)
     order = None if group_of is None else columns_by_group(name, group_of, len(scale))
 
@@ -142,7 +142,7 @@ def _decode(name: str, bits: int, tensors: Mapping[str, torch.Tensor]) -> Codes:
         return codes if order is None else codes[:, order]
 
     grid = ZeroCodes(scale, zero, MIDDLE[bits])
-    return Codes(rows, grid, order, Words(Lay.ALONG, words))
+    return Codes(rows, grid, order, Words(Lay.ALONG, words, bits))
 
 
 def _decode_plain(tensors: Mapping[str, torch.Tensor]) -> Codes:

@@ -112,6 +112,6 @@ def _decode(bits: int, tensors: Mapping[str, torch.Tensor]) -> Codes:
         codes = codes_of(words[start:stop], bits)
         return codes + up if up else codes
 
-    words_of_kernels = Words(Lay.ALONG, words) if bits in MIDDLE else None
+    words_of_kernels = Words(Lay.ALONG, words, bits) if bits <= 4 or bits == 8 else None
     grid = Offsets(scale, offset, MIDDLE[held_in(bits)], up)
     return Codes(rows, grid, stored=words_of_kernels)

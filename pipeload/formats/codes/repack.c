@@ -33,22 +33,37 @@ static void put(uint32_t tile[][LINE], int64_t rows, int64_t count, uint32_t *ou
         memcpy(out + row * words, tile[row], count * sizeof(uint32_t));
 }
 
-/* Makes a word of each of so many rows, of codes that lie in words [][rows]. */
-FOR_EACH_CPU static void gather(const uint32_t *in, const int32_t *order, uint32_t *made,
-                                int64_t height, int64_t rows) {
+/* Codes of fewer than 4 bits become codes of 4 whose middle is 8. */
+static uint32_t moved_up(int bits) {
+    return 8 - (1u << (bits - 1));
+}
+
+/* Makes word `word` of each of so many rows, of codes of at most 4 bits that lie one behind the other
+ * in words [][rows]. Of 3 bits, some lie in two words. */
+FOR_EACH_CPU static void gather(const uint32_t *in, const int32_t *order, int64_t word, uint32_t *made,
+                                int64_t height, int64_t rows, int bits) {
+    const uint32_t mask = (1u << bits) - 1, up = moved_up(bits);
     memset(made, 0, height * sizeof(uint32_t));
     for (int64_t i = 0; i < CODES; i++) {
-        const uint32_t *line = in + order[i] / CODES * rows;
-        const int shift = 4 * (order[i] % CODES), place = 4 * (int)i;
-        for (int64_t r = 0; r < height; r++)
-            made[r] |= (line[r] >> shift & 0xF) << place;
+        const int64_t code = word * CODES + i, bit = (order == NULL ? code : order[code]) * bits;
+        const uint32_t *line = in + bit / 32 * rows;
+        const int shift = bit % 32, place = 4 * (int)i;
+        if (shift + bits <= 32) {
+            for (int64_t r = 0; r < height; r++)
+                made[r] |= ((line[r] >> shift & mask) + up) << place;
+        } else {
+            const uint32_t *next = line + rows;
+            for (int64_t r = 0; r < height; r++)
+                made[r] |= (((line[r] >> shift | next[r] << (32 - shift)) & mask) + up) << place;
+        }
     }
 }
 
-/* Of words [words][rows], each with columns of one row: GPTQ's. `order`: where each column lies among
- * the stored ones, of 4 bits; none where they are in order. `flip` is xored to all words. */
+/* Of words [][rows], with columns of one row: GPTQ's. `order`: where each column lies among the stored
+ * ones, of at most 4 bits; none where they are in order. `words`: of a row that is made. `flip` is
+ * xored to all of those. `bits`: of a stored code. */
 FOR_EACH_CPU void down(const uint32_t *in, const int32_t *order, uint32_t *out, int64_t rows, int64_t words,
-          uint32_t flip) {
+          uint32_t flip, int bits) {
     uint32_t tile[ROWS][LINE];
     for (int64_t row = 0; row < rows; row += ROWS) {
         const int64_t height = rows - row < ROWS ? rows - row : ROWS;
@@ -57,8 +72,8 @@ FOR_EACH_CPU void down(const uint32_t *in, const int32_t *order, uint32_t *out, 
             for (int64_t w = 0; w < width; w++) {
                 uint32_t made[ROWS];
                 const uint32_t *words_of = in + (word + w) * rows + row;
-                if (order != NULL) {
-                    gather(in + row, order + (word + w) * CODES, made, height, rows);
+                if (order != NULL || bits < 4) {
+                    gather(in + row, order, word + w, made, height, rows, bits);
                     words_of = made;
                 }
                 for (int64_t r = 0; r < height; r++)
@@ -108,9 +123,32 @@ FOR_EACH_CPU void across(const uint32_t *in, const int32_t *places, uint32_t *ou
     }
 }
 
-/* Of words [rows][words], each with columns of one row: compressed-tensors' and MLX's. See `down`. */
+/* A word of eight codes of `bits`, 1 to 3, that lie one behind the other from a byte on. */
+static inline uint32_t spread(const uint8_t *from, int bits) {
+    uint32_t made = 0;
+    memcpy(&made, from, bits);
+    for (int half = 4; half > 0; half /= 2) { /* 4 codes move as one, then 2, then each */
+        const uint32_t all = 0xFFFFFFFFu / ((1ull << 8 * half) - 1), some = (1u << half * bits) - 1;
+        made = (made & all * some) | (made & all * (some << half * bits)) << half * (4 - bits);
+    }
+    return made + 0x11111111u * moved_up(bits);
+}
+
+/* Of words [rows][], with columns of one row: compressed-tensors' and MLX's. See `down`; of fewer than
+ * 4 bits, they have to be in order. */
 FOR_EACH_CPU void along(const uint32_t *in, const int32_t *order, uint32_t *out, int64_t rows, int64_t words,
-           uint32_t flip) {
+           uint32_t flip, int bits) {
+    if (bits < 4) {
+        const uint8_t *from = (const uint8_t *)in;
+        if (bits == 2) { /* sizes that the compiler knows */
+            for (int64_t word = 0; word < rows * words; word++)
+                out[word] = spread(from + word * 2, 2);
+        } else {
+            for (int64_t word = 0; word < rows * words; word++)
+                out[word] = spread(from + word * 3, 3);
+        }
+        return;
+    }
     for (int64_t row = 0; row < rows; row++, in += words, out += words) {
         for (int64_t word = 0; word < words; word++) {
             uint32_t made = 0;

@@ -47,7 +47,7 @@ def repack(codes: Codes, bits: int, order: str, out: torch.Tensor) -> None:
         _by_blocks(codes, bits, order, out)
         return
     assert codes.stored is not None  # noqa: S101 - see above
-    lay, words, places = codes.stored
+    lay, words, stored_bits, places = codes.stored
     words = words.contiguous()
     rows, count = out.shape[0], out.shape[1] * out.element_size() // 4
     moved = None if codes.columns is None else codes.columns.contiguous()
@@ -57,7 +57,7 @@ def repack(codes: Codes, bits: int, order: str, out: torch.Tensor) -> None:
         library.across(words.data_ptr(), numbers, out.data_ptr(), rows, count)
         return
     fill = library.down if lay == Lay.DOWN else library.along
-    fill(words.data_ptr(), columns, out.data_ptr(), rows, count, _FLIP[bits])
+    fill(words.data_ptr(), columns, out.data_ptr(), rows, count, _FLIP[bits], stored_bits)
 
 
 def fill_floats(codes: Codes, out: torch.Tensor) -> None:
@@ -99,7 +99,7 @@ def compiled() -> ctypes.CDLL | None:
     if library is not None:
         addresses, sizes = [ctypes.c_void_p] * 3, [ctypes.c_int64] * 2
         for one in (library.down, library.along):
-            one.argtypes = [*addresses, *sizes, ctypes.c_uint32]
+            one.argtypes = [*addresses, *sizes, ctypes.c_uint32, ctypes.c_int]
         library.across.argtypes = [*addresses, *sizes]
         library.down.restype = library.along.restype = library.across.restype = None
     return library

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 import torch
+
+_PLANES: Final = {3: (2, 1), 5: (4, 1), 6: (4, 2), 7: (4, 2, 1)}
+"""Of how many bits of each code a plane is, the lowest first, by the bits of a code."""
 
 
 def codes_of(words: torch.Tensor, bits: int) -> torch.Tensor:
@@ -27,16 +32,16 @@ def codes_of(words: torch.Tensor, bits: int) -> torch.Tensor:
     return codes.flatten(-2)
 
 
-def codes_down(words: torch.Tensor, bits: int) -> torch.Tensor:
-    """Codes that lie in words along the first dimension: [n * 32 / bits, rows] of [n, rows]."""
-    stored = words.contiguous().view(torch.uint8).view(*words.shape, 4)
-    each = 8 // bits
-    codes = torch.empty((words.shape[0], 4 * each, words.shape[1]), dtype=torch.uint8)
-    for byte in range(4):
-        here = stored[..., byte]
-        if each == 1:
-            codes[:, byte] = here
-        else:
-            torch.bitwise_and(here, 0xF, out=codes[:, 2 * byte])
-            torch.bitwise_right_shift(here, 4, out=codes[:, 2 * byte + 1])
-    return codes.flatten(0, 1)
+def codes_of_planes(words: torch.Tensor, bits: int) -> torch.Tensor:
+    """Codes of which no word has a part: first the low bits of 32, then what is above.
+
+    uint8 of [..., n * 32 / bits] of int32 [..., n].
+    """
+    if bits not in _PLANES:
+        return codes_of(words, bits)
+    blocks, place = words.unflatten(-1, (-1, bits)), 0
+    made = torch.zeros((*blocks.shape[:-1], 32), dtype=torch.uint8)
+    for width in _PLANES[bits]:
+        made |= codes_of(blocks[..., place : place + width], width) << place
+        place += width
+    return made.flatten(-2)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pipeload.errors import CheckpointError, UnsupportedModelError
-from pipeload.formats.codes.coded_weight import Grid, columns_by_group, moved_up
+from pipeload.formats.codes.coded_weight import Grid, columns_by_group, held_in, moved_up
 from pipeload.formats.codes.registry import CODES, codes_format
 from pipeload.formats.form_names import DECODED
 from tests.support.packers import (
@@ -19,6 +19,7 @@ from tests.support.packers import (
     digest,
     entries_of,
     gptq,
+    gptq_p,
     gptq_v2,
     hqq,
     known_codes,
@@ -49,6 +50,16 @@ ORIGINAL = {
         "qzeros": "b99bcc898d6351a6",
         "scales": "7eace468cc589256",
     },
+}
+
+# By the same, zeros as they are: qweight and qzeros.
+FEW_AND_PLANES = {
+    ("gptq_v2", 2): ("fb5fce9f53b037c6", "ee58b9e8d83e1a2b"),
+    ("gptq_v2", 3): ("2e8e4de18908f010", "7f4d4841e77645cb"),
+    ("gptq_p", 3): ("0e526329897a00ac", "e7716b81c5a08b29"),
+    ("gptq_p", 5): ("f7230de1a60c5290", "7732f17040e86d61"),
+    ("gptq_p", 6): ("d3a83d71e06ba4ab", "0f2037938497d2f1"),
+    ("gptq_p", 7): ("39378047dadc8e91", "501b2204c6942082"),
 }
 
 
@@ -109,6 +120,17 @@ def test_the_packers_are_the_makers(name: str) -> None:
     pack = {"gptq": gptq, "gptq_v2": gptq_v2, "awq": awq}[name]
     tensors = pack("", known_codes(shuffled=name == "gptq_v2"))
     assert {key: digest(tensor) for key, tensor in tensors.items()} == ORIGINAL[name]
+
+
+@pytest.mark.parametrize(("name", "bits"), FEW_AND_PLANES)
+def test_the_packers_of_other_bits(name: str, bits: int) -> None:
+    """So do they of other bits; and those are what they stand for."""
+    packed, pack = known_codes(bits), {"gptq_v2": gptq_v2, "gptq_p": gptq_p}[name]
+    tensors = pack("w.", packed, bits)
+    found = tuple(digest(tensors[f"w.{key}"]) for key in ("qweight", "qzeros"))
+    assert found == FEW_AND_PLANES[name, bits]
+    codes = decoded({"quant_method": "gptq", "checkpoint_format": name, "bits": bits}, tensors)
+    assert torch.equal(codes.grid.numbers(codes.rows(8, 64), 8), packed.numbers[8:])
 
 
 @pytest.mark.parametrize("bits", HQQ)
@@ -197,17 +219,19 @@ def test_codes(name: str) -> None:
     """Every code, in any range of rows, and the numbers that they stand for."""
     way = WAYS[name]
     generator = torch.Generator().manual_seed(2)
-    packed = random_codes((48, 256), way, generator, torch.float16)
+    packed = random_codes((64, 256), way, generator, torch.float16)
     tensors = way.pack("model.one.", packed)
     (weight,) = find(way.settings, tensors)
-    assert (weight.name, weight.shape, weight.bits) == ("model.one.weight", (48, 256), way.bits)
+    bits = held_in(way.bits)
+    assert (weight.name, weight.shape, weight.bits) == ("model.one.weight", (64, 256), bits)
     assert weight.groups == len(packed.scale)
     assert weight.nbytes == sum(tensor.nbytes for tensor in tensors.values())
     codes = decoded(way.settings, tensors)
     order = torch.arange(256) if codes.columns is None else codes.columns.long()
     assert (codes.columns is not None) == way.shuffled
-    for start, stop in ((0, 48), (0, 8), (8, 40), (40, 48)):
-        assert torch.equal(codes.rows(start, stop), packed.codes[start:stop][:, order])
+    for start, stop in ((0, 64), (0, 8), (8, 40), (56, 64)):
+        wanted = packed.codes[start:stop][:, order] + moved_up(way.bits)
+        assert torch.equal(codes.rows(start, stop), wanted)
     numbers = codes.grid.numbers(codes.rows(16, 32), 16)
     # An offset was rounded where a zero was not.
     tolerance = 1e-3 if name == "mlx" else 0
@@ -218,6 +242,10 @@ def test_a_zero_that_borrowed() -> None:
     """Version 1 took one from whole words, so a zero of 0 has changed the next."""
     packed = known_codes()._replace(zero=torch.tensor([[0, 5] * 32, [15, 0] * 32]).int())
     codes = decoded(WAYS["gptq"].settings | {"sym": False}, gptq("w.", packed))
+    assert torch.equal(codes.grid.numbers(codes.rows(0, 64), 0), packed.numbers)
+    # Of 3 bits each lost one by itself.
+    packed = packed._replace(zero=packed.zero % 8, codes=packed.codes % 8)
+    codes = decoded(WAYS["gptq, 3 bits"].settings, gptq("w.", packed, 3))
     assert torch.equal(codes.grid.numbers(codes.rows(0, 64), 0), packed.numbers)
 
 
@@ -252,7 +280,9 @@ def test_ragged_groups(group_of: list[int], groups: int) -> None:
 @pytest.mark.parametrize(
     ("name", "change", "words"),
     [
-        ("gptq", {"bits": 3}, "its codes have 3 bits"),
+        ("gptq", {"bits": 5}, "its codes have 5 bits, and 2, 3, 4, 8 are known"),
+        ("gptq_p, 6 bits", {"bits": 1}, "its codes have 1 bits, and 2, 3, 4, 5, 6, 7, 8 are"),
+        ("auto-round as awq", {"bits": 3}, "its codes have 3 bits, and 4 are known"),
         ("gptq", {"checkpoint_format": "marlin"}, "checkpoint_format 'marlin'"),
         ("gptq", {"pack_dtype": "int16"}, "words of 'int16'"),
         ("awq", {"version": "gemv"}, "version 'gemv'"),
@@ -314,6 +344,14 @@ def test_codes_that_were_cut() -> None:
         find({"bits": 3, "group_size": 64}, tensors)
 
 
+def test_words_of_gptq_that_were_cut() -> None:
+    """Of 3 bits, 32 codes fill three words, along columns and rows."""
+    tensors = WAYS["gptq, 3 bits"].pack("w.", known_codes())
+    tensors["w.qweight"] = tensors["w.qweight"][:5]
+    with pytest.raises(CheckpointError, match=r"5 words of 64 rows of 'w\.qweight' are no whole"):
+        find(WAYS["gptq, 3 bits"].settings, tensors)
+
+
 def test_a_version_that_cannot_be() -> None:
     """Said to be symmetric, and decoded by the other version's rule: its zeros show it."""
     packed = known_codes()._replace(zero=torch.full((2, 64), 8, dtype=torch.int32))
@@ -327,7 +365,7 @@ def test_a_version_that_cannot_be() -> None:
 def test_tensors_that_do_not_fit(name: str) -> None:
     """One that is missing, of another length or dtype is named, with what was wanted."""
     way = WAYS[name]
-    tensors = way.pack("w.", random_codes((48, 256), way, torch.Generator(), torch.float16))
+    tensors = way.pack("w.", random_codes((64, 256), way, torch.Generator(), torch.float16))
     known_by = ("qweight", "weight_packed", "scales", "w.weight_scale", "W_q", "_weight_qdata")
     for key in tensors:
         other = {**tensors, key: torch.zeros(3, 3, 3, dtype=torch.float64)}

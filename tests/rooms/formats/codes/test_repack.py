@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
 from pipeload.formats.codes import repack
-from pipeload.formats.codes.coded_weight import Codes, Lay, Words, ZeroCodes
+from pipeload.formats.codes.coded_weight import Codes, Lay, Words, ZeroCodes, moved_up
+from pipeload.formats.codes.mlx import Mlx
 from pipeload.formats.codes.registry import codes_format
 from pipeload.formats.integers.order import BY_ROWS, ORDERS, pack
-from tests.support.packers import WAYS, entries_of, random_codes
+from tests.support.packers import WAYS, Way, entries_of, mlx, random_codes
 
-SHAPES = ((16, 128), (48, 320), (144, 1152), (1040, 256))
+SHAPES = ((32, 128), (96, 384), (160, 1152), (1056, 256))
 """Less than a tile, whole ones, and what is left, both ways."""
 
 
 def codes_of(name: str, shape: tuple[int, int]) -> tuple[Codes, torch.Tensor, int]:
-    """Codes of a random weight, what they are, and their bits."""
+    """Codes of a random weight, what they are for our kernels, and in how many bits."""
     way = WAYS[name]
     packed = random_codes(shape, way, torch.Generator().manual_seed(3), torch.float16)
     tensors = way.pack("x.", packed)
@@ -25,8 +28,9 @@ def codes_of(name: str, shape: tuple[int, int]) -> tuple[Codes, torch.Tensor, in
     assert form is not None
     (weight,) = form.find(settings, entries_of(tensors))
     codes = weight.decode({key: tensors[entry.name] for key, entry in weight.parts.items()})
+    wanted = packed.codes + moved_up(way.bits)
     columns = None if codes.columns is None else codes.columns.long()
-    return codes, packed.codes if columns is None else packed.codes[:, columns], weight.bits
+    return codes, wanted if columns is None else wanted[:, columns], weight.bits
 
 
 def empty(shape: tuple[int, int], bits: int) -> torch.Tensor:
@@ -49,6 +53,20 @@ def test_every_code_is_in_its_place(
         made = empty(shape, bits)
         repack.repack(codes, bits, BY_ROWS, made)
         assert torch.equal(made, packed)
+
+
+@pytest.mark.parametrize("bits", [2, 3])
+def test_few_bits_along_rows(bits: int) -> None:
+    """As MLX stores them, which alone has fewer than 4 bits so."""
+    way = Way({"bits": bits, "group_size": 64}, partial(mlx, bits=bits), bits=bits)
+    packed = random_codes((96, 384), way, torch.Generator().manual_seed(3), torch.float16)
+    tensors = way.pack("x.", packed)
+    (weight,) = Mlx("mlx").find(way.settings, entries_of(tensors))
+    codes = weight.decode({key: tensors[entry.name] for key, entry in weight.parts.items()})
+    assert codes.stored is not None
+    made = empty((96, 384), 4)
+    repack.repack(codes, 4, BY_ROWS, made)
+    assert torch.equal(made, pack(packed.codes + moved_up(bits), BY_ROWS))
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -81,9 +99,11 @@ def test_words_need_not_be_contiguous() -> None:
     """A part of a larger tensor is copied first."""
     words = torch.randint(-(2**31), 2**31, (16, 64), dtype=torch.int32)[:, ::2]
     one = torch.ones((1, 32))
-    codes = Codes(lambda _first, _last: words, ZeroCodes(one, one, 8), None, Words(Lay.DOWN, words))
+    codes = Codes(
+        lambda _first, _last: words, ZeroCodes(one, one, 8), None, Words(Lay.DOWN, words, 4)
+    )
     made, again = empty((32, 128), 4), empty((32, 128), 4)
     repack.repack(codes, 4, BY_ROWS, made)
-    contiguous = codes._replace(stored=Words(Lay.DOWN, words.contiguous()))
+    contiguous = codes._replace(stored=Words(Lay.DOWN, words.contiguous(), 4))
     repack.repack(contiguous, 4, BY_ROWS, again)
     assert torch.equal(made, again)
