@@ -44,6 +44,8 @@ if TYPE_CHECKING:
 EXACT, REFUSED, FAILED, WRONG, PLAIN = "exact", "refused", "failed", "WRONG", "plain cannot"
 COVERAGE = Path(__file__).parent / "model_types" / "coverage.tsv"
 SECONDS = 90
+_TOKENS = 64
+"""What passes keep memory free for: trials of thousands take longer than all else."""
 _LIMIT = 12_000_000_000
 """Of a process that is said to hold 8 GB: all fits, and blocks of others are NaN."""
 
@@ -74,6 +76,7 @@ def check(model_type: str, say: Callable[[str], None]) -> tuple[str, str]:
                         memory_limit=_LIMIT,
                         auto_class=cls,
                         dtype=torch.float32,
+                        tokens=_TOKENS,
                         ranks="auto",
                     )
             except (pipeload.UnsupportedModelError, pipeload.GroupError) as error:
