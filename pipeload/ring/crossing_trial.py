@@ -146,7 +146,7 @@ def _run(model: Any, call: Mapping[str, Any]) -> None:
 def _one_more(call: Mapping[str, Any], encoded: Any) -> list[dict[str, Any]]:
     """Arguments for what comes behind `call`: one word; all that it was, of one word; all words."""
     one = torch.ones((1, 1), dtype=torch.long)
-    first = {_WORDS: one}
+    first: dict[str, Any] = {_WORDS: one}
     if encoded is not None:
         first = {"encoder_outputs": _Encoded((encoded,)), _TARGET: one}
     words = next(iter(call.values())).shape[1:2]

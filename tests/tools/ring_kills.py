@@ -101,7 +101,11 @@ def _survive(
     except pipeload.GroupError as error:
         told, when = [error.rank, error.host, str(error)], time.time()
     model.pipeload.remove()
-    place = {"RANK": left.index(rank), "WORLD_SIZE": len(left), "MASTER_PORT": second}
+    place: dict[str, object] = {
+        "RANK": left.index(rank),
+        "WORLD_SIZE": len(left),
+        "MASTER_PORT": second,
+    }
     if "GLOO_SOCKET_IFNAME" in os.environ:
         place["MASTER_ADDR"] = _address(left[0])
     os.environ |= {name: str(value) for name, value in place.items()}
