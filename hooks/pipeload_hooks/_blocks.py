@@ -39,10 +39,11 @@ def find_decoder_blocks(model: nn.Module) -> list[Block]:
     get = getattr(model, "get_decoder", None)
     decoder = get() if get is not None else None
     inside = {id(module) for module in (decoder or model).modules()}
+    blocks = find_blocks(model)
     lists: dict[str, list[Block]] = {}
-    for block in find_blocks(model):
-        if id(block.module) in inside:
-            lists.setdefault(block.name.rpartition(".")[0], []).append(block)
+    # Some call their head a decoder.
+    for block in [block for block in blocks if id(block.module) in inside] or blocks:
+        lists.setdefault(block.name.rpartition(".")[0], []).append(block)
     return max(lists.values(), key=_count_weights, default=[])
 
 

@@ -123,6 +123,12 @@ def _first(args: Sequence[Any]) -> Any:
     return args[0] if args else None
 
 
+def _is_place(index: Any) -> bool:
+    """Whether it is a known number, in a tensor."""
+    known = isinstance(index, Tensor) and not index.is_meta
+    return known and not index.dim() and index.dtype is torch.long
+
+
 _FROM_NUMBERS = (torch.tensor, torch.as_tensor)
 _RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 
@@ -149,6 +155,9 @@ class _Calls(TorchFunctionMode):
             return attend(self._ledger, *args, **kwargs)
         if func in _FROM_NUMBERS and "device" in kwargs and not isinstance(_first(args), Tensor):
             kwargs = {**kwargs, "device": "cpu"}  # the numbers are not looked at for another
+        if func is Tensor.__getitem__ and _is_place(args[1]):
+            # It may be of an expert that nothing goes to: all that may be chosen is said to be.
+            args = args[0], min(int(args[1]), len(args[0]) - 1)
         if getattr(func, "__name__", "") in _RECURRENT:  # which want their first state beside it
             with _disable_current_modes():
                 args, kwargs = tree_map(without_values, (args, kwargs))

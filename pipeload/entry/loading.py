@@ -27,7 +27,7 @@ from pipeload.entry.device_refusals import refuse_dtypes, refuse_quantised
 from pipeload.entry.exact_inputs import keep_inputs_exact
 from pipeload.entry.notebook_bar import show_first_pass
 from pipeload.entry.prepare_process import prepare_process
-from pipeload.entry.ranks import join, share
+from pipeload.entry.ranks import join, layers_elsewhere, share
 from pipeload.entry.sources import check_source
 from pipeload.errors import MemoryLimitError
 from pipeload.hf import takeover
@@ -178,7 +178,8 @@ def _assemble(
 ) -> tuple[Assembly, Any]:
     """`member`: this rank's share of the model, if others run the rest."""
     device = request.options.device
-    needs = needs_of(pending, device, () if member is None else member.layers_away)
+    layers = () if member is None else layers_elsewhere(member, pending.model)
+    needs = needs_of(pending, device, layers)
     away = () if member is None else member.away
     plan = partial(plan_pending, pending, needs, touched, request, away=away)
     build = plan_to_load(plan, device)

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 from pipeload.errors import OptionError, UnsupportedOperationError
 from pipeload.formats.compiler import compiler
 from pipeload.hf.marks import attention_of
-from pipeload.ring.dealt_parts import parts_to_deal
+from pipeload.ring.dealt_parts import layers_of_all, parts_to_deal
 from pipeload.ring.joining import AUTO, MIXED, Membership, Powers, wanted_size
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
 
     from torch import nn
 
@@ -84,6 +84,11 @@ def join(
         member.close()
         raise
     return member
+
+
+def layers_elsewhere(member: Membership, model: nn.Module) -> Collection[int]:
+    """The layers of a cache of which this rank holds nothing."""
+    return set(member.layers_away) - layers_of_all(model)
 
 
 def share(member: Membership, assembly: Assembly, model: nn.Module) -> None:

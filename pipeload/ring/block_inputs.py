@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import zlib
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pipeload.budget.kv_cache import self_and_cross
+from pipeload.budget.kv_cache import is_cache, self_and_cross
+from pipeload.budget.pass_shape import cache_of
 from pipeload.errors import UnsupportedOperationError
 from pipeload.ring.trees import as_bytes
 
@@ -61,23 +61,50 @@ def check_recorded(model: Any, given: Mapping[str, Any]) -> None:
             )
 
 
-def pass_through(cache: Any, given: Mapping[str, Any], layers: Sequence[int]) -> None:
-    """Let a cache know that positions went through layers which it holds nothing of.
+def cache_among(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The cache that a block is given, under whatever name; None without one."""
+    cache = cache_of(args, kwargs)
+    return next(filter(is_cache, kwargs.values()), None) if cache is None else cache
+
+
+def positions_in(cache: Any) -> list[int]:
+    """How many positions each layer of a cache has seen; 0 where it does not count them."""
+    return [
+        int(layer.get_seq_length()) if hasattr(layer, "get_seq_length") else 0
+        for layer in _layers_of(cache)
+    ]
+
+
+def growth(cache: Any, before: Sequence[int], given: Mapping[str, Any]) -> list[list[int]]:
+    """Which layers have seen more positions than `before`: their number, sequences and how many.
+
+    A block need not write to the layer of its own number, nor all that it was given, nor at all.
+    """
+    hidden = first_tensor(given)
+    layers, found = _layers_of(cache), []
+    for number, seen in enumerate(positions_in(cache)):
+        more = seen - (before[number] if number < len(before) else 0)
+        if more > 0:
+            keys = layers[number].keys  # empty where they are kept as integers
+            held = hidden if keys.dim() < 3 and hidden is not None else keys
+            found.append([number, held.shape[0], more])
+    return found
+
+
+def let_grow(cache: Any, grown: Iterable[Sequence[int]], given: Mapping[str, Any]) -> None:
+    """Let a cache know of positions in layers which it holds nothing of: what `growth` told.
 
     One number stands for the keys and values of a position. By the cache's own methods, so windows,
-    masks and positions are what they would be; layers of linear attention count no positions.
+    masks and positions are what they would be.
     """
-    if cache is None or isinstance(cache, (tuple, list)):
-        return
     own, _ = self_and_cross(cache)
     hidden = first_tensor(given)
-    held: Any = getattr(own, "layers", None)
-    if held is None or hidden is None or hidden.dim() < 3:
-        return
-    for layer in layers:
-        if layer < len(held) and not hasattr(held[layer], "keys"):
-            continue
-        batch, tokens, _ = hidden.shape[-3:]  # in front of these, several streams of them
-        one = hidden.new_zeros((batch, 1, tokens, 1))
-        with suppress(NotImplementedError):  # one that keeps nothing says so
-            own.update(one, one, layer)
+    for layer, batch, positions in grown:
+        one = torch.zeros((batch, 1, positions, 1), dtype=getattr(hidden, "dtype", None))
+        own.update(one, one, layer)
+
+
+def _layers_of(cache: Any) -> Sequence[Any]:
+    own, _ = self_and_cross(cache)
+    found: Sequence[Any] = getattr(own, "layers", ())
+    return found

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pipeload.budget.output_head import output_head
+from pipeload.budget.usage_trial import CACHES
 from pipeload.errors import UnsupportedModelError
 from pipeload.ring.crossing_trial import try_crossing
 from pipeload_hooks import find_decoder_blocks
@@ -53,6 +55,22 @@ def parts_to_deal(
         nbytes = head[1].weight.numel() * head[1].weight.element_size()
         found.append(DealtPart(head[0], nbytes, ()))
     return found
+
+
+def layers_of_all(model: nn.Module) -> set[int]:
+    """Layers of the cache that every rank has, whoever has the blocks of these numbers.
+
+    What runs on every rank may write to it, too, as an encoder does whose keys the decoder reads.
+    One with a cache of its own does not.
+    """
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        return set()
+    dealt = {part for _, block in find_decoder_blocks(model) for part in block.modules()}
+    return _numbers([part for part in model.modules() if part not in dealt and _caches(part)])
+
+
+def _caches(module: nn.Module) -> bool:
+    return any(name in CACHES for name in inspect.signature(module.forward).parameters)
 
 
 def _layers(blocks: Sequence[tuple[str, nn.Module]]) -> list[tuple[int, ...]]:

@@ -17,9 +17,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pipeload.budget.kv_cache import seen_positions, self_and_cross
-from pipeload.budget.pass_shape import cache_of
 from pipeload.errors import GroupError
-from pipeload.ring.block_inputs import check_recorded, checksum, first_tensor, pass_through
+from pipeload.ring.block_inputs import (
+    cache_among,
+    check_recorded,
+    checksum,
+    first_tensor,
+    growth,
+    let_grow,
+    positions_in,
+)
 from pipeload.ring.outputs import Failure, Outputs
 from pipeload.ring.trees import by_name, take_apart
 from pipeload_hooks import answer, guard
@@ -52,12 +59,12 @@ class Relay:
         """Whether it has met those of the other ranks."""
         self._told = False
         """Whether all ranks know of its failure, so that they are in step again."""
-        self._passed: set[str] = set()
-        """Parts of others that the call has come to."""
         self._given = 0
         """A checksum of what the model was called with."""
         self._computing = ""
         """The part that this rank computes now."""
+        self._seen: Sequence[int] = ()
+        """By each layer of the cache, before that part."""
         self._outputs = Outputs(group)
 
     def attach(self, model: nn.Module, parts: Sequence[Part]) -> Iterator[Callable[[], object]]:
@@ -85,6 +92,7 @@ class Relay:
                 self._meet(args, kwargs)
             self._group.check()
             self._computing = part.name
+            self._seen = positions_in(cache_among(args, kwargs))
 
         def leave(
             _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
@@ -96,7 +104,8 @@ class Relay:
                     self._send_failure(part, given)
                 return
             try:
-                taken = take_apart(output, given)
+                grown = growth(cache_among(args, kwargs), self._seen, given)
+                taken = take_apart((output, grown), given)
             except Exception:
                 self._send_failure(part, given)
                 raise
@@ -125,13 +134,11 @@ class Relay:
             if first:
                 self._meet(args, kwargs)
             given = by_name(args, kwargs)
-            if part.name not in self._passed:  # one that runs again writes to other layers
-                pass_through(cache_of(args, kwargs), given, part.layers)
-                if self._inside:
-                    self._passed.add(part.name)
             found = self._outputs.receive(part, given)
             if not isinstance(found, Failure):
-                return found
+                output, grown = found
+                let_grow(cache_among(args, kwargs), grown, given)
+                return output
             self._told = True
             group = self._group
             raise GroupError(
@@ -155,7 +162,7 @@ class Relay:
         if self._computing:  # nobody has said how that ended: an interrupt struck within
             group.break_off(f"it was interrupted in {self._computing!r}")
         self._met = self._told = True  # what is raised here, is raised on all ranks
-        cache = cache_of(args, kwargs)
+        cache = cache_among(args, kwargs)
         seen = 0 if cache is None else seen_positions(self_and_cross(cache)[0])
         given = checksum([first_tensor(by_name(args, kwargs))], self._given, whole=self._compare)
         found = self._exchange([given, seen, 0])
@@ -214,7 +221,6 @@ class Relay:
         """A call of the model is over; it failed where there is no output."""
         met, known = self._met, self._told
         self._inside = self._met = self._told = False
-        self._passed.clear()
         self._given = 0
         if output is not None or known or self._group.broken is not None:
             return

@@ -16,17 +16,20 @@ import torch
 from pipeload.budget.kv_cache import private_parts
 from pipeload.budget.pass_needs import PassNeeds
 from pipeload.budget.usage_trial import probe_usage
+from pipeload.ring.crossing_trial import try_crossing
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable
+    from collections.abc import Hashable, Sequence
 
     from torch import nn
 
     from pipeload.budget.pass_trial import PassTrace
+    from pipeload.ring.crossing_trial import Told
     from pipeload_hooks import Usage
 
-_MODULES = ("pipeload.entry.loading", "pipeload.entry.wrap")
+_MODULES = ("pipeload.entry.loading", "pipeload.entry.wrap", "pipeload.ring.dealt_parts")
 _usages: dict[Hashable, Usage | None] = {}
+_crossings: dict[Hashable, Told | None] = {}
 _compared: dict[Hashable, tuple[bool, float]] = {}
 
 
@@ -60,6 +63,16 @@ def known_usage(model: nn.Module) -> Usage | None:
     return _usages[key]
 
 
+def known_crossing(model: nn.Module, names: Sequence[str]) -> Told | None:
+    """A stand-in for `try_crossing`."""
+    key = fingerprint(model), tuple(names)
+    if key[0] is None:
+        return try_crossing(model, names)
+    if key not in _crossings:
+        _crossings[key] = try_crossing(model, names)
+    return _crossings[key]
+
+
 class KnownNeeds(PassNeeds):
     """Needs whose comparison with trials is made once for each model."""
 
@@ -77,7 +90,11 @@ class KnownNeeds(PassNeeds):
 
 def remember() -> None:
     """From now on, in this process, where models are loaded."""
-    stand_ins = {"probe_usage": known_usage, "PassNeeds": KnownNeeds}
+    stand_ins = {
+        "probe_usage": known_usage,
+        "PassNeeds": KnownNeeds,
+        "try_crossing": known_crossing,
+    }
     for module in map(importlib.import_module, _MODULES):
         for name in stand_ins.keys() & vars(module).keys():
             setattr(module, name, stand_ins[name])

@@ -4,138 +4,145 @@
     python -m tests.tools.ring_kills --kills 100
     python -m tests.tools.ring_kills --kills 10 --ways cut
 
-Three ranks answer with a tiny random model until one is killed (SIGKILL), stopped (SIGSTOP) or its
-network is taken down (`cut`, which needs root: each rank then has a network of its own). Each of
-the others must raise one GroupError with its rank, within two seconds or within the patience and
-two, and answer again as a group of two; after a kill, no thread may be left by then. What waits for
-a rank that hangs, ends with its connection. Ends with 1 if not.
+Three ranks, forked from this process, answer with a tiny random model until one is killed
+(SIGKILL), stopped (SIGSTOP) or its network is taken down (`cut`, which needs root: each rank then
+has a network of its own). Each of the others must raise one GroupError with its rank, within two
+seconds or within the patience and two, and answer again as a group of two; after a kill, no thread
+may be left by then. What waits for a rank that hangs, ends with its connection. Ends with 1 if not.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import json
+import ctypes
 import os
 import random
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+if __name__ == "__main__":
+    os.environ |= {"OMP_WAIT_POLICY": "passive", "HF_HUB_OFFLINE": "1"}
+    os.environ |= {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "TORCH_CPP_LOG_LEVEL": "FATAL"}
+
+import torch
+
+import pipeload
+from tests.support import known_models
+from tests.support.measuring import steady
 from tests.support.models import save_random
-from tests.support.ranks import free_port
+from tests.support.ranks import Ranks, free_port
 from tests.tools.ring_speed import networks
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-ROOT = Path(__file__).resolve().parents[2]
 PATIENCE = 3.0
 WAYS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "cut": None}
-
-_RANK = """
-import json, os, sys, threading, time
-import torch
-torch.set_num_threads(1)
-import pipeload
-folder, gone, port, address = sys.argv[1], int(sys.argv[2]), sys.argv[3], sys.argv[4]
-rank = int(os.environ["RANK"])
-ids = torch.arange(3, 20)[None]
-def answer(model, tokens):
-    return model.generate(
-        ids, max_new_tokens=tokens, do_sample=False, eos_token_id=None, pad_token_id=0
-    )[0].tolist()
-model = pipeload.from_pretrained(folder, memory_limit="2GB", dtype="auto", ranks="auto")
-wanted = answer(model, 6)
-print("ready", flush=True)
-try:
-    while True:
-        answer(model, 40)
-except pipeload.GroupError as error:
-    told, when = [error.rank, error.host, str(error)], time.time()
-model.pipeload.remove()
-left = [n for n in range(3) if n != gone]
-os.environ.update(RANK=str(left.index(rank)), WORLD_SIZE="2", MASTER_PORT=port, MASTER_ADDR=address)
-model = pipeload.from_pretrained(folder, memory_limit="2GB", dtype="auto", ranks=2)
-again = answer(model, 6) == wanted
-model.pipeload.remove()
-names = sorted(t.name for t in threading.enumerate() if t.name.startswith("pipeload"))
-print(json.dumps({"told": told, "when": when, "again": again, "threads": names}), flush=True)
-os._exit(0)
-"""
+SECONDS = 120.0
+_FLOOR_BYTES = 1_000_000_000
+"""What a process is said to hold: measuring it takes as long as loading."""
+_NEW_NETWORK = 0x40000000
+"""The number that `setns` has for networks."""
 
 
 def attempt(folder: Path, way: str, gone: int, wait: float) -> list[str]:
     """What was wrong with one; nothing if all was as it should be."""
-    port, other = str(free_port()), str(free_port())
-    apart = way == "cut"
     left = [rank for rank in range(3) if rank != gone]
     with contextlib.ExitStack() as stack:
-        before = stack.enter_context(networks(3)) if apart else [[]] * 3
-        first = f"10.77.0.{left[0] + 1}" if apart else "127.0.0.1"
-        children = [
-            _start(folder, rank, [*before[rank]], (str(gone), other, first), port, apart=apart)
-            for rank in range(3)
-        ]
-        stack.callback(_end, children)
-        for child in children:
-            assert child.stdout is not None
-            assert child.stdout.readline().strip() == "ready"
+        there = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        apart = stack.enter_context(networks(3)) if way == "cut" else []
+        names = [before[-1] for before in apart]
+        second = free_port()
+
+        def act(rank: int) -> dict[str, Any]:
+            if names:
+                _enter(names[rank])
+            return _survive(folder, rank, left, second, there)
+
+        ranks = Ranks(3, act, seconds=SECONDS)
+        stack.callback(_end, ranks.pids)
+        deadline = time.monotonic() + SECONDS
+        while len(list(there.iterdir())) < len(ranks.pids):
+            if time.monotonic() > deadline:
+                return ["they never answered"]
+            time.sleep(0.01)
         time.sleep(wait)
         began = time.time()
         if (number := WAYS[way]) is not None:
-            children[gone].send_signal(number)
+            os.kill(ranks.pids[gone], number)
         else:
-            subprocess.run([*before[gone], "ip", "link", "set", "e0", "down"], check=True)
+            subprocess.run([*apart[gone], "ip", "link", "set", "e0", "down"], check=True)
         most = 2.0 if way == "kill" else PATIENCE + 2.0
         return [
             f"rank {rank}: {wrong}"
             for rank in left
-            for wrong in _wrong(children[rank], gone, began, most, threads=way == "kill")
+            for wrong in _wrong(ranks.result(rank), gone, began, most, threads=way == "kill")
         ]
 
 
-def _start(
-    folder: Path, rank: int, before: Sequence[str], words: Sequence[str], port: str, *, apart: bool
-) -> subprocess.Popen[str]:
-    environment = os.environ | {
-        "RANK": str(rank),
-        "WORLD_SIZE": "3",
-        "MASTER_ADDR": "10.77.0.1" if apart else "127.0.0.1",
-        "MASTER_PORT": port,
-        "PIPELOAD_RANK_PATIENCE": str(PATIENCE),
-        "OMP_WAIT_POLICY": "passive",
-        "HF_HUB_OFFLINE": "1",
-        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-        "TORCH_CPP_LOG_LEVEL": "FATAL",
-        "PYTHONPATH": f"{ROOT}:{ROOT / 'hooks'}",
-        **({"GLOO_SOCKET_IFNAME": "e0"} if apart else {}),
-    }
-    command = [*before, sys.executable, "-W", "ignore", "-c", _RANK, str(folder), *words]
-    return subprocess.Popen(
-        command,
-        env=environment,
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    )
-
-
-def _wrong(
-    child: subprocess.Popen[str], gone: int, began: float, most: float, *, threads: bool
-) -> list[str]:
+def _survive(
+    folder: Path, rank: int, left: Sequence[int], second: int, there: Path
+) -> dict[str, Any]:
+    """Answer until a rank is lost; then as a group of those that are `left`, at another port."""
+    os.environ["PIPELOAD_RANK_PATIENCE"] = str(PATIENCE)
+    model = _load(folder, "auto")
+    wanted = _answer(model, 6)
+    (there / str(rank)).touch()
     try:
-        output, _ = child.communicate(timeout=120)
-    except subprocess.TimeoutExpired:
-        return ["it hangs"]
-    if child.returncode or not output:
-        return [f"it ended with {child.returncode}"]
-    told: dict[str, Any] = json.loads(output.splitlines()[-1])
+        while True:
+            _answer(model, 40)
+    except pipeload.GroupError as error:
+        told, when = [error.rank, error.host, str(error)], time.time()
+    model.pipeload.remove()
+    place: dict[str, object] = {
+        "RANK": left.index(rank),
+        "WORLD_SIZE": len(left),
+        "MASTER_PORT": second,
+    }
+    if "GLOO_SOCKET_IFNAME" in os.environ:
+        place["MASTER_ADDR"] = _address(left[0])
+    os.environ |= {name: str(value) for name, value in place.items()}
+    model = _load(folder, len(left))
+    again = _answer(model, 6) == wanted
+    model.pipeload.remove()
+    threads = sorted(t.name for t in threading.enumerate() if t.name.startswith("pipeload"))
+    return {"told": told, "when": when, "again": again, "threads": threads}
+
+
+def _load(folder: Path, ranks: int | str | None) -> Any:
+    return pipeload.from_pretrained(folder, memory_limit="2GB", dtype="auto", ranks=ranks)
+
+
+def _answer(model: Any, tokens: int) -> list[int]:
+    ids = torch.arange(3, 20)[None]
+    options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    found: list[int] = model.generate(ids, max_new_tokens=tokens, **options)[0].tolist()
+    return found
+
+
+def _enter(network: str) -> None:
+    """Have this process be in one of `networks`, whose first rank is the master."""
+    system = ctypes.CDLL(None, use_errno=True)
+    with Path(f"/run/netns/{network}").open("rb") as file:
+        if system.setns(file.fileno(), _NEW_NETWORK):
+            raise OSError(ctypes.get_errno(), f"cannot enter {network}")
+    os.environ |= {"MASTER_ADDR": _address(0), "GLOO_SOCKET_IFNAME": "e0"}
+
+
+def _address(rank: int) -> str:
+    return f"10.77.0.{rank + 1}"
+
+
+def _wrong(told: Any, gone: int, began: float, most: float, *, threads: bool) -> list[str]:
+    if not isinstance(told, dict):  # an error, or the number of a signal
+        return ["it hangs" if told == signal.SIGALRM else f"it ended with {told}"]
     found = []
     if told["told"][0] != gone or not told["told"][1]:
         found.append(f"it named {told['told']}")
@@ -148,29 +155,34 @@ def _wrong(
     return found
 
 
-def _end(children: Sequence[subprocess.Popen[str]]) -> None:
-    for child in children:
-        with contextlib.suppress(ProcessLookupError):
-            child.kill()
-            child.wait()
+def _end(pids: Sequence[int]) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError, ChildProcessError):
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
 
 
 def main() -> int:
     """Kill as often as asked."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=["kill", "stop"])
     parser.add_argument("--seed", type=int, default=1)
     asked = parser.parse_args()
     chance, failed = random.Random(asked.seed), 0
-    with tempfile.TemporaryDirectory() as folder:
+    torch.set_num_threads(1)  # forked ranks have no others
+    with tempfile.TemporaryDirectory() as folder, steady(_FLOOR_BYTES):
         save_random("llama", Path(folder), "fp32", seed=8)
+        known_models.remember()  # and forked ranks know what this process knows
+        model = _load(Path(folder), None)
+        _answer(model, 2)
+        model.pipeload.remove()
         for number in range(asked.kills):
             way = asked.ways[number % len(asked.ways)]
-            gone, wait = chance.randrange(3), chance.random()
+            gone, wait, began = chance.randrange(3), chance.random(), time.monotonic()
             wrong = attempt(Path(folder), way, gone, wait)
             failed += bool(wrong)
-            said = "; ".join(wrong) or "ok"
+            said = f"{'; '.join(wrong) or 'ok'} ({time.monotonic() - began:.0f} s)"
             print(f"{number + 1}: {way} rank {gone} after {wait:.2f} s: {said}", flush=True)
     print(f"{asked.kills} times, {failed} not as it should be")
     return int(failed > 0)

@@ -30,6 +30,7 @@ if __name__ == "__main__":
 import torch
 
 import pipeload
+from pipeload.budget import pass_needs
 from pipeload.ring import joining
 from tests.support.ranks import on_ranks
 from tests.tools.model_types import check as checking
@@ -68,6 +69,8 @@ def check(model_type: str, say: Callable[[str], None]) -> tuple[str, str]:
                 with (
                     checking.tiny_planning(),
                     mock.patch.object(joining, "disk_rate", return_value=1e9),
+                    # What a pass takes is not asked here, and takes longest to be told.
+                    mock.patch.object(pass_needs, "trace_of", return_value=None),
                 ):
                     shared = pipeload.from_pretrained(
                         folder,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from typing import TYPE_CHECKING
@@ -13,18 +12,13 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.rooms.cli.test_commands import talker as talker  # noqa: PLC0414 - a fixture
-from tests.support.commands import ROOT
+from tests.tools.batch_kills import start_ranks
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 SECONDS = 240.0
 LINES = 40
-# torchrun fills in names of its own, and halves "$$".
-RANK = """
-echo $$$$ >> pid.$RANK
-exec "$@" results.$RANK --shard $((RANK + 1))/$WORLD_SIZE --memory-limit 2GB --at-once 1 --quiet
-"""
 
 
 @pytest.mark.sweep
@@ -36,30 +30,21 @@ def test_a_rank_is_killed(talker: Path, tmp_path: Path) -> None:
             body = {"prompt": f"Number {number} is", "max_tokens": 9}
             line = {"custom_id": f"r{number}", "method": "POST", "url": "/v1/completions"}
             file.write(json.dumps(line | {"body": body}) + "\n")
-    start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    start += ["--max-restarts", "3", "--no-python", "bash", "-c", RANK, "rank"]
-    batch = ["-m", "pipeload", "batch", str(talker), "requests"]
-    with (tmp_path / "log").open("w") as log:
-        child = subprocess.Popen(
-            [sys.executable, *start, sys.executable, *batch],
-            cwd=tmp_path,
-            env=os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'hooks'}"},
-            stdout=log,
-            stderr=log,
-        )
-        try:
-            until = time.monotonic() + SECONDS
-            results = tmp_path / "results.1"
-            while not (results.exists() and results.stat().st_size):
-                assert child.poll() is None, (tmp_path / "log").read_text()
-                assert time.monotonic() < until
-                time.sleep(0.001)
-            os.kill(int((tmp_path / "pid.1").read_text()), signal.SIGKILL)
-            kept = results.read_bytes()
-            assert child.wait(SECONDS) == 0, (tmp_path / "log").read_text()
-        finally:
-            child.kill()
-            child.wait()
+    log, options = tmp_path / "log", ("--memory-limit", "2GB", "--at-once", 1)
+    child = start_ranks(tmp_path, 2, 3, *options, talker, "requests", log=log)
+    try:
+        until = time.monotonic() + SECONDS
+        results = tmp_path / "results.1"
+        while not (results.exists() and results.stat().st_size):
+            assert child.poll() is None, log.read_text()
+            assert time.monotonic() < until
+            time.sleep(0.001)
+        os.kill(int((tmp_path / "pid.1").read_text()), signal.SIGKILL)
+        kept = results.read_bytes()
+        assert child.wait(SECONDS) == 0, log.read_text()
+    finally:
+        child.kill()
+        child.wait()
     assert len((tmp_path / "pid.1").read_text().split()) == 2
     assert 0 < kept.count(b"\n") < LINES // 2
     found = []
