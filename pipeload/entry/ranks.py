@@ -79,7 +79,7 @@ def join(
             parts = parts_to_deal(model, pending.weights(), touched)
             hidden = int(getattr(model.config.get_text_config(), "hidden_size", 0) or 0)
             nbytes = hidden * model.dtype.itemsize
-            head = head_rows(model, pending.weights(), touched)
+            head = None if parts[-1].layers else head_rows(model, pending.weights(), touched)
             mine = Powers(room(), pending.files, model.dtype, nbytes, head)
         member.deal_out(parts, mine)
     except BaseException:

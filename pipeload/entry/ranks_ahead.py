@@ -69,7 +69,7 @@ def deals_ahead(
     model = pending.model
     touched = touched_of(model, model)
     parts = parts_to_deal(model, pending.weights(), touched)
-    head = head_rows(model, pending.weights(), touched)
+    head = None if parts[-1].layers else head_rows(model, pending.weights(), touched)
     blocks = sum(bool(part.layers) for part in parts)
     if blocks < len(machines):
         raise OptionError(

@@ -41,7 +41,7 @@ class HeadRows(NamedTuple):
 def head_rows(
     model: Any, weights: Mapping[str, Weight], touched: Touched | None
 ) -> HeadRows | None:
-    """The head of a model on the meta device, if it can be computed by rows.
+    """The head of a model on the meta device, which is a part to deal, if by rows.
 
     Not one that is cast or made as it is loaded: remove() could not give it back.
     """

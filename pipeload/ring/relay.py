@@ -96,7 +96,7 @@ class Relay:
         ) -> None:
             begun, self._computing = bool(self._computing), ""
             given = by_name(args, kwargs)
-            if output is None:
+            if _is_missing(output):
                 if begun or not first:  # else no rank has begun
                     self._send_failure(part, given)
                 return
@@ -145,7 +145,7 @@ class Relay:
     # -- a part of all ---------------------------------------------------------------------------
 
     def _compute_rows(self, module: Any, part: RowsPart) -> Iterator[Callable[[], object]]:
-        rows, total = SharedRows(self._group, part.name, part.ranges), part.ranges[-1].stop
+        rows = SharedRows(self._group, part.name, part.ranges)
 
         def complete(output: torch.Tensor) -> None:
             if failures := rows.complete(output):
@@ -155,7 +155,7 @@ class Relay:
 
         def leave(_module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
             # Not shared: a weight of the user's own, which is here as a whole.
-            if rows.settle() or (output is not None and output.shape[-1] == total):
+            if rows.settle() or not _is_missing(output):
                 return
             try:
                 rows.tell_failure(told(sys.exc_info()[1]))
@@ -250,6 +250,11 @@ class Relay:
                 self._group.gather_json(told(error), "a refusal is told")
         except GroupError as lost:  # the model's own error is on its way
             _log.debug("%s", lost)
+
+
+def _is_missing(output: Any) -> bool:
+    """Whether the module has failed; a Linear that comes in ranges of rows had none by then."""
+    return output is None or (isinstance(output, torch.Tensor) and output.shape[-1:] == (0,))
 
 
 def _failed_there(group: Group, rank: int, part: str, why: str) -> GroupError:

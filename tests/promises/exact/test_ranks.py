@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from pipeload.budget import cut
 from pipeload.errors import MemoryLimitError
 from pipeload.ring import joining
 from tests.promises.exact.test_generation import GREEDY, MODES, generate
@@ -81,6 +82,12 @@ def plain(family: str, folder: Path) -> Plain:
 def even_disks(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if all disks were equally fast: so all ranks get as much."""
     monkeypatch.setattr(joining, "disk_rate", lambda _files: 1e9)
+
+
+@pytest.fixture(autouse=True)
+def small_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tables of tiny models are read by rows, so a head that shares one is dealt out, too."""
+    monkeypatch.setattr(cut, "_TABLE_BYTES", 1 << 12)
 
 
 @pytest.fixture(autouse=True)
