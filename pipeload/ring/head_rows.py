@@ -43,14 +43,14 @@ def head_rows(
 ) -> HeadRows | None:
     """The head of a model on the meta device, which is a part to deal, if by rows.
 
-    Not one that is cast or made as it is loaded: remove() could not give it back.
+    Not one that the library makes of what is stored.
     """
     try:
         divider = Divider(model, weights, model.all_tied_weights_keys or {})
     except NothingToStreamError:
         return None
     found = divider.head_in_rows(touched or divider.unknown())
-    if found is None or not found[2].raw:
+    if found is None or found[2].group is not None:
         return None
     _, module, weight = found
     return HeadRows(whole_cut(weight, module), weight.nbytes // weight.shape[0])

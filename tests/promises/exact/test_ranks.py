@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -12,12 +13,14 @@ from pipeload.errors import MemoryLimitError
 from pipeload.ring import joining
 from tests.promises.exact.test_generation import GREEDY, MODES, generate
 from tests.support.exact import (
+    ROOMY,
     assert_same,
     load,
     prompt,
     steady_floor,
     step_logits,
 )
+from tests.support.experts import moe_config
 from tests.support.models import load_plain, random_model, save_random, tiny_config
 from tests.support.ranks import on_ranks
 
@@ -31,6 +34,17 @@ if TYPE_CHECKING:
 __all__ = ["steady_floor"]  # a fixture: every test here runs with it
 
 FAMILIES = {"llama": "fp32", "qwen3": "bf16", "gemma3": "bf16"}
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """As ranks compute."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _uses(family: str) -> Iterator[tuple[str, Use]]:
@@ -53,6 +67,25 @@ def _generating(ids: torch.Tensor, **options: Any) -> Use:
     return lambda model: generate(model, ids, **options)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["llama", "mixtral"])
+def test_removed_where_weights_are_made(tmp_path: Path, kind: str) -> None:
+    """Cast as they are loaded, and stacked by the library: those of others are there, too."""
+    config = tiny_config(kind) if kind == "llama" else moe_config(kind)
+    folder, ids = save_random(config, tmp_path, "bf16", seed=3), prompt()
+    with one_thread():
+        wanted = load_plain(folder, dtype=torch.float32)(ids, logits_to_keep=2).logits
+
+    @torch.no_grad()
+    def act(_rank: int) -> list[bool]:
+        model = load(folder, ROOMY, ranks=2, dtype=torch.float32)
+        same = [torch.equal(model(ids, logits_to_keep=2).logits, wanted)]
+        model.pipeload.remove()
+        return [*same, torch.equal(model(ids, logits_to_keep=2).logits, wanted)]
+
+    assert on_ranks(2, act, seconds=60) == [[True, True]] * 2
+
+
 @pytest.fixture(scope="module", params=FAMILIES)
 def family(request: pytest.FixtureRequest) -> str:
     """One after the other, so that its checkpoint is made once."""
@@ -70,12 +103,9 @@ def folder(family: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def plain(family: str, folder: Path) -> Plain:
     """The uses, and what a plain model gives; with one thread, as in the ranks."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    uses, model = dict(_uses(family)), load_plain(folder)
-    wanted = {name: use(model) for name, use in uses.items()}
-    torch.set_num_threads(before)
-    return uses, wanted
+    with one_thread():
+        uses, model = dict(_uses(family)), load_plain(folder)
+        return uses, {name: use(model) for name, use in uses.items()}
 
 
 @pytest.fixture(autouse=True)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING, Any, cast
+import typing
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -43,7 +44,7 @@ def _found(folder: Any, touched: Touched | None = None, **options: Any) -> HeadR
 
 
 def test_which_heads(tiny: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those in the files as they are, that nobody uses whole; one of a table that is read by rows.
+    """Those that are read or cast, and nobody uses whole; one of a table that is read by rows.
 
     Others are a part for one rank, as a block is.
     """
@@ -52,7 +53,9 @@ def test_which_heads(tiny: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch) -> N
     assert found is not None
     assert found.row_bytes == found.cut.inputs * found.cut.dtype.itemsize
     assert found.is_exact(found.cut.within)
-    assert _found(folder, dtype=torch.bfloat16) is None
+    cast = _found(folder, dtype=torch.bfloat16)
+    assert cast is not None
+    assert cast.row_bytes == found.row_bytes // 2
     assert _found(folder, Touched(outside=frozenset({"lm_head.weight"}))) is None
     assert _found(tied) is None
     monkeypatch.setattr(cut, "_TABLE_BYTES", 1 << 12)
@@ -119,7 +122,7 @@ class _Group:
 def test_logits_are_put_together(shape: tuple[int, ...]) -> None:
     """In pieces of a megabyte at most, as many lines at once as these hold."""
     group = _Group()
-    rows = SharedRows(cast("Any", group), "head", [RowRange(0, 4000), RowRange(4000, 6000)])
+    rows = SharedRows(typing.cast("Any", group), "head", [RowRange(0, 4000), RowRange(4000, 6000)])
     assert not rows.settle()
     output = torch.full((*shape, 6000), 2.0)
     assert rows.complete(output) == {}
@@ -134,7 +137,7 @@ def test_logits_are_put_together(shape: tuple[int, ...]) -> None:
 def test_rows_that_are_missing() -> None:
     """Why is said, by rank; nothing is sent then."""
     group = _Group("no disk")
-    rows = SharedRows(cast("Any", group), "head", [RowRange(0, 64), RowRange(64, 128)])
+    rows = SharedRows(typing.cast("Any", group), "head", [RowRange(0, 64), RowRange(64, 128)])
     assert rows.complete(torch.zeros(1, 128)) == {0: "no disk"}
     rows.tell_failure("nor here")
     assert group.sent == []
