@@ -59,7 +59,7 @@ class SplitSource(Protocol):
         """Autograd would record weights that are gone by the time of backward: raise."""
 
 
-class _Own(NamedTuple):
+class _OwnRows(NamedTuple):
     """The rows that are computed here of a Linear that others compute, too."""
 
     start: int
@@ -68,7 +68,7 @@ class _Own(NamedTuple):
 
 
 _emptied: weakref.WeakKeyDictionary[nn.Module, _Emptied] = weakref.WeakKeyDictionary()
-_own: weakref.WeakKeyDictionary[nn.Module, _Own] = weakref.WeakKeyDictionary()
+_shared: weakref.WeakKeyDictionary[nn.Module, _OwnRows] = weakref.WeakKeyDictionary()
 # As torch has them: whoever replaces one in the class itself does so after this was imported.
 _FORWARD, _CALL = nn.Linear.forward, nn.Linear.__call__
 _OWN = frozenset({"weight", "bias"})
@@ -157,13 +157,13 @@ def share_rows(
     `complete` is called with `[..., N]`, of which it fills in the others, before any other hook of
     the module. Returns what undoes it, which may be called again.
     """
-    _own[module] = _Own(start, stop, complete)
+    _shared[module] = _OwnRows(start, stop, complete)
     return partial(_share_no_more, weakref.ref(module))
 
 
 def _share_no_more(reference: weakref.ref[nn.Module]) -> None:
     if (module := reference()) is not None:
-        _own.pop(module, None)
+        _shared.pop(module, None)
 
 
 def _leave_early(
@@ -273,7 +273,7 @@ def _by_rows(
     with torch._C.DisableTorchFunction():  # it is evicted
         rows = weight.shape[0]
     out = torch.empty((*empty.shape[:-1], rows), dtype=empty.dtype, device=empty.device)
-    own = _own.get(module)
+    own = _shared.get(module)
     done, end = (0, rows) if own is None else (own.start, own.stop)
     for start, stop, values in chunks:
         if start != done or not start < stop <= end or values.shape[0] != stop - start:

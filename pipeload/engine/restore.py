@@ -95,17 +95,18 @@ class Restorer:
             for seat in experts.seats
         }
         need += sum(experts.missing_bytes(layer) for layer, names in stacked.items() if names)
-        absent = self._absent()
-        need += sum(weight.nbytes for weight in absent)
+        groups: dict[str, list[Weight]] = {}
+        for weight in self._absent():
+            groups.setdefault(weight.group or weight.name, []).append(weight)
+        absent = [lay_out(weights) for weights in groups.values()]
+        need += sum(weight.nbytes for layout in absent for weight in layout.weights)
+        need += max((layout.nbytes for layout in absent), default=0)  # beside the copy of it
         limit, held = self._session.governor.plan.memory_limit, rss_bytes()
         if need and held + need > limit:
             raise limit_errors.removal_too_large(limit, need, held)
         made = self._fill_tables()
-        groups: dict[str, list[Weight]] = {}
-        for weight in absent:
-            groups.setdefault(weight.group or weight.name, []).append(weight)
-        for together in groups.values():
-            made.update(self._read_absent(together))
+        for layout in absent:
+            made.update(self._read_absent(layout))
         for layer, names in stacked.items():
             made.update(experts.have_all(layer, names))
         for index, plan in enumerate(plans):
@@ -131,13 +132,12 @@ class Restorer:
         shared = [seat.whole for seat in seats if seat.whole is not None and seat.partly]
         return [weight for weight in (*self._session.away, *shared) if not weight.raw]
 
-    def _read_absent(self, weights: Sequence[Weight]) -> dict[str, torch.Tensor]:
-        layout = lay_out(weights)
+    def _read_absent(self, layout: Layout) -> dict[str, torch.Tensor]:
         place = self._make(layout)
         scratch = make_scratch(1) if layout.casts else [None]
         for jobs in (place.read_jobs(_CHUNK_BYTES), place.convert_jobs()):
             run_jobs(jobs, scratch, self._session.files.stalls)
-        return {weight.name: place.views[weight.name].clone() for weight in weights}
+        return {weight.name: place.views[weight.name].clone() for weight in layout.weights}
 
     def _fill_tables(self) -> dict[str, torch.Tensor]:
         """Tables that files do not hold as they are, whole."""

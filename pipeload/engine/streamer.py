@@ -65,6 +65,9 @@ class Streamer:
         """Bind the site's weights, waiting for the disk if they are not there yet.
 
         Returns False for a site whose ranges of rows come one by one, through `chunks`.
+
+        Raises:
+            UnsupportedOperationError: others compute some of its rows, and its forward is another.
         """
         seat = self.seats[site]
         self.now.inside.add(site)

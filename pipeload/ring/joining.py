@@ -187,10 +187,9 @@ class Membership:
 
     def _all_exact(self, head: HeadRows, rows: Sequence[RowRange]) -> bool:
         """Whether each rank's rows of the head have the whole's bits on it."""
-        doing = "rows of the head are tried"
-        with self.together(doing):
+        with self.together("rows of the head are tried"):
             exact = head.is_exact(rows[self.group.rank])
-        return all(self.group.gather_json(exact, doing))
+        return all(self.group.gather_json(exact, "rows of the head are tried"))
 
     def _link_seconds(self, nbytes: int) -> float:
         """How long it takes until all have what one gave for a token: the median of a few."""

@@ -150,8 +150,8 @@ class Relay:
         def complete(output: torch.Tensor) -> None:
             if failures := rows.complete(output):
                 self._told = True
-                rank = min(failures)
-                raise _failed_there(self._group, rank, part.name, failures[rank])
+                rank, why = min(failures.items())
+                raise _failed_there(self._group, rank, part.name, why)
 
         def leave(_module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
             # Not shared: a weight of the user's own, which is here as a whole.
