@@ -54,6 +54,7 @@ from pipeload_hooks._split import (
     can_split,
     computes_linear,
     restore_split,
+    share_rows,
 )
 from pipeload_hooks._trial import Repeated, TooLongError, Trial, try_out
 from pipeload_hooks._usage import Usage, observe_usage
@@ -118,6 +119,7 @@ __all__ = [
     "put_parameter",
     "restore_split",
     "set_parameter",
+    "share_rows",
     "takes_ids",
     "takes_slices_alone",
     "try_out",

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from typing import TYPE_CHECKING, Any, Protocol
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -58,7 +59,16 @@ class SplitSource(Protocol):
         """Autograd would record weights that are gone by the time of backward: raise."""
 
 
+class _OwnRows(NamedTuple):
+    """The rows that are computed here of a Linear that others compute, too."""
+
+    start: int
+    stop: int
+    complete: Callable[[torch.Tensor], object]
+
+
 _emptied: weakref.WeakKeyDictionary[nn.Module, _Emptied] = weakref.WeakKeyDictionary()
+_shared: weakref.WeakKeyDictionary[nn.Module, _OwnRows] = weakref.WeakKeyDictionary()
 # As torch has them: whoever replaces one in the class itself does so after this was imported.
 _FORWARD, _CALL = nn.Linear.forward, nn.Linear.__call__
 _OWN = frozenset({"weight", "bias"})
@@ -137,6 +147,23 @@ def attach_split(module: nn.Linear, index: int, source: SplitSource) -> tuple[Re
     after = module.register_forward_hook(leave, prepend=True, always_call=True, with_kwargs=True)
     emptied.hook = after.id
     return module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True), after
+
+
+def share_rows(
+    module: nn.Linear, start: int, stop: int, complete: Callable[[torch.Tensor], object]
+) -> Callable[[], object]:
+    """Have rows `start:stop` of a split Linear computed here, and the output completed.
+
+    `complete` is called with `[..., N]`, of which it fills in the others, before any other hook of
+    the module. Returns what undoes it, which may be called again.
+    """
+    _shared[module] = _OwnRows(start, stop, complete)
+    return partial(_share_no_more, weakref.ref(module))
+
+
+def _share_no_more(reference: weakref.ref[nn.Module]) -> None:
+    if (module := reference()) is not None:
+        _shared.pop(module, None)
 
 
 def _leave_early(
@@ -246,9 +273,10 @@ def _by_rows(
     with torch._C.DisableTorchFunction():  # it is evicted
         rows = weight.shape[0]
     out = torch.empty((*empty.shape[:-1], rows), dtype=empty.dtype, device=empty.device)
-    done = 0
+    own = _shared.get(module)
+    done, end = (0, rows) if own is None else (own.start, own.stop)
     for start, stop, values in chunks:
-        if start != done or not start < stop <= rows or values.shape[0] != stop - start:
+        if start != done or not start < stop <= end or values.shape[0] != stop - start:
             raise RuntimeError(
                 f"rows {start}:{stop} of a Linear with {rows} rows came after row {done}, "
                 f"as a tensor of shape {tuple(values.shape)}"
@@ -257,8 +285,10 @@ def _by_rows(
         out[..., start:stop].copy_(multiply(start, values))
         torch.clear_autocast_cache()  # where a cast of every range would stay
         done = stop
-    if done != rows:
-        raise RuntimeError(f"only {done} of the {rows} rows of a Linear were given")
+    if done != end:
+        raise RuntimeError(f"only {done} of the {end} rows of a Linear were given")
+    if own is not None:
+        own.complete(out)
     return out
 
 

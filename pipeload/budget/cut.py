@@ -13,19 +13,18 @@ from typing import TYPE_CHECKING, NamedTuple
 from torch import nn
 
 from pipeload.budget.expert_banks import find_banks
-from pipeload.budget.model_parts import Parts, Site, Table
+from pipeload.budget.model_parts import ALL_HERE, Parts, Site, Table
 from pipeload.budget.output_head import head_in_parts, output_head
 from pipeload.budget.residency import UnitSpec, is_tiny
 from pipeload.errors import UnsupportedModelError
 from pipeload.weights.arena import DTYPES
-from pipeload.weights.row_cuts import ROW_STEP, Cut, RowRange, best_cut
-from pipeload.weights.whole_shape import KERNEL_ALIGN
+from pipeload.weights.row_cuts import ROW_STEP, Cut, RowRange, best_cut, whole_cut
 from pipeload_hooks import can_split, find_blocks, takes_ids
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
-    from pipeload.budget.model_parts import ExpertsModule
+    from pipeload.budget.model_parts import Elsewhere, ExpertsModule
     from pipeload.weights.layout import Weight
 
 _TABLE_BYTES = 1 << 20
@@ -71,13 +70,13 @@ class Divider:
         experts: Iterable[ExpertsModule] = (),
         blocks_alone: bool = False,
         beside_bytes: int = 0,
-        away: Collection[str] = (),
+        away: Elsewhere = ALL_HERE,
     ) -> None:
         """`tied` maps names of parameters that share another one's memory to that one's.
 
         With `blocks_alone` neither a head nor tables are streamed, nor `experts` one by one, which
         are modules of which that is known to do. `beside_bytes` are always there, and in no
-        parameter. `away` are modules that another rank runs, whose weights are not read here.
+        parameter. `away` is what other ranks run.
 
         Raises:
             NothingToStreamError: the model has no repeated blocks with weights to stream.
@@ -87,17 +86,18 @@ class Divider:
         self._tied_to = tied
         self._beside_bytes = beside_bytes
         self._tied = frozenset(tied) | frozenset(tied.values())
-        self._head = head if (head := output_head(model)) and head[0] not in away else None
-        self._away = {n: w for n, w in weights.items() if _is_inside(n, away)}
-        read = weights if not away else {n: w for n, w in weights.items() if n not in self._away}
-        here = [found for found in experts if not _is_inside(found.name, away)]
+        elsewhere, self._head_rows = away
+        self._head = head if (head := output_head(model)) and head[0] not in elsewhere else None
+        self._away = {n: w for n, w in weights.items() if _is_inside(n, elsewhere)}
+        read = {n: w for n, w in weights.items() if n not in self._away}
+        here = [found for found in experts if not _is_inside(found.name, elsewhere)]
         self._banks, self._whole_experts = find_banks(
             model, read, self._tied, here, blocks_alone=blocks_alone
         )
         banked = {weight.name for bank in self._banks for weight in bank.weights}
         self._blocks = []
         for block in find_blocks(model):
-            if block.name in away:
+            if block.name in elsewhere:
                 continue
             if streamed := self._streamed(block.name, block.module, banked):
                 self._blocks.append((block, streamed))
@@ -110,7 +110,7 @@ class Divider:
         self._tables = [] if blocks_alone else [*self._find_tables(inside)]
         self._head_weight = None if blocks_alone else self._find_head_weight(inside)
         self._parted = None if blocks_alone else head_in_parts(model)
-        if self._parted is not None and self._parted[0] in away:
+        if self._parted is not None and self._parted[0] in elsewhere:
             self._parted = None
 
     def divide(self, grain: Grain, touched: Touched) -> Parts:
@@ -122,13 +122,7 @@ class Divider:
         """
         cutter = _Cutter(grain)
         together = touched.outside | touched.idle
-        # An adapter reads all of a head or a table beside what it gives: they are in memory then.
-        # One of a tower that was not tried may be used whole, as positions of a picture are.
-        whole = {
-            table.weight.name
-            for table in self._tables
-            if table.weight.name in touched.outside or touched.idle.issuperset(table.names)
-        }
+        whole = self._whole_tables(touched)
         tables = [table for table in self._tables if table.weight.name not in whole]
         not_theirs = touched.past_block.union(table.weight.name for table in tables)
         for block, all_streamed in self._blocks:
@@ -142,12 +136,11 @@ class Divider:
                 cutter.modules(block.name, block.module, mine)
             else:
                 cutter.whole(block.name, block.module, streamed)
-        head, weight = self._head, self._head_weight
-        if head is not None and weight is not None and weight.name not in touched.outside | whole:
+        if (head := self.head_in_rows(touched)) is not None:
             # No range of the head is to be the reason for the size of the buffers.
             largest = max(sum(w.nbytes for w in spec.weights) for spec in cutter.specs)
             cutter.chunk_bytes = min(grain.chunk_bytes, max(largest, CHUNKS[-1]))
-            cutter.rows(*head, weight)
+            cutter.rows(*head, self._head_rows)
         if self._parted is not None:
             mine = {weight.name: weight for weight in self._streamed(*self._parted, ())}
             if mine and together.isdisjoint(mine):
@@ -178,6 +171,25 @@ class Divider:
         inputs = {id(module) for module in _input_embeddings(self._model)}
         others = (t for t in self._tables if not any(id(m) in inputs for m in t.modules))
         return Touched(idle=frozenset(name for table in others for name in table.names))
+
+    def head_in_rows(self, touched: Touched) -> tuple[str, nn.Linear, Weight] | None:
+        """The head and its weight, where ranges of its rows may be read one by one."""
+        weight = self._head_weight
+        if self._head is None or weight is None:
+            return None
+        together = weight.name in touched.outside | self._whole_tables(touched)
+        return None if together else (*self._head, weight)
+
+    def _whole_tables(self, touched: Touched) -> set[str]:
+        """Tables that are in memory: an adapter reads all of one beside what it gives.
+
+        One of a tower that was not tried may be used whole, as positions of a picture are.
+        """
+        return {
+            table.weight.name
+            for table in self._tables
+            if table.weight.name in touched.outside or touched.idle.issuperset(table.names)
+        }
 
     @property
     def largest_block(self) -> int:
@@ -276,31 +288,31 @@ class _Cutter:
         else:
             self.whole(path, module, weights)
 
-    def rows(self, path: str, module: nn.Linear, weight: Weight) -> None:
-        """A site whose units are ranges of rows of about the same size, where that is exact."""
+    def rows(
+        self, path: str, module: nn.Linear, weight: Weight, within: RowRange | None = None
+    ) -> None:
+        """A site whose units are ranges of rows of about the same size, where that is exact.
+
+        `within`: the rows that are computed here, which are exact; None: all.
+        """
         rows = _rows_in(weight, self.chunk_bytes)
         made = weight.group is not None  # by the library, as a whole
-        if made or weight.shape[0] <= rows:
-            self.whole(path, module, [weight])
-            return
-        least = _rows_in(weight, CHUNKS[-1])
-        cut = best_cut(_uncut(weight, module), rows, least, anyhow=self._anyhow)
+        start, stop = within or (0, weight.shape[0])
+        uncut = whole_cut(weight, module)._replace(ranges=(RowRange(start, stop),))
+        cut: Cut | None = None
+        if not made and stop - start > rows:
+            least = _rows_in(weight, CHUNKS[-1])
+            cut = best_cut(uncut, rows, least, anyhow=self._anyhow)
+            if cut is None:
+                self.uncut.add(weight.name)
+        cut = cut or (None if within is None else uncut)
         if cut is None:
-            self.uncut.add(weight.name)
             self.whole(path, module, [weight])
             return
         first = len(self.specs)
         for start, stop in cut.ranges:
             self.specs.append(UnitSpec(f"{path}[{start}:{stop}]", (weight.rows(start, stop),)))
         self.sites.append(Site(path, module, range(first, len(self.specs)), weight, cut.ranges))
-
-
-def _uncut(weight: Weight, module: nn.Linear) -> Cut:
-    total, columns = weight.shape
-    offset = weight.sources[0].start % KERNEL_ALIGN if weight.raw else 0
-    bias, requires_grad = module.bias is not None, module.weight.requires_grad
-    ranges = (RowRange(0, total),)
-    return Cut(DTYPES[weight.dtype], columns, ranges, offset, bias, requires_grad)
 
 
 def _separable(path: str, weights: Iterable[Weight]) -> bool:

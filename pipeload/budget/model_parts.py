@@ -17,7 +17,7 @@ from pipeload.weights.expert_bank import (
 from pipeload_hooks import IDS
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
     from torch import nn
 
@@ -43,6 +43,23 @@ class Site(NamedTuple):
     """The weight whose ranges of rows the units are, None for a site with a unit of its own."""
     ranges: tuple[RowRange, ...] = ()
     """The rows of each of its units, if they are ranges of rows."""
+
+    @property
+    def rows_here(self) -> int:
+        """How many rows all of these are: fewer than the weight has where ranks share them."""
+        return sum(stop - start for start, stop in self.ranges)
+
+
+class Elsewhere(NamedTuple):
+    """What of a model other ranks run. Its weights are not read here."""
+
+    modules: Collection[str] = ()
+    """Dotted paths from the model."""
+    head_rows: RowRange | None = None
+    """The rows of the head that this rank computes; None: no head is shared by rows."""
+
+
+ALL_HERE = Elsewhere()
 
 
 class Table(NamedTuple):

@@ -302,6 +302,7 @@ class Assembly:
             passes=passes,
             experts=experts,
             pinned_read=self._pinned_read,
+            away=self._build.parts.away,
             close=self._undo,
         )
 

@@ -130,9 +130,9 @@ class CpuTarget:
         """Whether any of its weights is cast."""
         return bool(layout.casts)
 
-    def restorer(self, _places: PlaceMaker, *parts: Any) -> Callable[[nn.Module], None]:
+    def restorer(self, places: PlaceMaker, *parts: Any) -> Callable[[nn.Module], None]:
         """What it puts back comes from the files themselves."""
-        return Restorer(*parts)
+        return Restorer(places.make, *parts)
 
     def bring_along(self, _model: nn.Module) -> Iterable[Step]:
         """All of it is in the processor's memory already."""

@@ -7,21 +7,29 @@ from typing import TYPE_CHECKING
 import torch
 
 from pipeload.budget import limit_errors
+from pipeload.checkpoint.reader_threads import run_jobs
 from pipeload.errors import UnsupportedOperationError
 from pipeload.system.memory import rss_bytes
 from pipeload.weights.arena import DTYPES
+from pipeload.weights.layout import lay_out
 from pipeload.weights.mapped import MappedFiles
+from pipeload.weights.placement import make_scratch
 from pipeload_hooks import Binding, bind, is_placeholder
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
     from torch import nn
 
     from pipeload.engine.session import Session
-    from pipeload.weights.layout import Weight
+    from pipeload.weights.layout import Layout, Weight
+    from pipeload.weights.placement import Place
     from pipeload_hooks import Companion
+
+
+_CHUNK_BYTES = 16 << 20
+"""The most that one read call asks for."""
 
 
 class Restorer:
@@ -29,14 +37,16 @@ class Restorer:
 
     def __init__(
         self,
+        make: Callable[[Layout], Place],
         session: Session,
         parameters: Mapping[str, tuple[nn.Parameter, Weight]],
         companions: Mapping[str, Sequence[Companion]],
     ) -> None:
         """`parameters` are all that pipeload fills, by name, with where their values come from.
 
-        `companions` are what goes with those that are quantised.
+        `make` gives a layout its memory; `companions` are what goes with those that are quantised.
         """
+        self._make = make
         self._session = session
         self._parameters = parameters
         self._companions = companions
@@ -48,6 +58,7 @@ class Restorer:
         Raises:
             MemoryLimitError: what cannot be mapped does not fit the limit.
             CheckpointChangedError: a file was changed; its weights would be others.
+            ReadError: the disk failed.
             UnsupportedOperationError: a forward pass is running.
         """
         if self._session.passes.busy:
@@ -84,10 +95,18 @@ class Restorer:
             for seat in experts.seats
         }
         need += sum(experts.missing_bytes(layer) for layer, names in stacked.items() if names)
+        groups: dict[str, list[Weight]] = {}
+        for weight in self._absent():
+            groups.setdefault(weight.group or weight.name, []).append(weight)
+        absent = [lay_out(weights) for weights in groups.values()]
+        need += sum(weight.nbytes for layout in absent for weight in layout.weights)
+        need += max((layout.nbytes for layout in absent), default=0)  # beside the copy of it
         limit, held = self._session.governor.plan.memory_limit, rss_bytes()
         if need and held + need > limit:
             raise limit_errors.removal_too_large(limit, need, held)
         made = self._fill_tables()
+        for layout in absent:
+            made.update(self._read_absent(layout))
         for layer, names in stacked.items():
             made.update(experts.have_all(layer, names))
         for index, plan in enumerate(plans):
@@ -98,12 +117,27 @@ class Restorer:
             with self._session.streamer.borrowed(index) as views:
                 for weight in weights:
                     view = views[weight.name]
+                    if weight.whole in groups:
+                        continue  # it has been read as a whole
                     if weight.whole is not None:
                         whole = made.setdefault(weight.whole, self._empty(weight.whole))
                         whole[weight.first_row : weight.first_row + view.shape[0]].copy_(view)
                     else:
                         made[weight.name] = view.clone() if weight.name in passing else view
         return made
+
+    def _absent(self) -> list[Weight]:
+        """What was never here, or some rows of it, and files do not hold as it is."""
+        seats = self._session.streamer.seats
+        shared = [seat.whole for seat in seats if seat.whole is not None and seat.partly]
+        return [weight for weight in (*self._session.away, *shared) if not weight.raw]
+
+    def _read_absent(self, layout: Layout) -> dict[str, torch.Tensor]:
+        place = self._make(layout)
+        scratch = make_scratch(1) if layout.casts else [None]
+        for jobs in (place.read_jobs(_CHUNK_BYTES), place.convert_jobs()):
+            run_jobs(jobs, scratch, self._session.files.stalls)
+        return {weight.name: place.views[weight.name].clone() for weight in layout.weights}
 
     def _fill_tables(self) -> dict[str, torch.Tensor]:
         """Tables that files do not hold as they are, whole."""

@@ -35,9 +35,9 @@ class RowProducts:
     """How one Linear's products are computed from ranges of its rows."""
 
     def __init__(self, weight: Weight, ranges: Sequence[RowRange]) -> None:
-        """`ranges` are those in which `weight` comes."""
+        """`ranges` are those in which `weight` comes, or a part of it."""
         self._ranges = tuple(ranges)
-        self._name, self._columns = weight.name, weight.shape[1]
+        self._name, (self._rows, self._columns) = weight.name, weight.shape
         # A plain load maps what it does not cast: see [Note: why a weight keeps its place].
         self._offset = weight.sources[0].start % KERNEL_ALIGN if weight.raw else 0
         self._exact: set[tuple[Given, torch.dtype]] = set()
@@ -68,6 +68,7 @@ class RowProducts:
             offset=self._offset if weight is None or weight.dtype == dtype else 0,
             bias=bias is not None,
             requires_grad=weight is None or weight.requires_grad,
+            weight_rows=self._rows,
         )
         if ranges_are_exact(cut, described):
             if len(self._exact) >= _REMEMBERED:

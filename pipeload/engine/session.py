@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from pipeload.budget.governor import Governor
     from pipeload.checkpoint.file_reads import FileSet
     from pipeload.checkpoint.reader_threads import PinnedRead
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
     from pipeload.engine.streamer import Streamer
     from pipeload.engine.teardown import Undo
     from pipeload.prefetch.prefetcher import Prefetcher
+    from pipeload.weights.layout import Weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,5 +42,7 @@ class Session:
     """Knows when a pass begins and ends."""
     pinned_read: PinnedRead
     """How the read went of what always stays."""
+    away: Sequence[Weight]
+    """Weights of modules that other ranks run."""
     close: Undo
     """Takes the model down: see [Note: one way down]."""

@@ -44,6 +44,8 @@ class Seat(Evictable):
         self.whole = site.whole
         self.products = None if site.whole is None else RowProducts(site.whole, site.ranges)
         """How it computes from ranges of rows, if it does."""
+        self.partly = site.whole is not None and site.rows_here < site.whole.shape[0]
+        """Whether other ranks compute some of its rows: all of them are never here."""
         self._packed = frozenset(companions)
         super().__init__(Binding(parameters, companions, on_use_of))
         self._plan: UnitPlan | None = None
@@ -113,6 +115,8 @@ class Seat(Evictable):
     def settled(self, units: Sequence[Unit]) -> bool:
         """Whether everything is resident and bound, so that nothing is left to do for it."""
         mine = [units[index] for index in self.units]
+        if self.partly:
+            return False
         if self.whole is not None:
             return bool(self._resident) and not any(unit.streams for unit in mine)
         return self._plan is mine[0].plan and not mine[0].streams

@@ -6,6 +6,7 @@ import contextlib
 from typing import TYPE_CHECKING, NoReturn, Protocol
 
 from pipeload.engine.pass_refusals import refuse_recording
+from pipeload.errors import UnsupportedOperationError
 from pipeload.weights.resident_memory import whole_tensor
 from pipeload_hooks import computes_linear, restore_split
 
@@ -64,6 +65,9 @@ class Streamer:
         """Bind the site's weights, waiting for the disk if they are not there yet.
 
         Returns False for a site whose ranges of rows come one by one, through `chunks`.
+
+        Raises:
+            UnsupportedOperationError: others compute some of its rows, and its forward is another.
         """
         seat = self.seats[site]
         self.now.inside.add(site)
@@ -74,12 +78,18 @@ class Streamer:
                 self.stall_seconds += source.acquire(index)
                 seat.bind(units[index])
             return True
-        if any(units[index].streams for index in seat.units):
+        if seat.partly or any(units[index].streams for index in seat.units):
             if seat.replaced():
                 return True  # the weight is another's, and all there
             module = seat.module()
             if module is None or computes_linear(module):
                 return False
+            if seat.partly:
+                raise UnsupportedOperationError(
+                    f"the forward of {seat.name!r} was replaced, and it is computed by several "
+                    "ranks, some of its rows by each. Take the new forward off, or load the model "
+                    "without ranks."
+                )
             self._gather(seat, seat.whole)
             return True
         for index in () if seat.settled(units) else seat.units:

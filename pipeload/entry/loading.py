@@ -13,6 +13,7 @@ from pipeload.budget.cut_fineness import Cuttings
 from pipeload.budget.host_memory import HostMemory
 from pipeload.budget.make_plan import make_plan
 from pipeload.budget.measured_host import measure
+from pipeload.budget.model_parts import ALL_HERE, Elsewhere
 from pipeload.budget.pass_needs import PassNeeds
 from pipeload.budget.reserve import reserve_bytes
 from pipeload.budget.shared_limit import ACCOUNTANT
@@ -180,7 +181,7 @@ def _assemble(
     device = request.options.device
     layers = () if member is None else layers_elsewhere(member, pending.model)
     needs = needs_of(pending, device, layers)
-    away = () if member is None else member.away
+    away = ALL_HERE if member is None else member.away
     plan = partial(plan_pending, pending, needs, touched, request, away=away)
     build = plan_to_load(plan, device)
     assembly = Assembly(
@@ -247,9 +248,9 @@ def plan_pending(
     touched: Touched | None,
     request: Request,
     *,
-    away: Collection[str] = (),
+    away: Elsewhere = ALL_HERE,
 ) -> Build:
-    """Plan a model that is on the meta device; `away` are modules that another rank runs."""
+    """Plan a model that is on the meta device; `away` is what other ranks run."""
     model = pending.model
     device = request.options.device
     if device is not None:
@@ -281,7 +282,7 @@ def plan_model(
     request: Request,
     leaving: int = 0,
     statistics_bytes: int = 0,
-    away: Collection[str] = (),
+    away: Elsewhere = ALL_HERE,
 ) -> Build:
     """Plan how a model is streamed.
 
@@ -297,7 +298,7 @@ def plan_model(
         request: what the user asked for.
         leaving: bytes that this process holds and will not when the model is streamed.
         statistics_bytes: of quantised weights, always there.
-        away: modules that another rank runs.
+        away: what other ranks run.
 
     Raises:
         MemoryLimitError: the limit is too small; says the smallest that works.

@@ -9,6 +9,7 @@ from pipeload.errors import OptionError, UnsupportedOperationError
 from pipeload.formats.compiler import compiler
 from pipeload.hf.marks import attention_of
 from pipeload.ring.dealt_parts import layers_of_all, parts_to_deal
+from pipeload.ring.head_rows import head_rows
 from pipeload.ring.joining import AUTO, MIXED, Membership, Powers, wanted_size
 
 if TYPE_CHECKING:
@@ -78,7 +79,8 @@ def join(
             parts = parts_to_deal(model, pending.weights(), touched)
             hidden = int(getattr(model.config.get_text_config(), "hidden_size", 0) or 0)
             nbytes = hidden * model.dtype.itemsize
-            mine = Powers(room(), pending.files, model.dtype, nbytes)
+            head = None if parts[-1].layers else head_rows(model, pending.weights(), touched)
+            mine = Powers(room(), pending.files, model.dtype, nbytes, head)
         member.deal_out(parts, mine)
     except BaseException:
         member.close()

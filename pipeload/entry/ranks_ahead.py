@@ -13,8 +13,9 @@ from pipeload.entry.loading import needs_of, touched_of
 from pipeload.entry.sources import check_source
 from pipeload.errors import OptionError
 from pipeload.hf.takeover import peek
-from pipeload.ring.deal import RankPower, deal
+from pipeload.ring.deal import RankPower
 from pipeload.ring.dealt_parts import parts_to_deal
+from pipeload.ring.head_rows import deal_with_rows, head_rows
 from pipeload.ring.joining import compute_rate
 
 if TYPE_CHECKING:
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pipeload.ring.deal import Deal
+    from pipeload.ring.head_rows import HeadRows
+    from pipeload.weights.row_cuts import RowRange
 
 
 class Machine(NamedTuple):
@@ -64,7 +67,9 @@ def deals_ahead(
     if pending is None:
         raise OptionError(f"{str(pretrained)!r} is no model. Name the folder of a checkpoint.")
     model = pending.model
-    parts = parts_to_deal(model, pending.weights(), touched_of(model, model))
+    touched = touched_of(model, model)
+    parts = parts_to_deal(model, pending.weights(), touched)
+    head = None if parts[-1].layers else head_rows(model, pending.weights(), touched)
     blocks = sum(bool(part.layers) for part in parts)
     if blocks < len(machines):
         raise OptionError(
@@ -78,4 +83,9 @@ def deals_ahead(
         for limit, disk in machines
     ]
     sizes = [part.nbytes for part in parts]
-    return [deal(sizes, powers[: count + 1], blocks=blocks) for count in range(len(powers))]
+
+    def is_exact(head: HeadRows, rows: Sequence[RowRange]) -> bool:
+        return all(map(head.is_exact, rows))
+
+    ways = [powers[: count + 1] for count in range(len(powers))]
+    return [deal_with_rows(head, sizes, some, is_exact, blocks=blocks)[0] for some in ways]

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
 _NOISE = 1.25
 _SHOWN_GAIN = 1.03
@@ -37,9 +37,9 @@ class Share:
     """What one rank gets."""
 
     count: int
-    """Parts."""
+    """Whole parts."""
     nbytes: int
-    """Of all its parts."""
+    """Of all its parts, and rows."""
     resident_bytes: int
     """What of them stays in memory."""
 
@@ -61,6 +61,8 @@ class Deal:
     """Until the slowest rank has read its share."""
     chain_seconds: float
     """All computing, one block after the other, and what is sent."""
+    steps: tuple[int, ...] = ()
+    """How many steps of rows each rank gets, where rows are dealt out."""
 
     @property
     def seconds(self) -> float:
@@ -74,6 +76,7 @@ def deal(
     *,
     blocks: int | None = None,
     link_seconds: float = 0.0,
+    steps: Sequence[int] = (),
 ) -> Deal:
     """Deal parts out so that a pass takes least time.
 
@@ -83,6 +86,8 @@ def deal(
         blocks: how many of the parts are blocks, the first ones, of which each rank gets one at
             least; None: all.
         link_seconds: how long it takes until all have what one part gave.
+        steps: bytes of each step of rows, if a last part is dealt out by rows: at least as many as
+            there are ranks, as each gets one at least.
     """
     count = len(sizes) if blocks is None else blocks
     first = _shared_out(sizes, ranks)
@@ -90,16 +95,21 @@ def deal(
     for size, owner in zip(sizes[:count], first, strict=False):
         targets[owner] += size
     owners = (*_in_turns(sizes[:count], targets), *first[count:])
-    shares, slowest, chain = [], 0.0, 0.0
-    for rank, power in enumerate(ranks):
-        mine = [size for size, owner in zip(sizes, owners, strict=True) if owner == rank]
-        nbytes = sum(mine)
+    parts = [
+        [n for n, owner in zip(sizes, owners, strict=True) if owner == r] for r in range(len(ranks))
+    ]
+    rows = _rows_shared_out(steps, ranks, [sum(mine) for mine in parts], max(sizes))
+    shares, slowest, chain, together = [], 0.0, 0.0, 0.0
+    for power, mine, more in zip(ranks, parts, rows, strict=True):
+        nbytes = sum(mine) + sum(more)
         share = Share(len(mine), nbytes, nbytes - _streamed(power, nbytes, max(mine, default=0)))
         shares.append(share)
         slowest = max(slowest, share.read_bytes / power.disk_rate)
-        chain += nbytes / power.compute_rate
-    links = len(sizes) * link_seconds if len(ranks) > 1 else 0.0
-    return Deal(owners, tuple(shares), slowest, chain + links)
+        chain += sum(mine) / power.compute_rate
+        together = max(together, sum(more) / power.compute_rate)
+    sent = len(sizes) + (len(ranks) if steps else 0)
+    chain += together + (sent * link_seconds if len(ranks) > 1 else 0.0)
+    return Deal(owners, tuple(shares), slowest, chain, tuple(map(len, rows)) if steps else ())
 
 
 def helps(before: Deal, after: Deal) -> bool:
@@ -123,15 +133,42 @@ def _shared_out(sizes: Sequence[int], ranks: Sequence[RankPower]) -> list[int]:
     """The rank of each part: the largest ones first, each to whoever has then read all soonest."""
     largest, taken, owners = max(sizes), [0] * len(ranks), [0] * len(sizes)
     for place in sorted(range(len(sizes)), key=lambda place: -sizes[place]):
-
-        def until(rank: int, more: int = sizes[place]) -> tuple[float, float]:
-            power, nbytes = ranks[rank], taken[rank] + more
-            seconds = _streamed(power, nbytes, largest) / power.disk_rate
-            return seconds, nbytes / max(1, power.room_bytes)
-
-        owners[place] = owner = min(range(len(ranks)), key=until)
+        owners[place] = owner = _first_done(ranks, taken, sizes[place], largest)
         taken[owner] += sizes[place]
     return owners
+
+
+def _rows_shared_out(
+    steps: Sequence[int], ranks: Sequence[RankPower], taken: Sequence[int], largest: int
+) -> list[list[int]]:
+    """The steps of rows of each rank, each to whoever has then read all soonest."""
+    found: list[list[int]] = [[] for _ in ranks]
+    so_far = [*taken]
+    for place, size in enumerate(steps):
+        without = [rank for rank, mine in enumerate(found) if not mine]
+        left = len(steps) - place
+        among = without if len(without) >= left else range(len(ranks))
+        owner = _first_done(ranks, so_far, size, largest, among)
+        found[owner].append(size)
+        so_far[owner] += size
+    return found
+
+
+def _first_done(
+    ranks: Sequence[RankPower],
+    taken: Sequence[int],
+    more: int,
+    largest: int,
+    among: Iterable[int] | None = None,
+) -> int:
+    """Who has read all it has taken soonest, and `more`."""
+
+    def until(rank: int) -> tuple[float, float]:
+        power, nbytes = ranks[rank], taken[rank] + more
+        seconds = _streamed(power, nbytes, largest) / power.disk_rate
+        return seconds, nbytes / max(1, power.room_bytes)
+
+    return min(range(len(ranks)) if among is None else among, key=until)
 
 
 def even(rates: Sequence[float]) -> list[float]:

@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pipeload._sizes import counted, format_size
+from pipeload.budget.model_parts import Elsewhere
 from pipeload.errors import GroupError, OptionError
 from pipeload.ring import agreement
-from pipeload.ring.deal import Deal, RankPower, deal, even
+from pipeload.ring.deal import Deal, RankPower, even
 from pipeload.ring.environment import place_here
-from pipeload.ring.outputs import Part
+from pipeload.ring.head_rows import HeadRows, deal_with_rows
+from pipeload.ring.outputs import Part, RowsPart
 from pipeload.ring.relay import Relay, told
 from pipeload.weights.disk_rate import probe
 
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
 
     from pipeload.checkpoint.headers import TensorEntry
     from pipeload.ring.dealt_parts import DealtPart
+    from pipeload.weights.row_cuts import RowRange
 
 _log = logging.getLogger("pipeload")
 
@@ -68,6 +71,8 @@ class Powers:
     """Of the weights."""
     hidden: int
     """Bytes of what a block gives for one token."""
+    head: HeadRows | None
+    """The last part, if its rows may be dealt out."""
 
 
 class Membership:
@@ -88,6 +93,7 @@ class Membership:
         self._alike = True
         self.deal: Deal | None = None
         self._parts: list[Part] = []
+        self._shared: RowsPart | None = None
 
     @contextlib.contextmanager
     def together(self, doing: str) -> Iterator[None]:
@@ -163,12 +169,27 @@ class Membership:
         ]
         sizes = [part.nbytes for part in parts]
         link = max(link for *_, link in powers)
-        self.deal = deal(sizes, ranks, blocks=blocks, link_seconds=link)
+        self.deal, rows = deal_with_rows(
+            mine.head,
+            sizes,
+            ranks,
+            self._all_exact,
+            blocks=blocks,
+            link_seconds=link,
+        )
+        if rows:
+            self._shared = RowsPart(parts[-1].name, rows)
         self._parts = [
             Part(part.name, owner, part.layers)
-            for part, owner in zip(parts, self.deal.owners, strict=True)
+            for part, owner in zip(parts, self.deal.owners, strict=False)  # without a shared head
         ]
-        _log.info("%s", self._described(ranks))
+        _log.info("%s", self._described(ranks, tried=mine.head is not None))
+
+    def _all_exact(self, head: HeadRows, rows: Sequence[RowRange]) -> bool:
+        """Whether each rank's rows of the head have the whole's bits on it."""
+        with self.together("rows of the head are tried"):
+            exact = head.is_exact(rows[self.group.rank])
+        return all(self.group.gather_json(exact, "rows of the head are tried"))
 
     def _link_seconds(self, nbytes: int) -> float:
         """How long it takes until all have what one gave for a token: the median of a few."""
@@ -180,36 +201,44 @@ class Membership:
             times.append(time.perf_counter() - began)
         return sorted(times)[_ROUNDS // 2]
 
-    def _described(self, ranks: Sequence[RankPower]) -> str:
+    def _described(self, ranks: Sequence[RankPower], *, tried: bool) -> str:
         made, group = self.deal, self.group
         assert made is not None  # noqa: S101 - it has just been made
-        share = made.shares[group.rank]
+        share, head = made.shares[group.rank], ""
+        if self._shared is not None:
+            start, stop = self._shared.ranges[group.rank]
+            head = f" and rows {start}:{stop} of the head"
+        elif tried:
+            head = " (the head is one: its rows by themselves would have other bits)"
         read = f"{format_size(share.read_bytes)} read per token"
         rate = format_size(round(ranks[group.rank].disk_rate))
         return (
             f"rank {group.rank} of {group.size}: {share.count} of "
-            f"{counted(len(self._parts), 'part')}, about {read} at {rate}/s. All: about "
+            f"{counted(len(self._parts), 'part')}{head}, about {read} at {rate}/s. All: about "
             f"{made.disk_seconds:.2g} s of reading a token, {made.chain_seconds:.2g} s of "
             "computing and sending it"
         )
 
     @property
-    def away(self) -> Collection[str]:
-        """The modules that other ranks run."""
-        return frozenset(part.name for part in self._parts if part.owner != self.group.rank)
+    def away(self) -> Elsewhere:
+        """What other ranks run."""
+        rank = self.group.rank
+        names = frozenset(part.name for part in self._parts if part.owner != rank)
+        return Elsewhere(names, None if self._shared is None else self._shared.ranges[rank])
 
     @property
     def layers_away(self) -> Collection[int]:
         """The layers whose cache other ranks have."""
+        rank = self.group.rank
         return frozenset(
-            layer for part in self._parts if part.name in self.away for layer in part.layers
+            layer for part in self._parts if part.owner != rank for layer in part.layers
         )
 
     def attach(self, model: nn.Module) -> Iterator[Callable[[], object]]:
         """Have the parts of others answered by them, and own ones sent. Gives what undoes each."""
         relay = Relay(self.group, compare=self._alike)
         relay.share_random_state()
-        yield from relay.attach(model, self._parts)
+        yield from relay.attach(model, self._parts, self._shared)
 
     def close(self) -> None:
         """Leave the group. May be called again."""

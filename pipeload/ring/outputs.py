@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Hashable, Mapping, Sequence
 
     from pipeload.ring.group import Group
+    from pipeload.weights.row_cuts import RowRange
 
 _LARGE_BYTES = 1 << 20
 _MOST_KNOWN = 16
@@ -42,6 +43,14 @@ class Part(NamedTuple):
     owner: int
     layers: tuple[int, ...] = ()
     """The layers of a cache that it writes to."""
+
+
+class RowsPart(NamedTuple):
+    """A Linear of which each rank computes some rows: the head."""
+
+    name: str
+    ranges: tuple[RowRange, ...]
+    """Of each rank."""
 
 
 class Failure(NamedTuple):

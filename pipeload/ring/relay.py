@@ -28,8 +28,9 @@ from pipeload.ring.block_inputs import (
     positions_in,
 )
 from pipeload.ring.outputs import Failure, Outputs
+from pipeload.ring.shared_rows import SharedRows
 from pipeload.ring.trees import by_name, take_apart
-from pipeload_hooks import answer, guard
+from pipeload_hooks import answer, guard, share_rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from pipeload.ring.group import Group
-    from pipeload.ring.outputs import Part
+    from pipeload.ring.outputs import Part, RowsPart
 
 _log = logging.getLogger("pipeload")
 
@@ -67,7 +68,9 @@ class Relay:
         """By each layer of the cache, before that part."""
         self._outputs = Outputs(group)
 
-    def attach(self, model: nn.Module, parts: Sequence[Part]) -> Iterator[Callable[[], object]]:
+    def attach(
+        self, model: nn.Module, parts: Sequence[Part], shared: RowsPart | None = None
+    ) -> Iterator[Callable[[], object]]:
         """Put hooks and answers on; the first part is where a pass begins.
 
         Gives what takes each off again, as soon as it is on.
@@ -81,6 +84,8 @@ class Relay:
                 yield from self._compute(module, part, first=place == 0)
             else:
                 yield answer(module, self._receiver(part, first=place == 0))
+        if shared is not None:
+            yield from self._compute_rows(model.get_submodule(shared.name), shared)
 
     # -- own parts -------------------------------------------------------------------------------
 
@@ -99,7 +104,7 @@ class Relay:
         ) -> None:
             begun, self._computing = bool(self._computing), ""
             given = by_name(args, kwargs)
-            if output is None:
+            if _is_missing(output):
                 if begun or not first:  # else no rank has begun
                     self._send_failure(part, given)
                 return
@@ -140,15 +145,33 @@ class Relay:
                 let_grow(cache_among(args, kwargs), grown, given)
                 return output
             self._told = True
-            group = self._group
-            raise GroupError(
-                f"{group.name(part.owner)} failed in {part.name!r}: {found.why} Check that rank, "
-                "then do the same again: the group goes on.",
-                rank=part.owner,
-                host=group.hosts[part.owner],
-            )
+            raise _failed_there(self._group, part.owner, part.name, found.why)
 
         return receive
+
+    # -- a part of all ---------------------------------------------------------------------------
+
+    def _compute_rows(self, module: Any, part: RowsPart) -> Iterator[Callable[[], object]]:
+        rows = SharedRows(self._group, part.name, part.ranges)
+
+        def complete(output: torch.Tensor) -> None:
+            if failures := rows.complete(output):
+                self._told = True
+                rank, why = min(failures.items())
+                raise _failed_there(self._group, rank, part.name, why)
+
+        def leave(_module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
+            # Not shared: a weight of the user's own, which is here as a whole.
+            if rows.settle() or not _is_missing(output):
+                return
+            try:
+                rows.tell_failure(told(sys.exc_info()[1]))
+                self._told = True
+            except GroupError as error:
+                _log.debug("%s", error)
+
+        yield share_rows(module, *part.ranges[self._group.rank], complete)
+        yield module.register_forward_hook(leave, prepend=True, always_call=True).remove
 
     # -- passes ----------------------------------------------------------------------------------
 
@@ -233,6 +256,20 @@ class Relay:
                 self._group.gather_json(told(error), "a refusal is told")
         except GroupError as lost:  # the model's own error is on its way
             _log.debug("%s", lost)
+
+
+def _is_missing(output: Any) -> bool:
+    """Whether the module has failed; a Linear that comes in ranges of rows had none by then."""
+    return output is None or (isinstance(output, torch.Tensor) and output.shape[-1:] == (0,))
+
+
+def _failed_there(group: Group, rank: int, part: str, why: str) -> GroupError:
+    return GroupError(
+        f"{group.name(rank)} failed in {part!r}: {why} Check that rank, then do the same again: "
+        "the group goes on.",
+        rank=rank,
+        host=group.hosts[rank],
+    )
 
 
 def _could_not_begin(group: Group, rank: int, text: str) -> GroupError:

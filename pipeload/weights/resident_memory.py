@@ -8,7 +8,7 @@ import torch
 
 from pipeload.weights.arena import Arena, Region
 from pipeload.weights.layout import lay_out
-from pipeload.weights.mapped import MappedFiles, MappedPlacement
+from pipeload.weights.mapped import MappedFiles, MappedPlacement, can_map
 from pipeload.weights.placement import Placement
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class ResidentMemory:
 
     def make(self, layout: Layout) -> Place:
         """Make memory for a layout: one piece of a unit, or everything that is pinned."""
-        if self._mapped is not None:
+        if self._mapped is not None and can_map(layout):
             return MappedPlacement(layout, self._mapped)
         return Placement(layout, self._region(layout), self._files, self._convert)
 

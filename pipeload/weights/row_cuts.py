@@ -18,17 +18,21 @@ import math
 import random
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import nn
 from torch.nn import functional
 
+from pipeload.weights.arena import DTYPES
 from pipeload.weights.whole_shape import KERNEL_ALIGN, WholeShape
+
+if TYPE_CHECKING:
+    from pipeload.weights.layout import Weight
 
 ROW_STEP = 64
 """Ranges begin at multiples of this many rows."""
-_WIDE_STEP = 256
+WIDE_STEP = 256
 # Tried when a model is planned, as many as there is time for: decoding, drafts and small batches,
 # prompts. Others are tried when they come. In half precision oneDNN keeps about 0.5 MB of kernels
 # for every number of rows and every size of range that it has ever seen: there are fewer trials.
@@ -58,16 +62,31 @@ class Cut(NamedTuple):
     inputs: int
     """Columns of the weight."""
     ranges: tuple[RowRange, ...]
+    """One behind the other."""
     offset: int = 0
     """Where the weight begins in memory, modulo 64."""
     bias: bool = False
     requires_grad: bool = True
     """Of the weight: matmul picks its kernel by it, even under no_grad."""
+    weight_rows: int = 0
+    """How many rows the weight has, where the ranges are not all of it."""
 
     @property
     def total(self) -> int:
         """How many rows the weight has."""
-        return self.ranges[-1].stop
+        return self.weight_rows or self.ranges[-1].stop
+
+    @property
+    def within(self) -> RowRange:
+        """The rows of all ranges together."""
+        return RowRange(self.ranges[0].start, self.ranges[-1].stop)
+
+    def ranges_of(self, rows: int, step: int) -> tuple[RowRange, ...]:
+        """Its rows in ranges of at most `rows`, as `row_ranges` cuts them."""
+        first, stop = self.within
+        count = stop - first
+        rows = max(_least_rows(count, step), rows - rows % step)
+        return tuple(RowRange(first + a, first + b) for a, b in row_ranges(count, rows, step))
 
 
 class Given(NamedTuple):
@@ -105,6 +124,15 @@ def _precision() -> str:
         return str(torch.backends.mkldnn.matmul.fp32_precision)  # type: ignore[attr-defined]
 
 
+def whole_cut(weight: Weight, module: nn.Linear) -> Cut:
+    """The product of a Linear with all of its rows at once."""
+    total, columns = weight.shape
+    offset = weight.sources[0].start % KERNEL_ALIGN if weight.raw else 0
+    bias, requires_grad = module.bias is not None, module.weight.requires_grad
+    ranges = (RowRange(0, total),)
+    return Cut(DTYPES[weight.dtype], columns, ranges, offset, bias, requires_grad, total)
+
+
 def row_ranges(total: int, rows: int, step: int = ROW_STEP) -> tuple[RowRange, ...]:
     """Cut `total` rows into the fewest ranges of at most `rows`, as even as can be.
 
@@ -140,11 +168,9 @@ def best_cut(cut: Cut, rows: int, least: int, *, anyhow: bool) -> Cut | None:
     precision, ranges of at most `least` rows are tried for all others.
     """
     found: list[tuple[int, Cut]] = []
-    for step in (ROW_STEP, _WIDE_STEP):
-        most, tried = (
-            row_ranges(cut.total, max(_least_rows(cut.total, step), n - n % step), step)
-            for n in (rows, least if cut.dtype.itemsize < _SINGLE else rows)
-        )
+    for step in (ROW_STEP, WIDE_STEP):
+        most = cut.ranges_of(rows, step)
+        tried = cut.ranges_of(least if cut.dtype.itemsize < _SINGLE else rows, step)
         one = cut._replace(ranges=most)
         if len(most) == 1:
             continue

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
+from pipeload.budget import cut
 from pipeload.errors import MemoryLimitError
 from pipeload.ring import joining
 from tests.promises.exact.test_generation import GREEDY, MODES, generate
 from tests.support.exact import (
+    ROOMY,
     assert_same,
     load,
     prompt,
     steady_floor,
     step_logits,
 )
+from tests.support.experts import moe_config
 from tests.support.models import load_plain, random_model, save_random, tiny_config
 from tests.support.ranks import on_ranks
 
@@ -30,6 +34,17 @@ if TYPE_CHECKING:
 __all__ = ["steady_floor"]  # a fixture: every test here runs with it
 
 FAMILIES = {"llama": "fp32", "qwen3": "bf16", "gemma3": "bf16"}
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """As ranks compute."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _uses(family: str) -> Iterator[tuple[str, Use]]:
@@ -52,6 +67,25 @@ def _generating(ids: torch.Tensor, **options: Any) -> Use:
     return lambda model: generate(model, ids, **options)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["llama", "mixtral"])
+def test_removed_where_weights_are_made(tmp_path: Path, kind: str) -> None:
+    """Cast as they are loaded, and stacked by the library: those of others are there, too."""
+    config = tiny_config(kind) if kind == "llama" else moe_config(kind)
+    folder, ids = save_random(config, tmp_path, "bf16", seed=3), prompt()
+    with one_thread():
+        wanted = load_plain(folder, dtype=torch.float32)(ids, logits_to_keep=2).logits
+
+    @torch.no_grad()
+    def act(_rank: int) -> list[bool]:
+        model = load(folder, ROOMY, ranks=2, dtype=torch.float32)
+        same = [torch.equal(model(ids, logits_to_keep=2).logits, wanted)]
+        model.pipeload.remove()
+        return [*same, torch.equal(model(ids, logits_to_keep=2).logits, wanted)]
+
+    assert on_ranks(2, act, seconds=60) == [[True, True]] * 2
+
+
 @pytest.fixture(scope="module", params=FAMILIES)
 def family(request: pytest.FixtureRequest) -> str:
     """One after the other, so that its checkpoint is made once."""
@@ -69,18 +103,21 @@ def folder(family: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def plain(family: str, folder: Path) -> Plain:
     """The uses, and what a plain model gives; with one thread, as in the ranks."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    uses, model = dict(_uses(family)), load_plain(folder)
-    wanted = {name: use(model) for name, use in uses.items()}
-    torch.set_num_threads(before)
-    return uses, wanted
+    with one_thread():
+        uses, model = dict(_uses(family)), load_plain(folder)
+        return uses, {name: use(model) for name, use in uses.items()}
 
 
 @pytest.fixture(autouse=True)
 def even_disks(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if all disks were equally fast: so all ranks get as much."""
     monkeypatch.setattr(joining, "disk_rate", lambda _files: 1e9)
+
+
+@pytest.fixture(autouse=True)
+def small_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tables of tiny models are read by rows, so a head that shares one is dealt out, too."""
+    monkeypatch.setattr(cut, "_TABLE_BYTES", 1 << 12)
 
 
 @pytest.fixture(autouse=True)
@@ -99,7 +136,10 @@ def _continued(model: Any) -> Any:
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 3])
 def test_every_use(folder: Path, plain: Plain, size: int) -> None:
-    """Tokens, scores, hidden states and logits are equal on every rank, and each reads its own."""
+    """Tokens, scores, hidden states and logits are equal on every rank, and each reads its own.
+
+    Of the head some rows each.
+    """
 
     def refused(_rank: int) -> int:
         with pytest.raises(MemoryLimitError) as refusal:
@@ -121,5 +161,6 @@ def test_every_use(folder: Path, plain: Plain, size: int) -> None:
     limit = max(on_ranks(size, refused))  # of each for its share
     found = on_ranks(size, act, seconds=300)
     assert all(isinstance(names, list) for names in found), found
-    names = [name for own in found for name in own]
+    names = [name for own in found for name in own if name != "lm_head"]
     assert len(names) == len(set(names))
+    assert all("lm_head" in own for own in found)

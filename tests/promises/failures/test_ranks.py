@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 import signal
 import socket
@@ -14,8 +16,10 @@ import pytest
 import torch
 
 import pipeload
+from pipeload.engine.row_products import RowProducts
 from pipeload.entry import ranks as ranks_file
 from pipeload.ring import group as group_file
+from pipeload.ring import head_rows
 from tests.support.exact import load, prompt, smallest_limit, steady_floor
 from tests.support.models import load_plain, save_random, tiny_config
 from tests.support.ranks import Ranks, free_port, on_ranks
@@ -153,6 +157,75 @@ def test_a_block_fails_and_the_group_goes_on(tiny: TinyCheckpoint) -> None:
     assert f"rank 1 ({HOST}) failed in 'model.layers." in said
     assert "OSError: the cable is loose." in said
     assert first == other == _answer(load_plain(folder))
+
+
+def test_rows_of_the_head_fail_and_the_group_goes_on(tiny: TinyCheckpoint) -> None:
+    """Before or while they are computed. A weight of the user's own is everybody's, as a whole.
+
+    A new forward is refused: it may need all rows.
+    """
+    folder = tiny("llama")
+    limit = smallest_limit(folder)
+
+    def act(rank: int) -> Any:
+        model, said = load(folder, limit, ranks="auto"), []
+        head = model.lm_head
+        assert any(unit.name.startswith("lm_head[") for unit in model.pipeload.plan.units)
+
+        def fail(*_: object) -> None:
+            raise OSError("the disk is gone")
+
+        for way in ("before", "within"):
+            hook = head.register_forward_pre_hook(fail) if (rank, way) == (1, "before") else None
+            within = mock.patch.object(RowProducts, "by_whole", fail)
+            with (
+                within if (rank, way) == (1, "within") else contextlib.nullcontext(),
+                pytest.raises((pipeload.GroupError, OSError)) as caught,
+            ):
+                _answer(model)
+            if hook is not None:
+                hook.remove()
+            said.append(str(caught.value))
+        answers = [_answer(model)]
+        head.forward = lambda x: torch.nn.functional.linear(x, head.weight)
+        with pytest.raises(pipeload.UnsupportedOperationError, match="'lm_head' was replaced"):
+            _answer(model)
+        del head.forward
+        answers.append(_answer(model))
+        head.weight = torch.nn.Parameter(torch.ones(head.weight.shape).cumsum(0))
+        return said, [*answers, _answer(model)]
+
+    (said, first), (own, other) = on_ranks(2, act, seconds=90)
+    assert own == ["the disk is gone"] * 2
+    assert all(f"rank 1 ({HOST}) failed in 'lm_head': OSError: the disk" in text for text in said)
+    plain = load_plain(folder)
+    wanted = [_answer(plain)] * 2
+    plain.lm_head.weight = torch.nn.Parameter(torch.ones(plain.lm_head.weight.shape).cumsum(0))
+    assert first == other == [*wanted, _answer(plain)]
+
+
+def test_a_head_whose_rows_are_not_exact(
+    tiny: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is one rank's, and the log says why."""
+    folder = tiny("llama")
+    limit = smallest_limit(folder)
+    monkeypatch.setattr(head_rows, "can_cut_rows", lambda _cut: False)
+
+    def act(_rank: int) -> Any:
+        said: list[str] = []
+        log = logging.getLogger("pipeload")
+        log.setLevel(logging.INFO)
+        with mock.patch.object(log, "info", lambda *words: said.append(str(words))):
+            model = load(folder, limit, ranks="auto")
+        heads = [unit.name for unit in model.pipeload.plan.units if unit.name.startswith("lm_head")]
+        return bool(heads), _answer(model), any("its rows by themselves would" in s for s in said)
+
+    found = on_ranks(2, act, seconds=60)
+    assert sorted(found) == [
+        [False, (wanted := _answer(load_plain(folder))), True],
+        [True, wanted, True],
+    ]
 
 
 def _is_here(model: Any, layer: int) -> bool:

@@ -19,7 +19,13 @@ from torch.overrides import TorchFunctionMode
 
 from pipeload.weights.row_cuts import Cut, can_cut_rows, row_ranges
 from pipeload_hooks import EvictedWeightWatch, placeholder
-from pipeload_hooks._split import attach_split, can_split, computes_linear, restore_split
+from pipeload_hooks._split import (
+    attach_split,
+    can_split,
+    computes_linear,
+    restore_split,
+    share_rows,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Sequence
@@ -109,6 +115,34 @@ def assert_same(made: torch.Tensor, plain: torch.Tensor) -> None:
     assert made.is_inference() == plain.is_inference()
     assert made.requires_grad == plain.requires_grad
     assert made.stride() == plain.stride()
+
+
+def test_some_rows_are_computed_elsewhere(pair: Pair) -> None:
+    """They are filled in before any hook sees the output, and until that is undone."""
+    x, seen = torch.randn(2, 32), []
+    wanted = pair.plain(x)
+
+    def complete(output: torch.Tensor) -> None:
+        assert torch.equal(output[:, 64:128], wanted[:, 64:128])
+        output[:, :64], output[:, 128:] = wanted[:, :64], wanted[:, 128:]
+
+    every = register_module_forward_hook(lambda _module, _args, output: seen.append(output))
+    undo = share_rows(pair.split, 64, 128, complete)
+    cuts = pair.source.cuts
+    try:
+        with torch.no_grad():
+            pair.source.cuts = [64, 128]
+            assert torch.equal(pair.split(x), wanted)
+            assert torch.equal(seen[-1], wanted)
+            for wrong, said in (([64, 100], "only 100 of the 128 rows"), (cuts, "rows 0:64 of")):
+                pair.source.cuts = wrong
+                with pytest.raises(RuntimeError, match=said):
+                    pair.split(x)
+            undo()
+            undo()
+            assert torch.equal(pair.split(x), wanted)
+    finally:
+        every.remove()
 
 
 @given(

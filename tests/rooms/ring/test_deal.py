@@ -56,6 +56,25 @@ def test_the_head_counts() -> None:
     assert [made.shares[head].count, made.shares[1 - head].count] == [11, 12]
 
 
+def test_rows_even_out_what_blocks_leave() -> None:
+    """Of 22 blocks one of three has one more, and hardly any of the head."""
+    made = deal([88 * MB] * 22, [power(450)] * 3, steps=[MB] * 131)
+    assert sum(made.steps) == 131
+    assert [made.shares[rank].count for rank in range(3)] == [
+        8 if steps == min(made.steps) else 7 for steps in made.steps
+    ]
+    sizes = sorted(share.nbytes for share in made.shares)
+    assert sizes == [681 * MB, 681 * MB, 705 * MB]
+    two = deal([88 * MB] * 22, [power(450)] * 2, steps=[MB] * 131)
+    assert sorted(two.steps) == [65, 66]
+
+
+def test_rows_are_computed_at_once() -> None:
+    """Blocks one after the other, and the head by all of them; rows are sent by each."""
+    made = deal([100 * MB] * 2, [power(5000, compute=1000)] * 2, steps=[MB] * 100, link_seconds=1.0)
+    assert made.chain_seconds == pytest.approx(0.2 + 0.05 + 4.0)
+
+
 def test_what_measuring_tells_apart() -> None:
     """Disks that are about as fast are taken to be as fast."""
     assert even([400, 380, 420]) == [400, 400, 400]
@@ -85,17 +104,21 @@ def test_a_slow_machine_is_told() -> None:
     st.lists(st.integers(1, 300), min_size=5, max_size=40),
     st.lists(st.builds(power, st.integers(-500, 9000), st.floats(1, 5000)), min_size=1, max_size=5),
     st.booleans(),
+    st.integers(0, 40),
 )
 def test_each_part_has_an_owner_and_each_rank_a_block(
-    sizes: list[int], ranks: list[RankPower], head: bool
+    sizes: list[int], ranks: list[RankPower], head: bool, steps: int
 ) -> None:
     """Whatever the sizes; residents are never more than the share, or the room."""
     blocks = len(sizes) - head
     if blocks < len(ranks):
         return
-    made = deal([size * MB for size in sizes], ranks, blocks=blocks)
+    rows = [MB] * (steps if steps >= len(ranks) else 0)
+    made = deal([size * MB for size in sizes], ranks, blocks=blocks, steps=rows)
+    assert sum(made.steps) == len(rows)
+    assert all(made.steps)
     assert set(made.owners[:blocks]) == set(range(len(ranks)))
-    assert sum(share.nbytes for share in made.shares) == sum(sizes) * MB
+    assert sum(share.nbytes for share in made.shares) == (sum(sizes) + len(rows)) * MB
     for share, rank in zip(made.shares, ranks, strict=True):
         assert 0 <= share.resident_bytes <= share.nbytes
         assert share.resident_bytes <= max(0, rank.room_bytes) + 1
