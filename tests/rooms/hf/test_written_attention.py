@@ -15,6 +15,8 @@ from transformers.models.llama import modeling_llama
 import pipeload
 from pipeload.budget import attention_memory
 from pipeload.budget.attention_memory import Scores
+from pipeload.budget.pass_needs import PassNeeds
+from pipeload.budget.pass_shape import PassShape
 from pipeload.hf import written_attention
 from pipeload.hf.written_attention import WrittenAttention
 from pipeload_hooks import attend_head_by_head, products_are_by_head
@@ -173,3 +175,22 @@ def test_the_code_is_judged_and_not_the_name() -> None:
         written_attention._SINKS
     )
     assert not written_attention._digest(len)
+
+
+@pytest.mark.parametrize("kind", ["gpt_oss", "mixtral"])
+def test_less_is_planned_for(kind: str) -> None:
+    """A prompt of 1024: with all scores once, or of one head, where the library has several."""
+    from transformers import AutoModelForCausalLM
+
+    config = moe_config(kind, max_position_embeddings=2048, attn_implementation="eager")
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    attention = WrittenAttention(model, torch.bfloat16)
+    shape = PassShape(1024, 1)
+    scores = 6 * 1024 * 1024 * 2
+    plain = PassNeeds(model, config).for_shape(shape)
+    if HALF_BY_HEAD:
+        assert PassNeeds(model, config, attention=attention).for_shape(shape) < plain - 2 * scores
+    model.model.layers[0].self_attn.register_forward_hook(lambda *_: None)
+    once = PassNeeds(model, config, attention=attention).for_shape(shape)
+    assert plain - 3.5 * scores < once < plain - scores
