@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 _NAME, _REPEAT = "eager_attention_forward", "repeat_kv"
-_SINKS = {"94f4b88abebb6124": False, "61cec4ee0973a575": True}
+_SINKS = {"b8de226491f8ac12": False, "ee73229d3ecfc9d0": True}
 """Functions that are known, by a digest of their code: whether they have sinks."""
 _OURS = "pipeload_hooks"
 _DIMENSIONS = 4
@@ -86,7 +86,7 @@ class WrittenAttention:
         with contextlib.ExitStack() as undo:
             if self.kept() is Scores.ONCE:
                 _seen.update(copied.modules())
-                undo.callback(_seen.clear)
+                undo.callback(_seen.difference_update, list(copied.modules()))
             for step in serve(copied):
                 undo.callback(step)
             yield
@@ -123,15 +123,10 @@ def _replacement(original: Callable[..., Any]) -> Callable[..., Any]:
         dropout: float = 0.0,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        if (
-            module in _served
-            and _fits(query, key, value, attention_mask)
-            and not (dropout and module.training)
-        ):
-            repeat, groups = (
-                vars(sys.modules[original.__module__])[_REPEAT],
-                module.num_key_value_groups,
-            )
+        fits = module in _served and _fits(query, key, value, attention_mask)
+        if fits and not (dropout and module.training) and not (sinks and _casts(module, query)):
+            repeat = vars(sys.modules[original.__module__])[_REPEAT]
+            groups = module.num_key_value_groups
             apart = products_are_by_head(query.dtype) and not _is_observed(module)
             return attend_head_by_head(
                 query,
@@ -147,6 +142,11 @@ def _replacement(original: Callable[..., Any]) -> Callable[..., Any]:
         return result
 
     return attend
+
+
+def _casts(module: Any, query: Tensor) -> bool:
+    """Whether scores become another dtype beside the module's sinks."""
+    return module.sinks.dtype is not query.dtype
 
 
 def _probabilities(  # noqa: PLR0917 - the last three are those that the lower layer gives
@@ -242,5 +242,4 @@ def _digest(function: Callable[..., Any]) -> str:
             argument.annotation = None
     if ast.get_docstring(node) is not None:
         del node.body[0]
-    text = "".join(ast.unparse(node).split()).replace("(", "").replace(")", "")
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    return hashlib.sha256("".join(ast.unparse(node).split()).encode()).hexdigest()[:16]
