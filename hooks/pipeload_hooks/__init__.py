@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pipeload_hooks._answers import MOST_COMPUTED, UnknownValueError
 from pipeload_hooks._attach import Attachment, attach, inside_compiled_call
-from pipeload_hooks._attention_thread import AttentionAside, kernels_stay
+from pipeload_hooks._attention_thread import AttentionAside, is_watched, kernels_stay
 from pipeload_hooks._binding import (
     Binding,
     Bound,
@@ -43,6 +43,7 @@ from pipeload_hooks._experts import (
     experts_at_hand,
 )
 from pipeload_hooks._growth import TreeWatch
+from pipeload_hooks._head_by_head import attend_head_by_head, products_are_by_head
 from pipeload_hooks._lookup import takes_ids
 from pipeload_hooks._modes import discard_ended
 from pipeload_hooks._passes import PassGate
@@ -97,6 +98,7 @@ __all__ = [
     "attach_experts",
     "attach_rows",
     "attach_split",
+    "attend_head_by_head",
     "bind",
     "bind_for_long",
     "can_split",
@@ -110,12 +112,14 @@ __all__ = [
     "guard",
     "inside_compiled_call",
     "is_placeholder",
+    "is_watched",
     "kernels_stay",
     "names_of_others",
     "note_changes",
     "observe_usage",
     "placeholder",
     "plain_kind",
+    "products_are_by_head",
     "put_parameter",
     "restore_split",
     "set_parameter",

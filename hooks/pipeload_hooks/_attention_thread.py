@@ -54,7 +54,7 @@ class AttentionAside(PassMode):
         kwargs = kwargs or {}
         if func is functional.scaled_dot_product_attention and self.active:
             call = _sizes(args, kwargs)
-            if call is not None and not _is_watched() and (thread := self._place.thread_for(call)):
+            if call is not None and not is_watched() and (thread := self._place.thread_for(call)):
                 return thread.submit(_State().compute, func, args, kwargs).result()
         return func(*args, **kwargs)
 
@@ -146,6 +146,7 @@ def kernels_stay(dtype: torch.dtype) -> bool:
     return part is not None and bool(torch.cpu.get_capabilities().get(part, False))
 
 
-def _is_watched() -> bool:
+def is_watched() -> bool:
+    """Whether modes of somebody else see what is computed in this thread."""
     others = (mode for mode in modes_of_thread() if not isinstance(mode, PassMode))
     return any(True for _ in others) or torch._C._len_torch_dispatch_stack() > 0

@@ -2,18 +2,62 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import enum
+from typing import TYPE_CHECKING, Protocol
 
 from pipeload.budget.kv_cache import PACKED, STATIC
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from contextlib import AbstractContextManager
+
+    from torch import nn
 
     from pipeload.budget.kv_cache import CachedLayers
     from pipeload.budget.model_sizes import Widths
     from pipeload.budget.pass_shape import Extras, PassShape
 
 _FP32 = 4  # bytes
+_FEW_SCORES = 4 << 20
+"""Up to so many, a layer's scores are left to the library: taking heads apart costs time."""
+_BETWEEN = 20
+"""Bytes that each score of one head takes until it is a probability, at most."""
+
+
+class Scores(enum.Enum):
+    """How many of the scores are in memory at once where attention is written out."""
+
+    COPIED = enum.auto()
+    """All, several times: the library's own functions."""
+    ONCE = enum.auto()
+    """All, and a few copies of those of one head."""
+    OF_A_HEAD = enum.auto()
+    """Those of one head, a few times."""
+
+
+class AttentionInUse(Protocol):
+    """How attention of one model computes where it is not a kernel."""
+
+    def kept(self) -> Scores:
+        """How many scores are there at once, as things stand."""
+
+    def tried(self, copied: nn.Module, /) -> AbstractContextManager[None]:
+        """Inside, a copy of the model without weights computes as the model itself."""
+
+
+def few_scores(count: int) -> bool:
+    """Whether so many scores of a layer are better left to the library."""
+    return count <= _FEW_SCORES
+
+
+def kept_scores(
+    attention: AttentionInUse | None, shape: PassShape, extras: Extras, w: Widths
+) -> Scores:
+    """How many are there at once in a pass of `shape`."""
+    if attention is None or shape.tokens == 1 or w.attention != "eager":
+        return Scores.COPIED
+    found = attention.kept()
+    return Scores.ONCE if extras.attentions and found is Scores.OF_A_HEAD else found
 
 
 def rotated(w: Widths) -> int:
@@ -22,8 +66,16 @@ def rotated(w: Widths) -> int:
     return max(4 * w.query * w.item + key, w.query * (w.item + 2 * _FP32) * w.normed_queries)
 
 
-def attention(layer: CachedLayers, mask: int, shape: PassShape, w: Widths, *, fused: bool) -> int:
-    """What one layer's attention takes: its update, repeated heads, and scores."""
+def attention(
+    layer: CachedLayers,
+    mask: int,
+    shape: PassShape,
+    w: Widths,
+    *,
+    fused: bool,
+    kept: Scores = Scores.COPIED,
+) -> int:
+    """What one layer's attention takes: its update, repeated heads, and scores, `kept` so."""
     wide = layer.attended(shape.tokens)
     copied = layer.copied(shape.tokens)
     # Keys as wide as the queries; of a single head they are only viewed as many.
@@ -32,6 +84,10 @@ def attention(layer: CachedLayers, mask: int, shape: PassShape, w: Widths, *, fu
     copied += shape.batch * wide * w.unfolded * w.item
     held += shape.batch * wide * w.unfolded * w.item
     scores = shape.batch * w.heads * shape.tokens * wide
+    if w.attention == "eager" and kept is not Scores.COPIED and not few_scores(scores):
+        once = (scores + scores // wide) * w.item if kept is Scores.ONCE else 0
+        output = shape.batch * shape.tokens * w.query * w.item
+        return max(copied, held + output + once + shape.tokens * wide * _BETWEEN)
     if w.attention == "eager":
         # In half precision the softmax makes an fp32 copy, and gives fp32.
         softmax = scores * (w.item + 2 * _FP32 if w.item < _FP32 else 2 * w.item)
@@ -64,3 +120,8 @@ def recorded(w: Widths, layers: Sequence[CachedLayers], shape: PassShape, extras
             layer.alike * layer.attended(shape.tokens) * shape.tokens for layer in layers
         ) * (shape.batch * w.heads * w.item)
     return nbytes
+
+
+def towers(extras: Extras, w: Widths) -> int:
+    """What a vision tower or an encoder takes: it runs before the first layer."""
+    return (extras.patches * w.vision + extras.encoded * (4 * w.hidden + w.inner)) * w.item

@@ -6,7 +6,8 @@ all layers. Least recently used would fall to nothing where a token's experts do
 layers come in a cycle; a fixed set of favourites changes with the text. A prompt counts as one pass
 of its mean use, so that experts which decoding uses all the time outlive it. Scores of experts that
 are not used all fall at the same rate, so their order does not change: what is compared are
-logarithms, from which the age is taken once, when an expert is used.
+logarithms, from which the age is taken once, when an expert is used. Requests that take turns in
+each layer are one pass: else each would age what the others use.
 
 An expert that is read stays if there is room, or one with a lower score whose place it can take.
 """
@@ -63,7 +64,8 @@ class ExpertCache:
 
     def choose(self, layer: int, shares: Mapping[int, float]) -> Chosen:
         """Choose for one call of a layer: `shares` of the rows of input by expert, each over 0."""
-        if layer <= self._layer:
+        # The same layer again is the turn of another request in the same pass.
+        if layer < self._layer or len(self._sizes) == 1:
             self._passes += 1
         self._layer = layer
         for expert, share in shares.items():

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from pipeload.budget.attention_memory import attention, mask_elements, recorded, rotated
+from pipeload.budget import attention_memory
+from pipeload.budget.attention_memory import kept_scores, mask_elements, recorded
 from pipeload.budget.hint_pass import hinted_calls, hinted_trial, main_input
 from pipeload.budget.kv_cache import (
     NO_ROWS,
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from pipeload.budget.attention_memory import AttentionInUse
 
 __all__ = ["PassNeeds", "PassShape"]
 
@@ -78,23 +80,25 @@ class PassNeeds:
         products: Callable[[int], int] | None = None,
         fused: bool = True,
         away: Collection[int] = (),
+        attention: AttentionInUse | None = None,
     ) -> None:
         """`products(rows)`: bytes that a product of a quantised weight takes beside its tensors.
 
         `fused`: whether there is a kernel for attention in the model's dtype. `away`: layers whose
-        cache another rank has.
+        cache another rank has. `attention`: of a model that is served.
         """
         self._widths = read_widths(model, config)
         self._fused = fused and self._widths.same_heads
         self._configs = decoder_and_whole(config)
         self._products = products
         self._heard = self._widths.seen_by_encoder
-        self._rotated = rotated(self._widths)
+        self._rotated = attention_memory.rotated(self._widths)
         self._reader = CacheReader(self._widths.layers, self._widths.item)
         self._cross_reader = CacheReader(self._widths.layers, self._widths.item)
         # Trials take attention to be one kernel, as it is on processors.
-        self._trace = trace_of(model) if fused else None
+        self._trace = trace_of(model, attention) if fused else None
         self._short_by = 1.0
+        self._attention = attention
         self._generates: bool = getattr(model, "can_generate", bool)()
         alone = not self._widths.encoder_decoder and reads_text_alone(config)
         if self._trace is not None and self._generates and alone:
@@ -295,6 +299,7 @@ class PassNeeds:
         masks = [mask_elements(layer, shape, extras, w) for layer in layers]
         item = w.item
         mask = int(sum({layer.kind: m for layer, m in zip(layers, masks, strict=True)}.values()))
+        kept = kept_scores(self._attention, shape, extras, w)
         stream = 3 * w.hidden * item
         norm = w.hidden * (item + 2 * _FP32)
         forward = (w.hidden + w.inner) * item
@@ -302,7 +307,7 @@ class PassNeeds:
         scores = max(
             (
                 positions * (stream + 2 * w.query * item)
-                + attention(layer, m, shape, w, fused=self._fused)
+                + attention_memory.attention(layer, m, shape, w, fused=self._fused, kept=kept)
                 for layer, m in zip(layers, masks, strict=True)
             ),
             default=0,
@@ -312,7 +317,7 @@ class PassNeeds:
         held += recorded(w, layers, shape, extras)
         held += self._beside(positions)
         head = self._head(shape, extras, sampled=sampled)
-        return max(max(block, scores) + held, head + held, self._towers(extras))
+        return max(max(block, scores) + held, head + held, attention_memory.towers(extras, w))
 
     def _beside(self, positions: int) -> int:
         """What kernels take for so many positions, beside tensors."""
@@ -335,11 +340,6 @@ class PassNeeds:
         sampling = shape.batch * w.vocabulary * _SAMPLED_BYTES if sampled else 0
         sampling = max(sampling, logits * extras.made_of_logits)
         return nbytes + max(hidden + loss, sampling)
-
-    def _towers(self, extras: Extras) -> int:
-        """A vision tower or an encoder: it runs before the first layer."""
-        w = self._widths
-        return (extras.patches * w.vision + extras.encoded * (4 * w.hidden + w.inner)) * w.item
 
 
 def _with_margin(growth: int, transient: int) -> int:

@@ -10,6 +10,7 @@ import copy
 import logging
 import weakref
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -33,6 +34,7 @@ from pipeload_hooks import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable
 
+    from pipeload.budget.attention_memory import AttentionInUse
     from pipeload.budget.twin_blocks import TwinList
 
 __all__ = ["PassTrace", "Trial", "trace_of"]
@@ -66,8 +68,11 @@ class PassTrace:
     These are the very ones: what a user sets in them later holds for the next trial.
     """
 
-    def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
+    def __init__(
+        self, model: nn.Module, dtype: torch.dtype, attention: AttentionInUse | None = None
+    ) -> None:
         """Raises whatever a copy of `model` does."""
+        self._attention = attention
         self._whole = _bare(model, dtype)
         self._lists = [longer for one in like_lists(self._whole) if (longer := _longer(one))]
         self._short: _Skeleton | None = None
@@ -142,7 +147,9 @@ class PassTrace:
                 *_without_values(args),
                 **_without_values(kwargs),
             )
-            trial = try_out(call, skeleton.repeated, frames=self._frames)
+            attention = self._attention
+            with nullcontext() if attention is None else attention.tried(skeleton.model):
+                trial = try_out(call, skeleton.repeated, frames=self._frames)
             if trial.error is None:
                 return trial
             _log.debug("%s cannot be tried: %r", type(self._whole).__name__, trial.error)
@@ -161,15 +168,16 @@ class PassTrace:
         return [self._short, whole]
 
     def _settings(self) -> Hashable:
-        """What may be set in the configurations at any time."""
-        return tuple(map(private_parts.settings_of, self._configs))
+        """What may be set in the configurations at any time, and how attention computes."""
+        kept = None if self._attention is None else self._attention.kept()
+        return kept, *map(private_parts.settings_of, self._configs)
 
 
-def trace_of(model: nn.Module) -> PassTrace | None:
+def trace_of(model: nn.Module, attention: AttentionInUse | None = None) -> PassTrace | None:
     """For trials of a model's passes; None where it cannot be copied."""
     dtypes = (p.dtype for p in model.parameters() if p.is_floating_point())
     try:
-        return PassTrace(model, next(dtypes, torch.float32))
+        return PassTrace(model, next(dtypes, torch.float32), attention)
     except Exception as error:  # attributes may be anything
         _log.debug("%s cannot be copied: %r", type(model).__name__, error)
         return None

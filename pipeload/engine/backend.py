@@ -14,6 +14,7 @@ from pipeload.budget.buffer_count import BUFFER_COUNT
 from pipeload.budget.host_ledger import HostLedger
 from pipeload.engine.restore import Restorer
 from pipeload.engine.site_parameters import Seat
+from pipeload.hf import written_attention
 from pipeload.prefetch.prefetcher import place_streamed
 from pipeload.weights.arena import Arena, Region
 from pipeload.weights.layout import lay_out
@@ -134,6 +135,6 @@ class CpuTarget:
         """What it puts back comes from the files themselves."""
         return Restorer(places.make, *parts)
 
-    def bring_along(self, _model: nn.Module) -> Iterable[Step]:
-        """All of it is in the processor's memory already."""
-        return ()
+    def bring_along(self, model: nn.Module) -> Iterable[Step]:
+        """All of it is in the processor's memory already; attention takes less of that."""
+        return written_attention.serve(model)

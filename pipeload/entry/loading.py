@@ -33,6 +33,7 @@ from pipeload.entry.sources import check_source
 from pipeload.errors import MemoryLimitError
 from pipeload.hf import takeover
 from pipeload.hf.expert_modules import experts_apart, experts_in_turn
+from pipeload.hf.written_attention import WrittenAttention
 from pipeload.system.library_pages import lower_floor
 from pipeload.system.memory import rss_bytes
 from pipeload.system.openmp_hint import advise_openmp
@@ -131,14 +132,15 @@ def needs_of(pending: PendingLoad, device: Device | None, away: Collection[int] 
     `away`: layers whose cache another rank has.
     """
     model = pending.model
-    return PassNeeds(
-        model, model.config, products=pending.products(), fused=fuses(device, model), away=away
-    )
+    known = {"products": pending.products(), "away": away, **attends(device, model)}
+    return PassNeeds(model, model.config, **known)
 
 
-def fuses(device: Device | None, model: Any) -> bool:
-    """Whether attention of a model of the library's is one kernel where it computes."""
-    return device is None or device.fuses_attention(model.dtype)
+def attends(device: Device | None, model: Any) -> Mapping[str, Any]:
+    """How attention of a model of the library's is computed, as `PassNeeds` takes it."""
+    if device is None:
+        return {"attention": WrittenAttention(model, model.dtype)}
+    return {"fused": device.fuses_attention(model.dtype)}
 
 
 def assemble(pending: PendingLoad, request: Request) -> tuple[Assembly, Any]:

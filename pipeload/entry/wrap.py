@@ -21,9 +21,9 @@ from pipeload.engine.handle import Handle
 from pipeload.entry.live_model import Live, check_values, match, refuse_missing, tied_names
 from pipeload.entry.loading import (
     assemble,
+    attends,
     check_limits,
     finish,
-    fuses,
     plan_model,
     plan_to_load,
     touched_of,
@@ -156,8 +156,7 @@ def _stream(
 ) -> None:
     model = live.model
     let_go(live.files)
-    fused = fuses(request.options.device, model)
-    needs = PassNeeds(model, model.config, fused=fused)
+    needs = PassNeeds(model, model.config, **attends(request.options.device, model))
     plan = partial(
         plan_model,
         model,

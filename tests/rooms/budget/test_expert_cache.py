@@ -190,3 +190,16 @@ def test_hits_on_a_tape(share: float, behind: float) -> None:
     assert aged >= lru
     assert aged >= best - behind
     assert aged > 0.15
+
+
+def test_requests_that_take_turns_are_one_pass() -> None:
+    """Four texts, in turns in each layer: what each uses does not age four times as fast."""
+    layers, experts, routed, tokens, requests = 3, 64, 4, 50, 4
+    tapes = [draw(layers, experts, routed, tokens, seed=seed) for seed in range(requests)]
+    cache = ExpertCache([1] * layers)
+    cache.shrink(layers * experts // 4)
+    turns = (
+        (layer, tape[layer][t]) for t in range(tokens) for layer in range(layers) for tape in tapes
+    )
+    hits = sum(len(cache.choose(layer, dict.fromkeys(row, 1.0)).hits) for layer, row in turns)
+    assert hits / (layers * routed * tokens * requests) > 0.57  # 0.52 where each ages all
