@@ -181,8 +181,7 @@ def _assemble(
 ) -> tuple[Assembly, Any]:
     """`member`: this rank's share of the model, if others run the rest."""
     device = request.options.device
-    layers = () if member is None else layers_elsewhere(member, pending.model)
-    needs = needs_of(pending, device, layers)
+    needs = needs_of(pending, device, layers_elsewhere(member, pending.model))
     away = ALL_HERE if member is None else member.away
     plan = partial(plan_pending, pending, needs, touched, request, away=away)
     build = plan_to_load(plan, device)

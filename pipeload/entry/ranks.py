@@ -88,9 +88,9 @@ def join(
     return member
 
 
-def layers_elsewhere(member: Membership, model: nn.Module) -> Collection[int]:
-    """The layers of a cache of which this rank holds nothing."""
-    return set(member.layers_away) - layers_of_all(model)
+def layers_elsewhere(member: Membership | None, model: nn.Module) -> Collection[int]:
+    """The layers of a cache of which this rank holds nothing; without other ranks it has all."""
+    return set() if member is None else set(member.layers_away) - layers_of_all(model)
 
 
 def share(member: Membership, assembly: Assembly, model: nn.Module) -> None:

@@ -236,7 +236,7 @@ def test_products_of_many_rows(bits: int, dtype: torch.dtype) -> None:
     """As floats: as near to the exact ones as those of few; in blocks that end in a tile, too."""
     for rows in (ROWS, 256, 2 * 256 + ROWS):
         linear = nn.Linear(COLUMNS, rows, dtype=dtype)
-        packed: PackedLinear = int8_linear(linear) if bits == 8 else int4_linear(linear, 32)
+        packed: Any = int8_linear(linear) if bits == 8 else int4_linear(linear, 32)
         packed.exact_inputs = True
         packed.settle()
         x = random(MANY, COLUMNS, dtype=dtype)
