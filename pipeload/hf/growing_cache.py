@@ -14,6 +14,7 @@ the library does. A copy of a layer, or what a file keeps of it, is one of the l
 
 from __future__ import annotations
 
+import copy
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -22,6 +23,8 @@ from transformers import DynamicLayer
 from pipeload.budget.kv_cache import self_and_cross, with_room
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
 
 
@@ -49,12 +52,14 @@ class _Buffer:
         """Whether `new` can come behind what the layer has, which is `shown`."""
         mine = self._tensor
         return (
-            shown is self.shown
+            type(new) is torch.Tensor
+            and new.device == mine.device
+            and shown is self.shown
             and self._filled + new.shape[-2] <= self.room
             and new.shape[:2] == mine.shape[:2]
             and new.shape[-1] == mine.shape[-1]
             and new.dtype == mine.dtype
-            and not new.requires_grad
+            and not torch.is_grad_enabled()  # what it writes to may be kept for backward
             and (not mine.is_inference() or torch.is_inference_mode_enabled())
         )
 
@@ -98,7 +103,7 @@ class GrowingLayer(DynamicLayer):
             found = pair.keys.add(key_states), pair.values.add(value_states)
             self.keys, self.values = found
             return found
-        self._pair = None
+        self._pair = pair = None  # or there would be two of keys and values both
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         if torch.compiler.is_compiling() or not (
@@ -119,17 +124,31 @@ class GrowingLayer(DynamicLayer):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """As one of the library's own, and without the room that is not filled."""
-        state = {name: value for name, value in vars(self).items() if name != "_pair"}
-        if self.room:
-            state |= {name: state[name].contiguous() for name in ("keys", "values")}
-        return DynamicLayer.__new__, (DynamicLayer,), state
+        return DynamicLayer.__new__, (DynamicLayer,), self._state(_without_room)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DynamicLayer:
+        """One of the library's own; a tensor is copied once, or however it is copied here."""
+        made = DynamicLayer.__new__(DynamicLayer)
+        memo[id(self)] = made
+        vars(made).update(self._state(lambda value: copy.deepcopy(value, memo)))
+        return made
+
+    def _state(self, take: Callable[[Any], Any]) -> dict[str, Any]:
+        return {name: take(value) for name, value in vars(self).items() if name != "_pair"}
+
+
+def _without_room(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor) or value.numel() == 0:
+        return value
+    whole = value.untyped_storage().nbytes() == value.numel() * value.element_size()
+    return value if whole else value.clone(memory_format=torch.contiguous_format)
 
 
 def _pays(old: Tensor | None, new: Tensor) -> bool:
     """Whether there would be room to add to, and no more to it than a copy of numbers."""
     if old is None or type(new) is not torch.Tensor or new.dim() != _DIMENSIONS:
         return False
-    if new.device.type != "cpu" or new.requires_grad or old.requires_grad:
+    if new.device.type != "cpu" or torch.is_grad_enabled():
         return False
     rows = new.shape[-2]
     if old.numel():  # else it says nothing of what is to come

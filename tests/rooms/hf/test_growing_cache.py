@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import weakref
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -12,19 +13,28 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.overrides import TorchFunctionMode
 from transformers import DynamicCache, DynamicLayer, EncoderDecoderCache, StaticCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.models.llama.modeling_llama import eager_attention_forward
 
 from pipeload.budget.kv_cache import CacheReader, LayerSize, with_room
+from pipeload.budget.pass_trial import _bare_cache
 from pipeload.hf.cache_layers import cut_back, keys_and_values
 from pipeload.hf.growing_cache import GrowingLayer, let_grow
 from tests.support.models import tiny_config
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 HEADS, WIDTH = 2, 16
+
+
+@pytest.fixture(autouse=True)
+def _without_gradients() -> Iterator[None]:
+    """As `generate` computes."""
+    with torch.no_grad():
+        yield
 
 
 def numbers(rows: int, batch: int = 1, *, seed: int = 0, dtype: Any = torch.bfloat16) -> Any:
@@ -157,15 +167,68 @@ def test_what_is_kept_of_it_is_the_librarys() -> None:
     cache = growing()
     add(cache, 100)
     add(cache, 1)
-    for made in (pickle.loads(pickle.dumps(cache)), copy.deepcopy(cache)):
+    made = pickle.loads(pickle.dumps(cache))
+    for layer in made.layers:  # of these nothing was filled but what is there
+        assert layer.keys.untyped_storage().nbytes() == layer.keys.numel() * 2
+    for made in (made, copy.deepcopy(cache), copy.copy(cache)):
+        made.layers = [copy.copy(layer) for layer in made.layers]
         made_layers: Any = made.layers
         for layer, before in zip(made_layers, cache.layers, strict=True):
             assert type(layer).__name__ == "DynamicLayer"
             assert torch.equal(layer.keys, before.keys)
-            assert layer.keys.untyped_storage().nbytes() == before.keys.numel() * 2
     file = io.BytesIO()
     torch.save(cache, file)
     assert b"pipeload" not in file.getvalue()
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+def test_a_file_has_what_is_filled(heads: int) -> None:
+    """Also of one head, whose keys lie in one piece."""
+    layer = new_layer(GrowingLayer)
+    one = torch.ones(1, heads, 200, WIDTH)
+    layer.update(one, one)
+    assert layer.keys.untyped_storage().nbytes() > layer.keys.numel() * 4
+    assert len(pickle.dumps(layer)) < 2 * layer.keys.numel() * 4 + 4096 * (1 + heads) // 2
+
+
+def test_old_positions_go_before_there_are_two_of_both() -> None:
+    """While the values are copied, keys are there once."""
+    layer = new_layer(GrowingLayer)
+    layer.update(numbers(640), numbers(640))
+    old = weakref.ref(layer.keys._base)
+    there: list[bool] = []
+
+    class Watched(TorchFunctionMode):
+        def __torch_function__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            there.append(old() is not None)
+            return func(*args, **(kwargs or {}))
+
+    with Watched():
+        layer.update(numbers(20), numbers(20))
+    assert there[0]
+    assert not there[-1]
+
+
+def test_a_trial_of_it_takes_nothing() -> None:
+    """What is copied for a trial without values has none."""
+    cache = growing()
+    add(cache, 200)
+    copied = _bare_cache(cache)
+    assert all(layer.keys.is_meta and layer.values.is_meta for layer in copied.layers)
+    assert [layer.keys.shape for layer in copied.layers] == [numbers(200).shape] * len(cache.layers)
+
+
+def test_what_backward_needs_is_not_written_to() -> None:
+    """Where gradients are recorded, positions are joined in a new tensor."""
+    layer = new_layer(GrowingLayer)
+    layer.update(numbers(640), numbers(640))
+    kept = layer.keys
+    with torch.enable_grad():
+        layer.update(numbers(1), numbers(1))
+    assert layer.keys.data_ptr() != kept.data_ptr()
+    assert kept._version == layer.keys._version == 0 or layer.keys._base is None
 
 
 def test_others_are_left_alone() -> None:
