@@ -68,12 +68,15 @@ def attend_head_by_head(
             probabilities = _placed(room, size + _ALIGN, index * rows * wide, rows, wide)
             probabilities.copy_(between(scores, index // heads, index % heads))
             torch.mm(probabilities[:, :columns], values[index], out=joined[index])
+            del scores, probabilities
+        del left, right, room
         output = joined.view(batch, heads, rows, -1)
         return output.transpose(1, 2).contiguous(), None
     wide = columns + sinks
     room = query.new_empty(batch * heads * rows * wide)
     scores = room[: batch * heads * rows * columns].view(batch * heads, rows, columns)
     torch.bmm(left, right, out=scores)
+    del left, right
     places = room.view(batch * heads, rows, wide)
     # The last one first: where a head's rows grow by a column, they reach into those behind them.
     for index in reversed(every):
@@ -103,8 +106,10 @@ def _tried(dtype: torch.dtype, _threads: int) -> bool:
     generator = torch.Generator().manual_seed(0)
     with torch.inference_mode(False), torch.no_grad():
         for heads, rows, columns, width in _TRIED:
-            query = torch.randn(1, rows, heads, width, generator=generator).to(dtype)
-            key = torch.randn(1, heads, columns, width, generator=generator).to(dtype)
+            sizes = (1, rows, heads, width), (1, heads, columns, width)
+            query, key = (
+                torch.randn(size, generator=generator, device="cpu").to(dtype) for size in sizes
+            )
             scores = torch.matmul(query.transpose(1, 2), key.transpose(2, 3))
             output = torch.matmul(scores, key)
             for head in range(heads):

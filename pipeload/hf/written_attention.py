@@ -75,7 +75,9 @@ class WrittenAttention:
     def kept(self) -> Scores:
         """How many scores are there at once, as things stand."""
         modules = [module for reference in self._modules if (module := reference()) is not None]
-        if not modules or not self._all or torch.is_autocast_enabled("cpu"):
+        if not modules or not self._all or torch.is_autocast_enabled("cpu") or is_watched():
+            return Scores.COPIED
+        if any(_trains(module) or _casts(module, self._dtype) for module in modules):
             return Scores.COPIED
         apart = products_are_by_head(self._dtype) and not any(map(_is_observed, modules))
         return Scores.OF_A_HEAD if apart else Scores.ONCE
@@ -84,7 +86,11 @@ class WrittenAttention:
     def tried(self, copied: nn.Module) -> Iterator[None]:
         """Inside, a copy of the model without weights computes as the model itself."""
         with contextlib.ExitStack() as undo:
-            if self.kept() is Scores.ONCE:
+            kept = self.kept()
+            if kept is Scores.COPIED:
+                yield
+                return
+            if kept is Scores.ONCE:
                 _seen.update(copied.modules())
                 undo.callback(_seen.difference_update, list(copied.modules()))
             for step in serve(copied):
@@ -124,7 +130,7 @@ def _replacement(original: Callable[..., Any]) -> Callable[..., Any]:
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         fits = module in _served and _fits(query, key, value, attention_mask)
-        if fits and not (dropout and module.training) and not (sinks and _casts(module, query)):
+        if fits and not (dropout and module.training) and not _casts(module, query.dtype):
             repeat = vars(sys.modules[original.__module__])[_REPEAT]
             groups = module.num_key_value_groups
             apart = products_are_by_head(query.dtype) and not _is_observed(module)
@@ -144,9 +150,15 @@ def _replacement(original: Callable[..., Any]) -> Callable[..., Any]:
     return attend
 
 
-def _casts(module: Any, query: Tensor) -> bool:
-    """Whether scores become another dtype beside the module's sinks."""
-    return module.sinks.dtype is not query.dtype
+def _casts(module: nn.Module, dtype: torch.dtype) -> bool:
+    """Whether scores become another dtype beside the module's sinks, if it has any."""
+    sinks = getattr(module, "sinks", None)
+    return sinks is not None and sinks.dtype is not dtype
+
+
+def _trains(module: nn.Module) -> bool:
+    """Whether it may drop some of its probabilities."""
+    return module.training and bool(getattr(module, "attention_dropout", 0))
 
 
 def _probabilities(  # noqa: PLR0917 - the last three are those that the lower layer gives

@@ -107,6 +107,7 @@ def multiply_sent(
     library = compiled()
     assert library is not None  # noqa: S101 - as above
     (count, columns), out = rows.shape, into.shape[1]
+    assert count <= AT_ONCE  # noqa: S101 - callers have few, and memory is for no more
     memory = torch.empty(temporary_bytes(count, columns), dtype=torch.uint8)
     numbers = (ctypes.c_int64 * (3 * len(sent.pairs)))(*itertools.chain.from_iterable(sent.pairs))
     start = sent.packed.data_ptr()
