@@ -61,7 +61,8 @@ def until_killed(group: MemoryCgroup, command: list[str], destination: Path, mor
 
 def give_tokenizer(folder: Path) -> None:
     """Have a token for each byte, where there is no tokenizer."""
-    if any(folder.glob("tokenizer*")):
+    known = ("tokenizer*", "vocab*", "merges*", "*.model")
+    if any(found for pattern in known for found in folder.glob(pattern)):
         return
     from tokenizers import Tokenizer
     from tokenizers.models import BPE
@@ -95,7 +96,7 @@ def main() -> int:
     verb = "convert" if options.convert else "quantize"
     command = [sys.executable, "-c", _CHILD, verb, str(options.source)]
     command += [str(options.destination), "--memory-limit", str(cap), *others]
-    if not options.convert:
+    if "--calibrate" in others:
         give_tokenizer(options.source)
     drop_caches()
     first = time.perf_counter()

@@ -52,7 +52,7 @@ ORIGINAL = {
     },
 }
 
-# By the same, zeros as they are: qweight and qzeros.
+# By what gptqmodel 7.7.0 packs with (`pack_original`), zeros as they are: qweight and qzeros.
 FEW_AND_PLANES = {
     ("gptq_v2", 2): ("fb5fce9f53b037c6", "ee58b9e8d83e1a2b"),
     ("gptq_v2", 3): ("2e8e4de18908f010", "7f4d4841e77645cb"),
