@@ -17,6 +17,7 @@ from pipeload.ring.deal import RankPower
 from pipeload.ring.head_rows import HeadRows, deal_with_rows, head_rows
 from pipeload.ring.shared_rows import SharedRows
 from pipeload.weights.row_cuts import Cut, RowRange
+from pipeload.weights.whole_shape import WholeShape
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -53,6 +54,9 @@ def test_which_heads(tiny: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch) -> N
     assert found is not None
     assert found.row_bytes == found.cut.inputs * found.cut.dtype.itemsize
     assert found.is_exact(found.cut.within)
+    with monkeypatch.context() as patch:
+        patch.setattr(WholeShape, "is_free", lambda: False)
+        assert not found.is_exact(found.cut.within)
     cast = _found(folder, dtype=torch.bfloat16)
     assert cast is not None
     assert cast.row_bytes == found.row_bytes // 2
