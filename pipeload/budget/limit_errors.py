@@ -263,6 +263,18 @@ def removal_too_large(
     )
 
 
+def removal_on_ranks_too_large(limit: int, need: int, held: int) -> MemoryLimitError:
+    """`remove()` would hold `need` beside `held`, with what other ranks have had until now."""
+    return MemoryLimitError(
+        f"remove() must hold {format_size(need)} of cast or converted weights, with those of "
+        f"other ranks, beside {format_size(held)} in use, over the limit of {limit} bytes. Delete "
+        "the model (`del model`) and load it again, with ranks or without; remove() has room with "
+        f"at least {held + need} bytes.",
+        limit=limit,
+        smallest_limit=held + need,
+    )
+
+
 # -- a checkpoint that is made ---------------------------------------------------------------------
 
 

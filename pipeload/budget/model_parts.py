@@ -173,7 +173,7 @@ class Parts:
             for weight in spec.weights:
                 if weight.group is not None:
                     groups.setdefault(weight.group, []).append(weight)
-        return max((_transient_bytes(group) for group in groups.values()), default=0)
+        return max((transient_bytes(group) for group in groups.values()), default=0)
 
     @property
     def needs_scratch(self) -> bool:
@@ -213,7 +213,7 @@ def _largest_matrix(banks: Sequence[Bank]) -> int:
     return max(held_bytes(weight) for bank in banks for weight in bank.weights)
 
 
-def _transient_bytes(group: Sequence[Weight]) -> int:
+def transient_bytes(group: Sequence[Weight]) -> int:
     """Experts are stacked, then concatenated: two copies, and a third when they are cast first."""
     made = sum(weight.nbytes for weight in group)
     if group[0].unpacking_bytes:

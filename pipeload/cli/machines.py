@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pipeload.ring.deal import Deal
+    from pipeload.weights.row_cuts import RowRange
 
 
 def show(
@@ -34,7 +35,7 @@ def show(
         for limit, _, rate in pairs
     ]
     with explained(model):
-        deals = deals_ahead(
+        ahead = deals_ahead(
             model,
             machines,
             tokens=tokens,
@@ -42,11 +43,17 @@ def show(
             dtype=DTYPES[dtype],
             trust_remote_code=False,
         )
-    text = json.dumps(_figures(model, machines, deals)) if as_json else _text(machines, deals)
+    deals, rows = [deal for deal, _ in ahead], ahead[-1][1]
+    if as_json:
+        text = json.dumps(_figures(model, machines, deals, rows))
+    else:
+        text = _text(machines, deals, rows)
     sys.stdout.write(text + "\n")
 
 
-def _figures(model: str, machines: Sequence[Machine], deals: Sequence[Deal]) -> dict[str, object]:
+def _figures(
+    model: str, machines: Sequence[Machine], deals: Sequence[Deal], rows: Sequence[RowRange]
+) -> dict[str, object]:
     last = deals[-1]
     return {
         "model": model,
@@ -55,9 +62,10 @@ def _figures(model: str, machines: Sequence[Machine], deals: Sequence[Deal]) -> 
                 "memory_limit": machine.memory_limit,
                 "disk_bytes_per_second": machine.disk_rate,
                 "parts": share.count,
+                "head_rows": rows[rank] if rows else None,
                 "bytes_per_token": share.read_bytes,
             }
-            for machine, share in zip(machines, last.shares, strict=True)
+            for rank, (machine, share) in enumerate(zip(machines, last.shares, strict=True))
         ],
         "owners": last.owners,
         "seconds_per_token": [deal.seconds for deal in deals],
@@ -66,10 +74,12 @@ def _figures(model: str, machines: Sequence[Machine], deals: Sequence[Deal]) -> 
     }
 
 
-def _text(machines: Sequence[Machine], deals: Sequence[Deal]) -> str:
+def _text(machines: Sequence[Machine], deals: Sequence[Deal], rows: Sequence[RowRange]) -> str:
     lines = [("rank", "limit", "disk", "parts", "read/token", "s/token", "")]
     for rank, (machine, share) in enumerate(zip(machines, deals[-1].shares, strict=True)):
-        useless = rank and not helps(deals[rank - 1], deals[rank])
+        told = f"  and rows {rows[rank].start}:{rows[rank].stop} of the head" if rows else ""
+        if rank and not helps(deals[rank - 1], deals[rank]):
+            told += "  no faster with this one"
         lines.append(
             (
                 str(rank),
@@ -78,7 +88,7 @@ def _text(machines: Sequence[Machine], deals: Sequence[Deal]) -> str:
                 str(share.count),
                 format_size(share.read_bytes),
                 f"{deals[rank].seconds:.3g}",
-                "  no faster with this one" if useless else "",
+                told,
             )
         )
     last = deals[-1]

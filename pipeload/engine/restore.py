@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from pipeload.budget import limit_errors
+from pipeload.budget.model_parts import transient_bytes
 from pipeload.checkpoint.reader_threads import run_jobs
 from pipeload.errors import UnsupportedOperationError
 from pipeload.system.memory import rss_bytes
 from pipeload.weights.arena import DTYPES
 from pipeload.weights.layout import lay_out
 from pipeload.weights.mapped import MappedFiles
-from pipeload.weights.placement import make_scratch
+from pipeload.weights.placement import make_scratch, scratch_bytes
 from pipeload_hooks import Binding, bind, is_placeholder
 
 if TYPE_CHECKING:
@@ -100,10 +101,8 @@ class Restorer:
             groups.setdefault(weight.group or weight.name, []).append(weight)
         absent = [lay_out(weights) for weights in groups.values()]
         need += sum(weight.nbytes for layout in absent for weight in layout.weights)
-        need += max((layout.nbytes for layout in absent), default=0)  # beside the copy of it
-        limit, held = self._session.governor.plan.memory_limit, rss_bytes()
-        if need and held + need > limit:
-            raise limit_errors.removal_too_large(limit, need, held)
+        need += max(map(_making_bytes, absent), default=0)
+        self._check_room(need, others=bool(absent))
         made = self._fill_tables()
         for layout in absent:
             made.update(self._read_absent(layout))
@@ -125,6 +124,19 @@ class Restorer:
                     else:
                         made[weight.name] = view.clone() if weight.name in passing else view
         return made
+
+    def _check_room(self, need: int, *, others: bool) -> None:
+        """`others`: whether it is also for what other ranks had, which may be lost.
+
+        Raises:
+            MemoryLimitError: there is too little.
+        """
+        limit, held = self._session.governor.plan.memory_limit, rss_bytes()
+        if not need or held + need <= limit:
+            return
+        if others:
+            raise limit_errors.removal_on_ranks_too_large(limit, need, held)
+        raise limit_errors.removal_too_large(limit, need, held)
 
     def _absent(self) -> list[Weight]:
         """What was never here, or some rows of it, and files do not hold as it is."""
@@ -168,3 +180,10 @@ class Restorer:
             for file, weights in by_file.items()
             for weight in weights
         }
+
+
+def _making_bytes(layout: Layout) -> int:
+    """What making these weights takes, beside the copies of them that stay."""
+    scratch = scratch_bytes(1) if layout.casts else 0
+    made = (transient_bytes(conversion.weights) for conversion in layout.conversions)
+    return layout.nbytes + scratch + max(made, default=0)

@@ -43,9 +43,10 @@ def deals_ahead(
     tokens: int = 256,
     batch: int = 1,
     **kwargs: Any,
-) -> list[Deal]:
+) -> list[tuple[Deal, Sequence[RowRange]]]:
     """How the model would be dealt out to the first machine, the first two, and so on.
 
+    With the rows of the head that each has; none where the head is a part as the blocks are.
     Their processors are taken to be like this one's, and the network to take no time.
 
     Args:
@@ -88,4 +89,4 @@ def deals_ahead(
         return all(map(head.is_exact, rows))
 
     ways = [powers[: count + 1] for count in range(len(powers))]
-    return [deal_with_rows(head, sizes, some, is_exact, blocks=blocks)[0] for some in ways]
+    return [deal_with_rows(head, sizes, some, is_exact, blocks=blocks) for some in ways]

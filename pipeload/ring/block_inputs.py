@@ -85,10 +85,24 @@ def growth(cache: Any, before: Sequence[int], given: Mapping[str, Any]) -> list[
     for number, seen in enumerate(positions_in(cache)):
         more = seen - (before[number] if number < len(before) else 0)
         if more > 0:
-            keys = layers[number].keys  # empty where they are kept as integers
-            held = hidden if keys.dim() < 3 and hidden is not None else keys
-            found.append([number, held.shape[0], more])
+            found.append([number, _sequences(layers[number], hidden), more])
     return found
+
+
+def _sequences(layer: Any, hidden: torch.Tensor | None) -> int:
+    """How many a layer of a cache has, by its keys: of [sequences, heads, positions, width].
+
+    They are empty where they are kept as integers, of which some tell the size of all.
+    """
+    packed = getattr(layer, "_quantized_keys", None)
+    kept = [getattr(layer, "keys", None), *(packed if isinstance(packed, tuple) else [packed])]
+    for one in kept:
+        told = one.get("shape") if isinstance(one, dict) else getattr(one, "shape", None)
+        if told is not None and len(told) > 2:
+            return int(told[0])
+    if hidden is None:
+        return 1
+    return int(hidden.shape[-3 if hidden.dim() > 2 else 0])  # several streams come before it
 
 
 def let_grow(cache: Any, grown: Iterable[Sequence[int]], given: Mapping[str, Any]) -> None:

@@ -122,8 +122,9 @@ class Group:
         """
         if self.broken is not None:
             raise GroupError(
-                f"the group of {self.size} ranks is broken: {self.broken}. Call handle.remove() "
-                "and load the model again, on all of them."
+                f"the group of {self.size} ranks is broken: {self.broken}. Call "
+                "handle.remove(), or `del model` where that is refused, and load the model again, "
+                "on all of them."
             )
 
     def _wait(self, start: Callable[[], Work], doing: str) -> None:
@@ -169,8 +170,8 @@ class Group:
         self._heartbeat.say_lost(Loss(rank, why))
         raise GroupError(
             f"{self.name(rank)} of {self.size} is lost, while {doing}: it {why}. Check that "
-            "machine and its network, then call handle.remove() and load the model again, on all "
-            "of them.",
+            "machine and its network, then call handle.remove(), or `del model` where that is "
+            "refused, and load the model again, on all of them.",
             rank=rank,
             host=self.hosts[rank],
         )

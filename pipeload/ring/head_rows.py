@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from pipeload.budget.cut import Divider, NothingToStreamError, Touched
 from pipeload.ring.deal import deal
 from pipeload.weights.row_cuts import ROW_STEP, WIDE_STEP, Cut, RowRange, can_cut_rows, whole_cut
+from pipeload.weights.whole_shape import WholeShape
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,8 +35,12 @@ class HeadRows(NamedTuple):
                 yield [RowRange(a, b) for a, b in zip(starts, stops, strict=True)]
 
     def is_exact(self, rows: RowRange) -> bool:
-        """Whether these have the whole product's bits by themselves, on this host."""
-        return can_cut_rows(self.cut._replace(ranges=(rows,)))
+        """Whether these have the whole product's bits by themselves, on this host.
+
+        Not where zeros take memory: an input for which they have not would be refused, as nothing
+        else is computed there. Asked of each rank, whose systems may differ.
+        """
+        return WholeShape.is_free() and can_cut_rows(self.cut._replace(ranges=(rows,)))
 
 
 def head_rows(

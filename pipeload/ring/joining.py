@@ -183,7 +183,7 @@ class Membership:
             Part(part.name, owner, part.layers)
             for part, owner in zip(parts, self.deal.owners, strict=False)  # without a shared head
         ]
-        _log.info("%s", self._described(ranks, tried=mine.head is not None))
+        _log.info("%s", self._described(ranks, mine.head))
 
     def _all_exact(self, head: HeadRows, rows: Sequence[RowRange]) -> bool:
         """Whether each rank's rows of the head have the whole's bits on it."""
@@ -201,15 +201,17 @@ class Membership:
             times.append(time.perf_counter() - began)
         return sorted(times)[_ROUNDS // 2]
 
-    def _described(self, ranks: Sequence[RankPower], *, tried: bool) -> str:
+    def _described(self, ranks: Sequence[RankPower], rows: HeadRows | None) -> str:
         made, group = self.deal, self.group
         assert made is not None  # noqa: S101 - it has just been made
         share, head = made.shares[group.rank], ""
         if self._shared is not None:
             start, stop = self._shared.ranges[group.rank]
             head = f" and rows {start}:{stop} of the head"
-        elif tried:
-            head = " (the head is one: its rows by themselves would have other bits)"
+        elif rows is not None:
+            tried = any(rows.steps(group.size))
+            why = "its rows by themselves may have other bits" if tried else "it has too few rows"
+            head = f" (the head is one: {why})"
         read = f"{format_size(share.read_bytes)} read per token"
         rate = format_size(round(ranks[group.rank].disk_rate))
         return (

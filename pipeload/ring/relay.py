@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -153,6 +154,7 @@ class Relay:
 
     def _compute_rows(self, module: Any, part: RowsPart) -> Iterator[Callable[[], object]]:
         rows = SharedRows(self._group, part.name, part.ranges)
+        shared = weakref.ref(module.weight)
 
         def complete(output: torch.Tensor) -> None:
             if failures := rows.complete(output):
@@ -160,10 +162,12 @@ class Relay:
                 rank, why = min(failures.items())
                 raise _failed_there(self._group, rank, part.name, why)
 
-        def leave(_module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
-            # Not shared: a weight of the user's own, which is here as a whole.
+        def leave(module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
             if rows.settle() or not _is_missing(output):
                 return
+            weight = shared()
+            if weight is None or module._parameters.get("weight") is not weight:  # noqa: SLF001
+                return  # a weight of the user's own, here as a whole: nobody waits for its rows
             try:
                 rows.tell_failure(told(sys.exc_info()[1]))
                 self._told = True

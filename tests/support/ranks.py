@@ -34,7 +34,8 @@ class Ranks:
         self, size: int, action: Callable[[int], Any], *, seconds: float = WAIT_SECONDS
     ) -> None:
         """`seconds`: after so long the system ends one that hangs."""
-        self._pipes: list[int] = []
+        self._pipes: dict[int, int] = {}
+        self._running: set[int] = set()
         self.pids: list[int] = []
         port = str(free_port())
         for rank in range(size):
@@ -49,19 +50,33 @@ class Ranks:
                 _tell(writing, {"gave": _outcome(action, rank), "noted": sorted(NOTED)})
                 os._exit(0)
             os.close(writing)
-            self._pipes.append(reading)
+            self._pipes[rank] = reading
             self.pids.append(pid)
+            self._running.add(rank)
 
     def result(self, rank: int) -> Any:
         """What it gave; of one that was killed, the number of the signal."""
-        with os.fdopen(self._pipes[rank], "rb") as answer:
+        with os.fdopen(self._pipes.pop(rank), "rb") as answer:
             text = answer.read().decode()
-        status = os.waitpid(self.pids[rank], 0)[1]
+        status = self._wait(rank)
         if not text:
             return status
         told = json.loads(text)
         NOTED.update((file, line) for file, line in told["noted"])
         return told["gave"]
+
+    def end(self) -> None:
+        """Kill those that have not been waited for; nothing is left open."""
+        for rank in [*self._running]:
+            os.kill(self.pids[rank], signal.SIGKILL)
+            self._wait(rank)
+        while self._pipes:
+            os.close(self._pipes.popitem()[1])
+
+    def _wait(self, rank: int) -> int:
+        status = os.waitpid(self.pids[rank], 0)[1]
+        self._running.discard(rank)  # its number may be another process's from now on
+        return status
 
     def results(self) -> list[Any]:
         """What each gave."""

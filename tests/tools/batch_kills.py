@@ -72,10 +72,12 @@ def kill_ranks(model: Path, folder: Path, count: int, most: int, chance: random.
                 os.kill(int(chance.choice(_started(folder, count))[-1]), signal.SIGKILL)
             except ProcessLookupError:  # its part is done
                 continue
-            kills += 1
-            while process.poll() is None and min(map(len, _started(folder, count))) <= kills:
+            before = kills + 1  # starts of each
+            while process.poll() is None and min(map(len, _started(folder, count))) <= before:
                 assert time.monotonic() < deadline, log.read_text()
                 time.sleep(0.01)
+            # Else it had ended, and nobody has waited for it yet.
+            kills += min(map(len, _started(folder, count))) > before
         assert process.wait(WAIT_SECONDS) == 0, log.read_text()
     finally:
         process.terminate()

@@ -67,7 +67,7 @@ def attempt(folder: Path, way: str, gone: int, wait: float) -> list[str]:
             return _survive(folder, rank, left, second, there)
 
         ranks = Ranks(3, act, seconds=SECONDS)
-        stack.callback(_end, ranks.pids)
+        stack.callback(ranks.end)
         deadline = time.monotonic() + SECONDS
         while len(list(there.iterdir())) < len(ranks.pids):
             if time.monotonic() > deadline:
@@ -153,13 +153,6 @@ def _wrong(told: Any, gone: int, began: float, most: float, *, threads: bool) ->
     if threads and told["threads"]:
         found.append(f"it left {told['threads']}")
     return found
-
-
-def _end(pids: Sequence[int]) -> None:
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError, ChildProcessError):
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
 
 
 def main() -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import os
 import signal
@@ -20,6 +21,7 @@ from pipeload.engine.row_products import RowProducts
 from pipeload.entry import ranks as ranks_file
 from pipeload.ring import group as group_file
 from pipeload.ring import head_rows
+from pipeload.weights.placement import SCRATCH_BYTES
 from tests.support.exact import load, prompt, smallest_limit, steady_floor
 from tests.support.models import load_plain, save_random, tiny_config
 from tests.support.ranks import Ranks, free_port, on_ranks
@@ -159,13 +161,16 @@ def test_a_block_fails_and_the_group_goes_on(tiny: TinyCheckpoint) -> None:
     assert first == other == _answer(load_plain(folder))
 
 
-def test_rows_of_the_head_fail_and_the_group_goes_on(tiny: TinyCheckpoint) -> None:
+def test_rows_of_the_head_fail_and_the_group_goes_on(
+    tiny: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Before or while they are computed. A weight of the user's own is everybody's, as a whole.
 
     A new forward is refused: it may need all rows.
     """
     folder = tiny("llama")
     limit = smallest_limit(folder)
+    monkeypatch.setattr(head_rows, "can_cut_rows", lambda _cut: True)
 
     def act(rank: int) -> Any:
         model, said = load(folder, limit, ranks="auto"), []
@@ -204,6 +209,35 @@ def test_rows_of_the_head_fail_and_the_group_goes_on(tiny: TinyCheckpoint) -> No
     assert first == other == [*wanted, _answer(plain)]
 
 
+def test_a_head_of_the_users_own_fails(
+    tiny: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody waits for its rows, so the group ends, and all are told what it was."""
+    folder = tiny("llama")
+    limit = smallest_limit(folder)
+    monkeypatch.setattr(head_rows, "can_cut_rows", lambda _cut: True)
+
+    def fail(*_: object) -> None:
+        raise OSError("the disk is gone")
+
+    def act(rank: int) -> Any:
+        model = load(folder, limit, ranks="auto")
+        head = model.lm_head
+        head.weight = torch.nn.Parameter(torch.ones(head.weight.shape).cumsum(0))
+        answer = _answer(model)
+        if rank == 1:
+            head.register_forward_pre_hook(fail)
+        with pytest.raises((pipeload.GroupError, OSError)) as caught:
+            _answer(model)
+        return str(caught.value), answer
+
+    (said, first), (own, other) = on_ranks(2, act, seconds=60)
+    assert own == "the disk is gone"
+    assert f"rank 1 ({HOST})" in said
+    assert "broke off: a pass ended by OSError: the disk is gone." in said
+    assert first == other
+
+
 def test_a_head_whose_rows_are_not_exact(
     tiny: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -219,7 +253,7 @@ def test_a_head_whose_rows_are_not_exact(
         with mock.patch.object(log, "info", lambda *words: said.append(str(words))):
             model = load(folder, limit, ranks="auto")
         heads = [unit.name for unit in model.pipeload.plan.units if unit.name.startswith("lm_head")]
-        return bool(heads), _answer(model), any("its rows by themselves would" in s for s in said)
+        return bool(heads), _answer(model), any("its rows by themselves may" in s for s in said)
 
     found = on_ranks(2, act, seconds=60)
     assert sorted(found) == [
@@ -340,6 +374,42 @@ def test_a_rank_leaves(tiny: TinyCheckpoint) -> None:
 
     said, _answer_there = on_ranks(2, act, seconds=60)
     assert said.startswith(f"1 {HOST}: ")
+
+
+def test_a_plain_model_that_does_not_fit(tmp_path: Path) -> None:
+    """Weights of all ranks are cast: those of the others may be too much here.
+
+    Once the model is dropped, this rank has left the group, and loads it again.
+    """
+    folder = save_random(tiny_config("llama"), tmp_path, "bf16", seed=3)
+
+    def act(rank: int) -> Any:
+        model = load(folder, 4_000_000_000, ranks="auto", dtype=torch.float32)
+        wanted = _answer(model)
+        said = _until_it_fails(model) if rank == 0 else ""
+        limit = model.pipeload.plan.memory_limit
+        with (
+            mock.patch("pipeload.engine.restore.rss_bytes", return_value=limit),
+            pytest.raises(
+                pipeload.MemoryLimitError, match=r"Delete the model \(`del model`\)"
+            ) as no,
+        ):
+            model.pipeload.remove()
+        more = no.value.smallest_limit - limit
+        del model, no
+        gc.collect()
+        names = {thread.name for thread in threading.enumerate()}
+        left = sorted(name for name in names if name.startswith("pipeload"))
+        again = load(folder, 4_000_000_000, dtype=torch.float32)
+        return said, more, left, _answer(again) == wanted
+
+    (said, *first), (_, *other) = on_ranks(2, act, seconds=60)
+    assert said.startswith(f"1 {HOST}: ")
+    assert "or `del model` where that is refused, and load" in said
+    for more, left, same in (first, other):
+        assert more > SCRATCH_BYTES
+        assert left == []
+        assert same
 
 
 def test_other_files(tiny: TinyCheckpoint, tmp_path: Path) -> None:

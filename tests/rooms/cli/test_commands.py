@@ -19,6 +19,7 @@ from pipeload.bench import measure
 from pipeload.cli import plan as cli_plan
 from pipeload.cli.prompt import read_prompt
 from pipeload.demo import model as demo_model
+from pipeload.ring import head_rows
 from tests.support.commands import ROOT, answer, invoke, start
 from tests.support.commands import loud_libraries as loud_libraries  # noqa: PLC0414 - a fixture
 from tests.support.models import load_plain, save_random, skip_or_fail
@@ -358,6 +359,25 @@ def test_plan_for_several_machines(talker: Path) -> None:
     figures = json.loads(invoke(*options, "--json").stdout)
     assert len(figures["machines"]) == len(figures["seconds_per_token"]) == 2
     assert {*figures["owners"]} == {0, 1}
+
+
+def test_plan_for_several_machines_and_rows_of_the_head(
+    talker: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some for each where that is exact; the owners are those of blocks then."""
+    options = ["plan", talker, "--machine", "4GB@1GB", "--machine", "4GB@1GB"]
+    monkeypatch.setattr(head_rows, "can_cut_rows", lambda _cut: True)
+    table = invoke(*options).stdout
+    shared = json.loads(invoke(*options, "--json").stdout)
+    (start, middle), (same, stop) = (one["head_rows"] for one in shared["machines"])
+    assert 0 == start < middle == same < stop
+    assert f"and rows 0:{middle} of the head" in table
+    assert f"and rows {middle}:{stop} of the head" in table
+    monkeypatch.setattr(head_rows, "can_cut_rows", lambda _cut: False)
+    whole = json.loads(invoke(*options, "--json").stdout)
+    assert "of the head" not in invoke(*options).stdout
+    assert [one["head_rows"] for one in whole["machines"]] == [None, None]
+    assert len(whole["owners"]) == len(shared["owners"]) + 1
 
 
 def test_run_with_ranks_where_there_are_none(talker: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -50,6 +51,21 @@ def test_a_cache_of_integers() -> None:
     layer: Any = cache.layers[0]
     layer.keys, layer.get_seq_length = torch.tensor([]), lambda: 3
     assert growth(cache, [], {"hidden_states": torch.zeros(2, 3, 8)}) == [[0, 2, 3]]
+    streams = {"hidden_states": torch.zeros(4, 2, 3, 8)}
+    assert growth(cache, [], streams) == [[0, 2, 3]]
+    first = {"hidden_states": torch.zeros(3, 2, 8)}  # positions come first
+    packed = torch.zeros(2, 1, 3, 4)
+    for kept in (packed, (packed, torch.tensor(1.0)), (torch.zeros(6, 2), {"shape": packed.shape})):
+        layer._quantized_keys = kept
+        assert growth(cache, [], first) == [[0, 2, 3]]
+
+
+def test_a_cache_whose_tensors_have_other_names() -> None:
+    """How many sequences there are is told by what the block was called with, if at all."""
+    cache: Any = SimpleNamespace(layers=[SimpleNamespace(get_seq_length=lambda: 3)])
+    assert growth(cache, [], {"hidden_states": torch.zeros(2, 3, 8)}) == [[0, 2, 3]]
+    assert growth(cache, [], {"ids": torch.zeros(6)}) == [[0, 6, 3]]
+    assert growth(cache, [], {}) == [[0, 1, 3]]
 
 
 def test_a_cache_under_another_name() -> None:

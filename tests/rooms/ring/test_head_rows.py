@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import typing
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -15,8 +16,10 @@ from pipeload.budget.cut import Touched
 from pipeload.hf.takeover import peek
 from pipeload.ring.deal import RankPower
 from pipeload.ring.head_rows import HeadRows, deal_with_rows, head_rows
+from pipeload.ring.joining import Membership
 from pipeload.ring.shared_rows import SharedRows
 from pipeload.weights.row_cuts import Cut, RowRange
+from pipeload.weights.whole_shape import WholeShape
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -53,6 +56,9 @@ def test_which_heads(tiny: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch) -> N
     assert found is not None
     assert found.row_bytes == found.cut.inputs * found.cut.dtype.itemsize
     assert found.is_exact(found.cut.within)
+    with monkeypatch.context() as patch:
+        patch.setattr(WholeShape, "is_free", lambda: False)
+        assert not found.is_exact(found.cut.within)
     cast = _found(folder, dtype=torch.bfloat16)
     assert cast is not None
     assert cast.row_bytes == found.row_bytes // 2
@@ -141,3 +147,15 @@ def test_rows_that_are_missing() -> None:
     assert rows.complete(torch.zeros(1, 128)) == {0: "no disk"}
     rows.tell_failure("nor here")
     assert group.sent == []
+
+
+@pytest.mark.parametrize(("rows", "why"), [(200, "too few rows"), (16000, "may have other bits")])
+def test_why_a_head_is_one(rows: int, why: str) -> None:
+    """The log tells it: those of too few rows are not tried."""
+    head = _head(rows)
+    made, _ = _deal(head, 2, exact=False)
+    group = SimpleNamespace(rank=1, size=2)
+    member = SimpleNamespace(deal=made, group=group, _shared=None, _parts=())
+    told = Membership._described(typing.cast("Any", member), [POWER] * 2, head)
+    assert "(the head is one: it" in told
+    assert why in told
