@@ -35,8 +35,14 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+IN_THE_SWEEP = {"blip-2", "moonshine", "lasr_ctc"}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("model_type", REASONS)
+@pytest.mark.parametrize(
+    "model_type",
+    [pytest.param(t, marks=[pytest.mark.sweep] * (t in IN_THE_SWEEP)) for t in REASONS],
+)
 def test_two_ranks(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Forward passes and `generate` equal those of plain."""
     monkeypatch.setenv("PIPELOAD_RANK_PATIENCE", "60")  # nobody is lost, and the machine is busy
