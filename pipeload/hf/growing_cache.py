@@ -3,8 +3,8 @@
 The library joins the keys of a layer, and its values, with the new ones at each token: a copy of
 all that the cache holds. Of a 7B model with 4096 positions in bf16 that is 2.1 GB for each token,
 and takes as long as its attention. Here a tensor has room for some positions more, as `with_room`
-says, and is shown up to where it is filled. Attention computes with the same numbers in the same
-order.
+says, and is shown up to where it is filled. Heads lie further apart then. Whether attention still
+has the same bits is tried here, for each dtype and width: a library may look at how a tensor lies.
 
 [Note: who else looks] A position that was shown to anybody is never written again: what comes next
 is added behind all that was ever filled, and only while the layer still has the very tensors that
@@ -15,9 +15,12 @@ the library does. A copy of a layer, or what a file keeps of it, is one of the l
 from __future__ import annotations
 
 import copy
+import functools
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch.nn import functional
 from transformers import DynamicLayer
 
 from pipeload.budget.kv_cache import self_and_cross, with_room
@@ -29,6 +32,9 @@ if TYPE_CHECKING:
 
 
 _DIMENSIONS = 4
+_HEADS = 3
+_LENGTHS, _QUERIES = (65, 130, 257, 520), (1, 2, 17, 33)
+"""Of what is tried."""
 
 
 class _Buffer:
@@ -107,7 +113,13 @@ class GrowingLayer(DynamicLayer):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         if torch.compiler.is_compiling() or not (
-            _pays(self.keys, key_states) and _pays(self.values, value_states)
+            _pays(self.keys, key_states)
+            and _pays(self.values, value_states)
+            and has_same_bits(
+                key_states.dtype,
+                (key_states.shape[-1], value_states.shape[-1]),
+                torch.get_num_threads(),
+            )
         ):
             return super().update(key_states, value_states, *args, **kwargs)
         keys = _Buffer(self.keys, key_states)
@@ -158,6 +170,43 @@ def _pays(old: Tensor | None, new: Tensor) -> bool:
             return False
         rows += old.shape[-2]
     return with_room(rows) > rows
+
+
+@functools.lru_cache(maxsize=64)
+def has_same_bits(dtype: torch.dtype, widths: tuple[int, int], _threads: int) -> bool:
+    """Whether products with keys and values of such `widths` do not depend on what lies between.
+
+    Tried in a thread that ends: with AMX one keeps a kernel for each length that it has seen.
+    """
+    with ThreadPoolExecutor(1, "pipeload-trial") as thread:
+        return thread.submit(_tried, dtype, widths).result()
+
+
+def _tried(dtype: torch.dtype, widths: tuple[int, int]) -> bool:
+    torch.get_num_threads()  # a new thread of Python has no number yet, and would take all
+    made = torch.Generator().manual_seed(0)
+
+    def drawn(rows: int, width: int) -> Tensor:
+        return torch.randn(1, _HEADS, rows, width, generator=made, device="cpu").to(dtype)
+
+    with torch.no_grad():
+        for length in _LENGTHS:
+            joined = [drawn(length, width) for width in widths]
+            apart = [_Buffer(None, tensor).shown for tensor in joined]
+            for rows in _QUERIES:
+                asked, shares = drawn(rows, widths[0]), drawn(rows, length)
+                mask = shares if rows > 1 else None
+                one, other = (
+                    (
+                        torch.matmul(asked, keys.transpose(2, 3)),
+                        torch.matmul(shares, values),
+                        functional.scaled_dot_product_attention(asked, keys, values, mask),
+                    )
+                    for keys, values in (joined, apart)
+                )
+                if not all(map(torch.equal, one, other)):
+                    return False
+    return True
 
 
 def let_grow(cache: Any) -> None:

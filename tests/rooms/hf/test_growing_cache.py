@@ -8,6 +8,7 @@ import pickle
 import weakref
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from transformers.models.llama.modeling_llama import eager_attention_forward
 
 from pipeload.budget.kv_cache import CacheReader, LayerSize, with_room
 from pipeload.budget.pass_trial import _bare_cache
+from pipeload.hf import growing_cache
 from pipeload.hf.cache_layers import cut_back, keys_and_values
 from pipeload.hf.growing_cache import GrowingLayer, let_grow
 from tests.support.models import tiny_config
@@ -28,12 +30,20 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 HEADS, WIDTH = 2, 16
+TRIED = growing_cache.has_same_bits
 
 
 @pytest.fixture(autouse=True)
 def _without_gradients() -> Iterator[None]:
     """As `generate` computes."""
     with torch.no_grad():
+        yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _grows() -> Iterator[None]:
+    """Also where it would change bits: nothing here is multiplied, but where it says so."""
+    with mock.patch.object(growing_cache, "has_same_bits", return_value=True):
         yield
 
 
@@ -273,11 +283,16 @@ def test_a_cache_of_inference_mode() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("forward", [sdpa_attention_forward, eager_attention_forward])
-@pytest.mark.parametrize(("heads", "groups", "width"), [(8, 1, 64), (3, 3, 64), (2, 4, 8)])
+@pytest.mark.parametrize("sizes", [(8, 1, 64), (3, 3, 64), (2, 4, 8)])
 def test_attention_has_the_same_bits(
-    forward: Callable[..., Any], heads: int, groups: int, width: int, dtype: torch.dtype
+    forward: Callable[..., Any],
+    sizes: tuple[int, int, int],
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """After each number of positions of a range, for one query and for some."""
+    """After each number of positions of a range, for one query and for some: where it is tried."""
+    monkeypatch.setattr(growing_cache, "has_same_bits", TRIED)
+    heads, groups, width = sizes
     module = SimpleNamespace(num_key_value_groups=groups, is_causal=True, training=False)
     made = torch.Generator().manual_seed(0)
     rows = 280
@@ -296,6 +311,23 @@ def test_attention_has_the_same_bits(
                     for pair in (joined, (layer.keys, layer.values))
                 ]
                 assert torch.equal(*call), (length, asked.shape)
+
+
+def test_a_library_that_looks_at_how_keys_lie(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With other bits for heads that lie apart, positions are joined as the library does."""
+    sound = torch.matmul
+
+    def matmul(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        return sound(one, other) + (other.stride(1) != other.shape[-1] * other.shape[-2])
+
+    assert isinstance(TRIED(torch.float32, (24, 40), 1), bool)
+    monkeypatch.setattr(torch, "matmul", matmul)
+    assert not TRIED(torch.float32, (24, 56), 1)
+    monkeypatch.setattr(growing_cache, "has_same_bits", lambda *_: False)
+    layer = new_layer(GrowingLayer)
+    layer.update(numbers(200), numbers(200))
+    assert layer.keys.is_contiguous()
+    assert not layer.room
 
 
 def _causal(tokens: int, length: int, dtype: torch.dtype) -> torch.Tensor:
