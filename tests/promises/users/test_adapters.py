@@ -15,6 +15,7 @@ import pipeload
 from pipeload import MemoryLimitError, UnsupportedModelError, UnsupportedOperationError
 from pipeload.budget import cut
 from pipeload.budget.shared_limit import ACCOUNTANT
+from pipeload.system.memory import trim_heap
 from pipeload_hooks import EvictedWeightWatch
 from tests.support.models import load_plain
 from tests.support.streaming import (
@@ -578,6 +579,7 @@ def test_a_large_adapter_takes_memory_from_the_weights(smollm2_bf16: Path) -> No
     """Put on later, it is seen in what the process holds: residents yield at the next pass."""
     gc.collect()  # what others left would take the adapter in, and nobody need yield
     ACCOUNTANT.forget_all()
+    trim_heap()
     limit = pipeload.smallest_limit(smollm2_bf16) + 220_000_000
     model = pipeload.from_pretrained(smollm2_bf16, memory_limit=limit, dtype="auto")
     for _ in range(3):
