@@ -77,6 +77,8 @@ class WrittenAttention:
         modules = [module for reference in self._modules if (module := reference()) is not None]
         if not modules or not self._all or torch.is_autocast_enabled("cpu") or is_watched():
             return Scores.COPIED
+        if not any(map(_is_chosen, modules)):  # nothing is tried, which would wake torch's threads
+            return Scores.COPIED
         if any(_trains(module) or _casts(module, self._dtype) for module in modules):
             return Scores.COPIED
         apart = products_are_by_head(self._dtype) and not any(map(_is_observed, modules))
@@ -154,6 +156,12 @@ def _casts(module: nn.Module, dtype: torch.dtype) -> bool:
     """Whether scores become another dtype beside the module's sinks, if it has any."""
     sinks = getattr(module, "sinks", None)
     return sinks is not None and sinks.dtype is not dtype
+
+
+def _is_chosen(module: nn.Module) -> bool:
+    """Whether what it writes out is what it computes by."""
+    config = getattr(module, "config", None)
+    return getattr(config, "_attn_implementation", "eager") in {"eager", None}
 
 
 def _trains(module: nn.Module) -> bool:
