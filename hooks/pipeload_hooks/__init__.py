@@ -43,7 +43,7 @@ from pipeload_hooks._experts import (
     experts_at_hand,
 )
 from pipeload_hooks._growth import TreeWatch
-from pipeload_hooks._head_by_head import attend_head_by_head, products_are_by_head
+from pipeload_hooks._head_by_head import attend_head_by_head
 from pipeload_hooks._lookup import takes_ids
 from pipeload_hooks._modes import discard_ended
 from pipeload_hooks._passes import PassGate
@@ -119,7 +119,6 @@ __all__ = [
     "observe_usage",
     "placeholder",
     "plain_kind",
-    "products_are_by_head",
     "put_parameter",
     "restore_split",
     "set_parameter",

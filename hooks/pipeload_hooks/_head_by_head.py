@@ -11,7 +11,6 @@ oneDNN has no kernels for it), so can this, and no more than one head has scores
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,9 +21,6 @@ if TYPE_CHECKING:
 
 _ALIGN = 64
 """Addresses modulo this are those that the whole would have: kernels may look at them."""
-_HALF = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
-_TRIED = ((5, 33, 65, 64), (3, 130, 200, 96))
-"""Heads, rows, columns and width of products that are tried."""
 
 
 def attend_head_by_head(
@@ -45,7 +41,7 @@ def attend_head_by_head(
         between: given the scores `[rows, columns]` of one head, the number of its sequence and its
             own; makes as many probabilities of the same dtype, or a column more with `sinks`.
         sinks: whether there is a column more, which is not multiplied.
-        apart: whether one head's products are computed at a time: see `products_are_by_head`.
+        apart: whether one head's products are computed at a time: where torch does so itself.
 
     Returns:
         The output `[batch, rows, heads, width]`, contiguous, and all probabilities; these are None
@@ -91,31 +87,3 @@ def _placed(room: Tensor, start: int, whole: int, rows: int, columns: int) -> Te
     address = 0 if room.is_meta else room.data_ptr() // room.element_size()
     begin = -(address + start) % align + whole % align
     return room[start + begin :][: rows * columns].view(rows, columns)
-
-
-def products_are_by_head(dtype: torch.dtype) -> bool:
-    """Whether torch multiplies one head after the other here, so that one alone has its bits."""
-    supported = getattr(torch.ops.mkldnn, _HALF.get(dtype, ""), None)
-    if supported is None or supported():
-        return False
-    return _tried(dtype, torch.get_num_threads())
-
-
-@functools.lru_cache(maxsize=16)
-def _tried(dtype: torch.dtype, _threads: int) -> bool:
-    generator = torch.Generator().manual_seed(0)
-    with torch.inference_mode(False), torch.no_grad():
-        for heads, rows, columns, width in _TRIED:
-            sizes = (1, rows, heads, width), (1, heads, columns, width)
-            query, key = (
-                torch.randn(size, generator=generator, device="cpu").to(dtype) for size in sizes
-            )
-            scores = torch.matmul(query.transpose(1, 2), key.transpose(2, 3))
-            output = torch.matmul(scores, key)
-            for head in range(heads):
-                one = torch.mm(query[0, :, head], key[0, head].T)
-                if not torch.equal(one, scores[0, head]):
-                    return False
-                if not torch.equal(torch.mm(one, key[0, head]), output[0, head]):
-                    return False
-    return True

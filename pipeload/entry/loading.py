@@ -129,8 +129,9 @@ def check_limits(request: Request) -> None:
 def needs_of(pending: PendingLoad, device: Device | None, away: Collection[int] = ()) -> PassNeeds:
     """What passes of a model that is being loaded take; `away`: layers cached by other ranks."""
     model = pending.model
-    known = {"products": pending.products(), "away": away, **attends(device, model)}
-    return PassNeeds(model, model.config, **known)
+    return PassNeeds(
+        model, model.config, products=pending.products(), away=away, **attends(device, model)
+    )
 
 
 def attends(device: Device | None, model: Any) -> Mapping[str, Any]:

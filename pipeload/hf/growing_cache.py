@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import copy
 import functools
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -24,6 +23,7 @@ from torch.nn import functional
 from transformers import DynamicLayer
 
 from pipeload.budget.kv_cache import self_and_cross, with_room
+from pipeload.weights.trial_thread import tried_apart
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -173,17 +173,12 @@ def _pays(old: Tensor | None, new: Tensor) -> bool:
 
 
 @functools.lru_cache(maxsize=64)
-def has_same_bits(dtype: torch.dtype, widths: tuple[int, int], _threads: int) -> bool:
-    """Whether products with keys and values of such `widths` do not depend on what lies between.
-
-    Tried in a thread that ends: with AMX one keeps a kernel for each length that it has seen.
-    """
-    with ThreadPoolExecutor(1, "pipeload-trial") as thread:
-        return thread.submit(_tried, dtype, widths).result()
+def has_same_bits(dtype: torch.dtype, widths: tuple[int, int], threads: int) -> bool:
+    """Whether products with keys and values of such `widths` do not depend on what lies between."""
+    return tried_apart(threads, _try, dtype, widths)
 
 
-def _tried(dtype: torch.dtype, widths: tuple[int, int]) -> bool:
-    torch.get_num_threads()  # a new thread of Python has no number yet, and would take all
+def _try(dtype: torch.dtype, widths: tuple[int, int]) -> bool:
     made = torch.Generator().manual_seed(0)
 
     def drawn(rows: int, width: int) -> Tensor:

@@ -26,8 +26,10 @@ from torch.nn import functional
 from torch.nn.modules import module as torch_module
 
 from pipeload.budget.attention_memory import Scores, few_scores
+from pipeload.hf.marks import attention_of
 from pipeload.hf.patched_name import Patch
-from pipeload_hooks import attend_head_by_head, is_watched, products_are_by_head
+from pipeload.weights.trial_thread import tried_apart
+from pipeload_hooks import attend_head_by_head, is_watched
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -35,6 +37,9 @@ if TYPE_CHECKING:
 _NAME, _REPEAT = "eager_attention_forward", "repeat_kv"
 _SINKS = {"b8de226491f8ac12": False, "ee73229d3ecfc9d0": True}
 """Functions that are known, by a digest of their code: whether they have sinks."""
+_HALF = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
+_TRIED = ((5, 33, 65, 64), (3, 130, 200, 96))
+"""Heads, rows, columns and width of products that are tried."""
 _OURS = "pipeload_hooks"
 _DIMENSIONS = 4
 
@@ -77,7 +82,7 @@ class WrittenAttention:
         modules = [module for reference in self._modules if (module := reference()) is not None]
         if not modules or not self._all or torch.is_autocast_enabled("cpu") or is_watched():
             return Scores.COPIED
-        if not any(map(_is_chosen, modules)):  # nothing is tried, which would wake torch's threads
+        if not any(map(_is_chosen, modules)):
             return Scores.COPIED
         if any(_trains(module) or _casts(module, self._dtype) for module in modules):
             return Scores.COPIED
@@ -160,8 +165,7 @@ def _casts(module: nn.Module, dtype: torch.dtype) -> bool:
 
 def _is_chosen(module: nn.Module) -> bool:
     """Whether what it writes out is what it computes by."""
-    config = getattr(module, "config", None)
-    return getattr(config, "_attn_implementation", "eager") in {"eager", None}
+    return attention_of(getattr(module, "config", None)) == "eager"
 
 
 def _trains(module: nn.Module) -> bool:
@@ -263,3 +267,35 @@ def _digest(function: Callable[..., Any]) -> str:
     if ast.get_docstring(node) is not None:
         del node.body[0]
     return hashlib.sha256("".join(ast.unparse(node).split()).encode()).hexdigest()[:16]
+
+
+def products_are_by_head(dtype: torch.dtype) -> bool:
+    """Whether torch multiplies one head after the other here, so that one alone has its bits."""
+    supported = getattr(torch.ops.mkldnn, _HALF.get(dtype, ""), None)
+    if supported is None or supported():
+        return False
+    return _are_by_head(dtype, torch.get_num_threads())
+
+
+@functools.lru_cache(maxsize=16)
+def _are_by_head(dtype: torch.dtype, threads: int) -> bool:
+    return tried_apart(threads, _try, dtype)
+
+
+def _try(dtype: torch.dtype) -> bool:
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for heads, rows, columns, width in _TRIED:
+            sizes = (1, rows, heads, width), (1, heads, columns, width)
+            query, key = (
+                torch.randn(size, generator=generator, device="cpu").to(dtype) for size in sizes
+            )
+            scores = torch.matmul(query.transpose(1, 2), key.transpose(2, 3))
+            output = torch.matmul(scores, key)
+            for head in range(heads):
+                one = torch.mm(query[0, :, head], key[0, head].T)
+                if not torch.equal(one, scores[0, head]):
+                    return False
+                if not torch.equal(torch.mm(one, key[0, head]), output[0, head]):
+                    return False
+    return True

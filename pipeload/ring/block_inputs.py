@@ -105,7 +105,7 @@ def _sequences(layer: Any, hidden: torch.Tensor | None) -> int:
     return int(hidden.shape[-3 if hidden.dim() > 2 else 0])  # several streams come before it
 
 
-def let_grow(cache: Any, grown: Iterable[Sequence[int]], given: Mapping[str, Any]) -> None:
+def pass_through(cache: Any, grown: Iterable[Sequence[int]], given: Mapping[str, Any]) -> None:
     """Let a cache know of positions in layers which it holds nothing of: what `growth` told.
 
     One number stands for the keys and values of a position. By the cache's own methods, so windows,

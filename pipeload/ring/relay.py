@@ -25,7 +25,7 @@ from pipeload.ring.block_inputs import (
     checksum,
     first_tensor,
     growth,
-    let_grow,
+    pass_through,
     positions_in,
 )
 from pipeload.ring.outputs import Failure, Outputs
@@ -143,7 +143,7 @@ class Relay:
             found = self._outputs.receive(part, given)
             if not isinstance(found, Failure):
                 output, grown = found
-                let_grow(cache_among(args, kwargs), grown, given)
+                pass_through(cache_among(args, kwargs), grown, given)
                 return output
             self._told = True
             raise _failed_there(self._group, part.owner, part.name, found.why)

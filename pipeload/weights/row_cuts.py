@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import math
 import random
-from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -25,6 +24,7 @@ from torch import nn
 from torch.nn import functional
 
 from pipeload.weights.arena import DTYPES
+from pipeload.weights.trial_thread import tried_apart
 from pipeload.weights.whole_shape import KERNEL_ALIGN, WholeShape
 
 if TYPE_CHECKING:
@@ -219,12 +219,7 @@ def ranges_are_exact(cut: Cut, given: Given) -> bool:
         raise ValueError(f"threads={given.threads}, but torch uses {torch.get_num_threads()}")
     if not cut.inputs or not all(given.shape):
         return False
-    # Not here: torch's threads would then be this thread's for good, and a child that is forked
-    # from it, has them not, and computes, would wait for them for ever.
-    with ThreadPoolExecutor(
-        1, initializer=torch.set_num_threads, initargs=(given.threads,)
-    ) as apart:
-        return apart.submit(_try, cut, given).result()
+    return tried_apart(given.threads, _try, cut, given)
 
 
 def _try(cut: Cut, given: Given) -> bool:

@@ -18,8 +18,8 @@ from pipeload.budget.attention_memory import Scores
 from pipeload.budget.pass_needs import PassNeeds
 from pipeload.budget.pass_shape import PassShape
 from pipeload.hf import written_attention
-from pipeload.hf.written_attention import WrittenAttention
-from pipeload_hooks import attend_head_by_head, products_are_by_head
+from pipeload.hf.written_attention import WrittenAttention, products_are_by_head
+from pipeload_hooks import attend_head_by_head
 from tests.support.experts import moe_config, save_moe
 from tests.support.models import load_plain
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import DynamicCache, EncoderDecoderCache, LlamaConfig, StaticCache
 
-from pipeload.ring.block_inputs import cache_among, growth, let_grow, positions_in
+from pipeload.ring.block_inputs import cache_among, growth, pass_through, positions_in
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -37,7 +37,7 @@ def test_another_cache_grows_as_much(kind: str) -> None:
         getattr(here, "self_attention_cache", here).update(states, states, 1)
         told = growth(here, before, given)
         assert told == [[1, 2, positions]]
-        let_grow(there, told, given)
+        pass_through(there, told, given)
         assert positions_in(there)[1] == positions_in(here)[1]
         assert growth(here, positions_in(here), given) == []
     layer = getattr(there, "self_attention_cache", there).layers[1]
