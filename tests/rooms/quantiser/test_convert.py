@@ -56,13 +56,14 @@ def codes_in(module: torch.nn.Module) -> torch.Tensor:
     return unpack(module.weight, module.order)
 
 
-def assert_taken_over(model: Any, packed: dict[str, Packed]) -> None:
-    """Every code of every Linear is there, beside the column that it was for."""
+def assert_taken_over(model: Any, packed: dict[str, Packed], bits: int = 4) -> None:
+    """Every code of every Linear is there, moved to our middle, beside the column it was for."""
     for path, one in packed.items():
         module = model.get_submodule(path)
         first = module.parts[0] if isinstance(module, PartedLinear) else module
         columns = getattr(first, "columns", None)
-        wanted = one.codes if columns is None else one.codes[:, columns.long()]
+        codes = one.codes + moved_up(bits)
+        wanted = codes if columns is None else codes[:, columns.long()]
         assert torch.equal(codes_in(module), wanted), path
 
 
@@ -72,7 +73,7 @@ def test_codes_and_numbers(name: str, tmp_path: Path) -> None:
     packed = save_packed(tmp_path / "source", WAYS[name])
     folder = pipeload.convert(tmp_path / "source", tmp_path / "made", dtype="float32")
     model = load_plain(folder)
-    assert_taken_over(model, packed)
+    assert_taken_over(model, packed, WAYS[name].bits)
     for path, one in packed.items():
         module = model.get_submodule(path)
         columns = getattr(module, "columns", None)
@@ -253,8 +254,7 @@ def test_other_bits(tmp_path: Path) -> None:
     floats = "model.layers.2.mlp.up_proj"
     assert type(model.get_submodule(floats)) is torch.nn.Linear
     for path in packed.keys() - {floats}:
-        codes = packed[path].codes + moved_up(others.get(path, 3))
-        assert_taken_over(model, {path: packed[path]._replace(codes=codes)})
+        assert_taken_over(model, {path: packed[path]}, others.get(path, 3))
     streamed = load_smallest(source, dtype=torch.bfloat16)
     assert_same(step_logits(streamed, prompt(), 2), step_logits(model, prompt(), 2), "as it is")
 
