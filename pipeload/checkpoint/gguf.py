@@ -223,6 +223,8 @@ def _read_row(cursor: Cursor) -> _Row:
     if dimensions > _MAX_DIMENSIONS:
         raise cursor.wrong(f"{said} has {dimensions} dimensions, wanted at most {_MAX_DIMENSIONS}")
     shape = [cursor.length(f"the shape of {said}") for _ in range(dimensions)]
+    if 0 in shape:
+        raise cursor.wrong(f"{said} has a length of 0, wanted at least 1")
     code = cursor.number(f"the type of {said}")
     offset = cursor.length(f"the offset of {said}")
     if code not in _TYPES:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import sys
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,7 @@ import torch
 import pipeload
 from pipeload.cli.asked import NO_MODELS, load_asked, with_seed
 from pipeload.cli.conversation import Conversation
+from pipeload.cli.exit_status import interrupt_taken
 from pipeload.cli.load_model import check_model
 from pipeload.cli.log_lines import log, silence_libraries
 from pipeload.cli.run_report import describe_plan
@@ -48,6 +50,8 @@ def chat(asked: Arguments, *, debug: bool) -> None:
         torch.manual_seed(asked.seed)
     log.info("%s", describe_plan(pipeload.handle(model).plan))
     log.info("%s", _HELP)
+    if isinstance(sys.stdin, io.TextIOWrapper):  # what is no text is told, line by line
+        sys.stdin.reconfigure(errors="surrogateescape")
     conversation = Conversation(model, tokenizer, asked)
     conversation.go_on()
     while (line := _read_line()) is not None:
@@ -67,6 +71,8 @@ def _told(*, debug: bool) -> Iterator[None]:
 
 
 def _take(line: str, conversation: Conversation) -> None:
+    if any("\ud800" <= letter <= "\udfff" for letter in line):
+        raise OptionError("that line is no text in UTF-8. Type it again.")
     command, _, rest = line.partition(" ")
     if command == "/reset":
         conversation.reset()
@@ -94,6 +100,7 @@ def _read_line() -> str | None:
         except KeyboardInterrupt:
             if not terminal:
                 raise
+            interrupt_taken()
             log.info("\n%s", _HELP)
             continue
         return None if line.strip() == "/exit" else line

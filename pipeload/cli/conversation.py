@@ -16,6 +16,7 @@ from pipeload.checkpoint.fingerprint import fingerprint
 from pipeload.cli.answer import Answer
 from pipeload.cli.asked import generate_answer
 from pipeload.cli.conversation_file import ConversationFile, Talk, cannot_keep
+from pipeload.cli.exit_status import interrupt_taken
 from pipeload.cli.load_model import adapter_files
 from pipeload.cli.log_lines import log
 from pipeload.cli.progress_bar import first_pass
@@ -108,6 +109,7 @@ class Conversation:
         try:
             self._file.save(talk)
         except KeyboardInterrupt:  # it was meant for the answer, which is there
+            interrupt_taken()
             log.info("the conversation is still being written; once more leaves it")
             self._file.save(talk)
 
@@ -124,6 +126,7 @@ class Conversation:
             try:
                 self.turn(line, answer)
             except KeyboardInterrupt:
+                interrupt_taken()
                 answer.end()
                 log.info("stopped")
                 self._say(answer)
@@ -176,9 +179,10 @@ class Conversation:
         try:
             text = json.dumps(self.messages, ensure_ascii=False, indent=1) + "\n"
             Path(file).expanduser().write_text(text, encoding="utf-8")
-        except OSError as error:
+        except (OSError, RuntimeError, ValueError) as error:  # no home, or no path at all
+            cause = getattr(error, "strerror", None) or str(error).rstrip(".")
             raise OptionError(
-                f"cannot write the conversation to {file!r}: {error.strerror}. Name another file."
+                f"cannot write the conversation to {file!r}: {cause}. Name another file."
             ) from error
         log.info("saved to %s", file)
 

@@ -112,19 +112,23 @@ def reported(*, debug: bool, quiet: bool, smaller_pass: Sequence[str] = ()) -> I
         raise typer.Exit(1) from None
     except RuntimeError as error:
         # By its name: torch may not have been imported.
-        if debug or type(error).__name__ != "OutOfMemoryError":
+        if debug or (told := _DEVICE_ERRORS.get(type(error).__name__)) is None:
             raise
-        cause = str(error).split(". ")[0]
-        typer.echo(
-            f"error: the device's limit is full: {cause}. Raise --memory-limit, or ask for fewer "
-            "tokens at once.",
-            err=True,
-        )
+        cause = str(error).split(". ")[0].splitlines()[0].rstrip(".")
+        typer.echo(f"error: {told.format(cause)}", err=True)
         raise typer.Exit(1) from None
     finally:
         log.removeHandler(handler)
         log.setLevel(level)
         log.propagate = propagate
+
+
+_DEVICE_ERRORS = {
+    "OutOfMemoryError": "the device's limit is full: {}. Raise --memory-limit, or ask for fewer "
+    "tokens at once.",
+    "AcceleratorError": "the device computes no more in this process: {}. Run the command again; "
+    "if it fails again, CUDA_LAUNCH_BLOCKING=1 and --debug show where.",
+}
 
 
 class _Interrupts:
@@ -133,10 +137,11 @@ class _Interrupts:
     Modules that are being imported catch it, leave something out, and fail otherwise.
     """
 
-    _came = False
+    came = False
+    """Whether one has, and nobody has taken it."""
 
     def __enter__(self) -> None:
-        _Interrupts._came = False
+        _Interrupts.came = False
         self._before = signal.getsignal(signal.SIGINT)
         main = threading.current_thread() is threading.main_thread()
         self._noting = main and self._before is signal.default_int_handler
@@ -145,20 +150,25 @@ class _Interrupts:
 
     @staticmethod
     def _note(_number: int, _frame: object) -> NoReturn:
-        _Interrupts._came = True
+        _Interrupts.came = True
         raise KeyboardInterrupt
 
     @staticmethod
     def check() -> None:
         """Raise one that somebody has swallowed."""
-        if _Interrupts._came:
+        if _Interrupts.came:
             raise KeyboardInterrupt
 
     def __exit__(self, kind: object, error: BaseException | None, _trace: object) -> None:
         if self._noting:
             signal.signal(signal.SIGINT, self._before)
-        if error is not None and _Interrupts._came:
+        if error is not None and _Interrupts.came:
             raise KeyboardInterrupt from error
+
+
+def interrupt_taken() -> None:
+    """Say that a Ctrl-C has done what it was for: what goes wrong later is no part of it."""
+    _Interrupts.came = False
 
 
 def load(name: str) -> None:

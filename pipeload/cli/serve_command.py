@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from typing import Annotated
 
 import typer
@@ -12,11 +13,15 @@ from pipeload.cli import options as opt
 from pipeload.cli.exit_status import load, reported
 from pipeload.cli.model_path import check_path
 
+_KEY = "PIPELOAD_API_KEY"
+
 
 def _key(text: str | None) -> str | None:
     if text is not None and not (text.isascii() and text.isprintable() and text.strip() == text):
         raise typer.BadParameter("a key is to be of printable ASCII letters.")
-    return text or None
+    if text == "" or (text is None and os.environ.get(_KEY) == ""):
+        raise typer.BadParameter(f"the key is empty. Give one, or none at all: unset {_KEY}.")
+    return text
 
 
 Host = Annotated[
@@ -26,7 +31,7 @@ Port = Annotated[int, typer.Option(min=0, max=65535, help="0 takes one that is f
 ApiKey = Annotated[
     str | None,
     typer.Option(
-        envvar="PIPELOAD_API_KEY",
+        envvar=_KEY,
         show_envvar=True,
         callback=_key,
         help="What clients must show; better in the environment, which others do not see.",

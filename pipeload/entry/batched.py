@@ -15,8 +15,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from pipeload._sizes import format_size
 from pipeload.engine.convoy_members import forget_locals
 from pipeload.entry.api import handle
+from pipeload.errors import MemoryLimitError
 from pipeload.hf.continuous_batching import PAGE_TOKENS, Batching, Room, spare_pages
 from pipeload.system.memory import trim_heap
 
@@ -82,7 +84,9 @@ class Batched:
         """
         self._model, self._given, self._ending = model, enumerate(requests), ending
         self._governor: Governor = handle(model).session.governor
-        self._most, self._rows = at_once or _MOST_AT_ONCE, MOST_ROWS
+        self._at_once = at_once or _MOST_AT_ONCE
+        self._most, self._rows = self._at_once, MOST_ROWS
+        """The same as far as passes have fitted lately, and how many tokens they may have."""
         self._next: deque[_Wanted] = deque()
         self._running: dict[str, _Wanted] = {}
 
@@ -103,8 +107,13 @@ class Batched:
         """
         while self._look_ahead(self._most):
             running = self._running = dict[str, _Wanted]()
+            if (refused := self._refused(self._next[0])) is not None:
+                yield self._next.popleft().number, refused
+                continue
             try:
                 yield from self._session(running)
+                self._most = min(2 * self._most, self._at_once)
+                self._rows = min(2 * self._rows, MOST_ROWS)
             except MemoryError as error:  # a MemoryLimitError, or of an allocator
                 if not running:
                     raise  # whoever gives requests has none
@@ -131,7 +140,8 @@ class Batched:
         samples = self._next[0].samples
         gc.collect()  # the last session's room is in a circle of its parts
         trim_heap()
-        room = self._room([wanted for wanted in self._next if wanted.samples == samples])
+        alike = [wanted for wanted in self._next if wanted.samples == samples]
+        room = self._room([wanted for wanted in alike if self._refused(wanted) is None])
         with closing(Batching(self._model, room, samples=samples)) as batching:
             while True:
                 while len(running) < room.at_once and self._look_ahead(1):
@@ -161,7 +171,9 @@ class Batched:
         found = max(
             (self._most_that_fit(pages, count, samples=wanted[0].samples), count) for count in rows
         )
-        at_once, rows_of_pass = found if found[0] else (1, rows[-1])
+        at_once, rows_of_pass = found
+        if not at_once:
+            return Room(1, rows[-1], wanted[0].pages)
         return Room(at_once, rows_of_pass, max(wanted[0].pages, sum(pages[:at_once])))
 
     def _most_that_fit(self, pages: Sequence[int], rows: int, *, samples: bool) -> int:
@@ -175,9 +187,36 @@ class Batched:
                 high = middle - 1
         return low
 
+    def _refused(self, wanted: _Wanted) -> MemoryLimitError | None:
+        """The error of one that fits in no case; None for one that may.
+
+        Room for it would be taken all the same, and before a pass is measured.
+        """
+        tokens, limit = wanted.pages * PAGE_TOKENS, self._governor.plan.memory_limit
+        spare = self._governor.spare_bytes()
+        more = self._need(tokens, _ROWS[-1], 1, samples=wanted.samples) - spare
+        if more <= 0:
+            return None
+        return MemoryLimitError(
+            f"a prompt and answer of {tokens} tokens take {format_size(more)} more than the "
+            f"{format_size(max(0, spare))} that are free within memory_limit={limit}. Give a "
+            "shorter prompt or ask for fewer tokens.",
+            limit=limit,
+            smallest_limit=limit + more,
+        )
+
     def _fits(self, tokens: int, rows: int, at_once: int, *, samples: bool) -> bool:
         """Whether memory holds keys and values of so many tokens, and a pass that sees them all."""
+        need = self._need(tokens, rows, at_once, samples=samples)
+        return need <= _SHARE * self._governor.spare_bytes()
+
+    def _need(self, tokens: int, rows: int, at_once: int, *, samples: bool) -> int:
+        """What those take; without the pass where keys and values alone are too many."""
         governor, device = self._governor, "meta"
+        spare = spare_pages(self._model, unused=True) * PAGE_TOKENS
+        cache, _ = governor.bytes_alone(0, tokens + spare, 1)
+        if cache > governor.spare_bytes():
+            return cache
         call = {
             "input_ids": torch.empty(1, rows, dtype=torch.int64, device=device),
             "attention_mask": torch.empty(1, 1, rows, tokens + rows, device=device),
@@ -185,6 +224,4 @@ class Batched:
             "logits_processor_args": torch.empty(int(samples), at_once, device=device),
             "use_cache": False,
         }
-        spare = spare_pages(self._model, unused=True) * PAGE_TOKENS
-        cache, _ = governor.bytes_alone(0, tokens + spare, 1)
-        return cache + governor.pass_need((), call) <= _SHARE * governor.spare_bytes()
+        return cache + governor.pass_need((), call)

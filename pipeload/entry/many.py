@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from transformers import GenerationConfig
+from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from pipeload.engine.convoy_members import GaveWayError, Party
 from pipeload.entry.api import handle
@@ -31,6 +31,10 @@ if TYPE_CHECKING:
 _SEEDS = 1 << 63
 _END = object()
 _TORCH_SEEDS = range(-(1 << 63), 1 << 64)
+_MOST = 1 << 30
+"""Where nobody says how many."""
+_PLAIN = (torch.Tensor, int, float, str, GenerationConfig, PreTrainedTokenizerBase)
+"""What `generate` takes, and does not change."""
 
 
 def generate_many(
@@ -82,11 +86,13 @@ class Request(NamedTuple):
 
 
 def _is_plain(value: object) -> bool:
+    if isinstance(value, dict):
+        value = [*value.values()]
     if isinstance(value, (list, tuple)):
         return all(map(_is_plain, value))
     if getattr(value, "keeps_nothing", False):
         return True
-    return value is None or isinstance(value, (torch.Tensor, int, float, str, GenerationConfig))
+    return value is None or isinstance(value, _PLAIN)
 
 
 def _request(number: int, given: object, *, alone: bool) -> Request:
@@ -132,6 +138,8 @@ class Requests:
         """What was asked for and does not run: it gave way, or there was no room."""
         self._running: dict[Member, Request] = {}
         self._most = at_once
+        self._cap: float | None = None
+        """How many run since one had to give way; it grows by one with as many that end."""
         self._size = ConvoySize(session.governor, session.prefetcher.counters, self._convoy)
         self._ambient = _Ambient()
 
@@ -154,16 +162,18 @@ class Requests:
         member, outcome = self._convoy.outcome(self._party)
         request = self._running.pop(member)
         if isinstance(outcome, GaveWayError):
-            self._most = max(1, len(self._running))
+            self._cap = max(1, len(self._running))
             if request.can_repeat:
                 self._next.appendleft(request)
                 return
             outcome = outcome.lacking
+        elif self._cap is not None:
+            self._cap += 1 / self._cap
         yield request.number, outcome
 
     def _refused_until_full(self) -> Iterator[tuple[int, OptionError]]:
         """Have as many requests run as may; those that are none."""
-        while self._most is None or len(self._running) < self._most:
+        while len(self._running) < min(self._most or _MOST, int(self._cap or _MOST)):
             if not self._next:
                 given = next(self._given, _END)
                 if given is _END:

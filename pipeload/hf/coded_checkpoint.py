@@ -90,9 +90,9 @@ class CodedCheckpoint:
         used = {entry.name for weight in found for entry in weight.parts.values()}
         self.plain = [entry for name, entry in stored.items() if name not in used]
         """Tensors that are no part of those."""
-        self._refuse_others_parts()
         self.pending = self._as_floats(pending, in_part=in_part)
         """The load of floats of the same shapes, of which coded ones are not really stored."""
+        self._refuse_others_parts()
         entries, seconds = pending.checkpoint.entries.values(), pending.read_timeout
         self.files = FileSet(pending.files, "buffered", seconds, stamps_of(entries))
         self.total_bytes = pending.checkpoint.total_bytes
@@ -214,17 +214,22 @@ class CodedCheckpoint:
         return columns_by_group(weight.name, group_of, weight.groups) is not None
 
     def _refuse_others_parts(self) -> None:
-        """Refuse what goes with a coded weight and nobody knows what for.
+        """Refuse what goes with a coded weight, or scales a model's own steps, and is unknown.
+
+        AWQ divides what some activations give by scales beside them, which such a model has no
+        place for: without them it would compute something else.
 
         Raises:
             UnsupportedModelError: there is such a tensor; names it.
         """
+        used = self.pending.used()
         for entry in self.plain:
             stem, _, last = entry.name.rpartition(".")
-            if f"{stem}.weight" in self.coded and last != "bias":
+            unknown = f"{stem}.weight" in self.coded and last != "bias"
+            if unknown or (last == "scales" and entry.name not in used):
                 raise UnsupportedModelError(
-                    f"{self._name!r}: {entry.name!r} goes with a weight that {self.format.title} "
-                    "has quantised, and nothing is known of it. Use the float checkpoint."
+                    f"{self._name!r}: {entry.name!r} belongs to what {self.format.title} has "
+                    "quantised, and nothing is known of it. Use the float checkpoint."
                 )
 
     def _find_format(self, settings: Mapping[str, Any]) -> CodesFormat:

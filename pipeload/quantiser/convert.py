@@ -121,5 +121,5 @@ def make(
             found.floats,
             found.source_bytes,
         )
-        complete(output, found.origin, found.rest, making, integers)
+        complete(output, found.origin, found.rest, making, integers, options=kwargs)
     return Made(Path(target), found.floats, found.rounded)

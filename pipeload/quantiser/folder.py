@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -29,6 +30,8 @@ _COPIED = {".json", ".jinja", ".txt", ".model", ".tiktoken", ".py"}
 _COPIED_NAMES = ("LICENSE", "NOTICE", "USE_POLICY")
 _COPIED_BYTES = 256 << 20
 _WEIGHTS_INDEX = "model.safetensors.index.json"
+_OWN_CODE = ("trust_remote_code", "code_revision")
+"""Options for models whose code is no part of the library: it is copied along."""
 _AS_IT_IS = "Delete the folder, and stream the model as it is."
 
 
@@ -78,10 +81,19 @@ class Origin(NamedTuple):
         named = self.pretrained if self.from_hub else Path(self.pretrained).absolute()
         stats = ((file.name, file.stat()) for file in self.files)
         files = [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]
-        return {"source": str(named), "files": files}
+        # Another version may round otherwise: a folder is made by one.
+        return {"source": str(named), "files": files, "pipeload": metadata.version("pipeload")}
 
 
-def complete(output: Output, origin: Origin, rest: Rest, making: Making, count: int) -> None:
+def complete(
+    output: Output,
+    origin: Origin,
+    rest: Rest,
+    making: Making,
+    count: int,
+    *,
+    options: Mapping[str, Any],
+) -> None:
     """Write all but the weights, see that the library finds these, and give the folder its name.
 
     Args:
@@ -90,6 +102,7 @@ def complete(output: Output, origin: Origin, rest: Rest, making: Making, count: 
         rest: writes configuration, tokenizer and the like.
         making: for the card.
         count: of quantised weights.
+        options: what the source was loaded with.
 
     Raises:
         OptionError: the disk is full, or cannot be written to.
@@ -105,7 +118,8 @@ def complete(output: Output, origin: Origin, rest: Rest, making: Making, count: 
         after=nbytes,
     )
     output.write_text("README.md", card)
-    check_result(output.folder, making.form.loaded_by, count)
+    own_code = {name: options[name] for name in _OWN_CODE if name in options}
+    check_result(output.folder, making.form.loaded_by, count, **own_code)
     output.finish()
 
 
@@ -126,14 +140,17 @@ def write_config(told: Mapping[str, Any], changes: Mapping[str, Any], output: Ou
     output.write_text("config.json", json.dumps(kept, indent=2) + "\n")
 
 
-def check_result(folder: Path, loaded_by: str, count: int) -> None:
+def check_result(folder: Path, loaded_by: str, count: int, **options: Any) -> None:
     """Whether the library finds every quantised weight by the name that it was given.
+
+    `options`: for loading it.
 
     Raises:
         UnsupportedModelError: it does not.
     """
     auto: Any = transformers.AutoModelForCausalLM
-    pending = peek(lambda: auto.from_pretrained(folder, dtype="auto", local_files_only=True))
+    options |= {"dtype": "auto", "local_files_only": True}
+    pending = peek(lambda: auto.from_pretrained(folder, **options))
     if pending is None or pending.quantised_by != loaded_by:
         raise UnsupportedModelError(
             f"the library does not take {str(folder)!r} for quantised. {_AS_IT_IS}"

@@ -240,7 +240,7 @@ def make(
             pending.checkpoint.total_bytes,
         )
         rest = partial(copy_rest, origin.files[0].parent, changes)
-        complete(output, origin, rest, making, source.parts)
+        complete(output, origin, rest, making, source.parts, options=kwargs)
     if floats.share > _MOST_FLOATS:
         _log.warning("%s of %s stayed floats", floats.described(), pretrained)
     return Made(Path(target), floats)

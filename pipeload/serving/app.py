@@ -133,7 +133,10 @@ class App:
 
     def _check_length(self, given: dict[str, Any]) -> None:
         """Refuse what is too long before a tokenizer takes memory for it."""
-        text = " ".join(_texts(given))
+        rendered = [given.get(name) for name in ("messages", "prompt")]
+        if given.get("tool_choice") != "none":
+            rendered.append(given.get("tools"))
+        text = " ".join(_texts(rendered))
         if len(text) <= _LONG_LETTERS:
             return
         parts = self._parts

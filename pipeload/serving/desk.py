@@ -8,6 +8,7 @@ nobody holds while a pass runs; to cancel takes no lock at all.
 
 from __future__ import annotations
 
+import gc
 import math
 import threading
 import time
@@ -23,6 +24,7 @@ from pipeload.entry.api import handle
 from pipeload.entry.convoy_size import ConvoySize, Sizes, sizes_of
 from pipeload.entry.many import SharedCall
 from pipeload.entry.request_room import MOST_TOKENS, RequestRoom
+from pipeload.errors import MemoryLimitError
 from pipeload.serving.prefixes import Prefixes
 from pipeload.serving.request_error import RequestError
 from pipeload.system.memory import trim_heap
@@ -52,6 +54,8 @@ class Job:
         self.first_token_seconds: float | None = None
         self.cached_tokens = 0
         """Of its prompt, that were not computed again."""
+        self.borrows = True
+        """Whether it may be lent what others have kept."""
         self.cancelled = False
         self.call: SharedCall | None = None
         self._given: list[int] = []
@@ -68,7 +72,8 @@ class Job:
         arguments.pop("seed", None)
         if self.asked.answers == 1:
             arguments["streamer"] = _Tokens(self._take)
-            if prefixes is not None:
+            self.cached_tokens = 0
+            if prefixes is not None and self.borrows:
                 arguments, self.cached_tokens = prefixes.lend(arguments)
         return arguments
 
@@ -204,15 +209,17 @@ class Desk:
             if self._stopped is not None:
                 raise self._stopped
             self._drop_cancelled()
-            if len(self._waiting) >= self._most_waiting:
-                raise RequestError(
-                    f"{len(self._running)} requests run and {len(self._waiting)} wait. Try again "
-                    "later.",
-                    code="rate_limit_exceeded",
-                    status=429,
-                )
             self._waiting.append(job)
             self._start_some()
+            if len(self._waiting) <= self._most_waiting or self._waiting[-1] is not job:
+                return
+            self._waiting.pop()
+            raise RequestError(
+                f"{len(self._running)} requests run and {len(self._waiting)} wait. Try again "
+                "later.",
+                code="rate_limit_exceeded",
+                status=429,
+            )
 
     def retry_seconds(self) -> int:
         """When one more may have a place, as a guess."""
@@ -265,9 +272,8 @@ class Desk:
         running = [other.asked.arguments for other in self._running]
         return self._size.allows(self._model, running, job.asked.arguments)
 
-    def _run(self, job: Job) -> None:
-        """Have one run to its end; in a thread of its own."""
-        outcome: Any = None
+    def _outcome(self, job: Job) -> Any:
+        """What came of it: tokens, or an exception."""
         try:
             seed = job.asked.options.get("seed", 0)  # without one nothing is drawn
             arguments = job.arguments(self._prefixes)
@@ -280,15 +286,26 @@ class Desk:
                 outcome = self._prefixes.keep(outcome)
         except BaseException as error:
             forget_locals(error)  # among them are caches
-            outcome = error
+            return error
+        return outcome
+
+    def _run(self, job: Job) -> None:
+        """Have one run to its end; in a thread of its own."""
+        outcome = self._outcome(job)
         job.call = None
+        # What was lent may be larger than what it saves, and stays as long as it is used.
+        lent_too_much = isinstance(outcome, MemoryLimitError) and job.cached_tokens > 0
+        if lent_too_much:
+            job.borrows = False
+            gc.collect()  # the cache is in a circle of its parts
         trim_heap()  # what is measured next is to be what is needed
         with self._lock:
             del self._running[job]
-            again = isinstance(outcome, GaveWayError) and not job.cancelled
-            again = again and self._stopped is None
+            gave_way = isinstance(outcome, GaveWayError)
+            again = (gave_way or lent_too_much) and not job.cancelled and self._stopped is None
             if again:
                 self._waiting.appendleft(job)
+            if again and gave_way:
                 self._cap = max(1, len(self._running))
             elif self._cap is not None:
                 self._cap += 1

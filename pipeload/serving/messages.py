@@ -67,7 +67,7 @@ def _calls(given: object, where: str) -> list[dict[str, Any]]:
     """Calls that the model has made, their arguments as templates take them."""
     try:
         return [_call(call) for call in given]  # type: ignore[attr-defined]
-    except (TypeError, KeyError, ValueError) as error:
+    except (TypeError, KeyError, ValueError, RecursionError) as error:
         raise RequestError(
             f'tool_calls of {where} are to be {{"id", "type": "function", "function": {{"name", '
             '"arguments"}}}}, with arguments in JSON.',

@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from pipeload.entry.texts import check_tokens, first_line
-from pipeload.errors import CheckpointError, MemoryLimitError, PipeloadError
+from pipeload.errors import CheckpointError, PipeloadError
 from pipeload.hf.response_parsing import response_template
 from pipeload.serving.request import Settings
 from pipeload.serving.request_error import RequestError
@@ -26,7 +28,7 @@ def settings_of(
 
     `streams`: to a server, whose clients see no warning of what goes beyond the model's positions.
     """
-    name = Path(typed).name
+    name = Path(typed).name or Path(typed).resolve().name  # of "."
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     return Settings(
         tokenizer,
@@ -75,10 +77,13 @@ def as_row(asked: Asked, body: Mapping[str, Any]) -> Asked:
 def blamed(outcome: BaseException) -> RequestError | None:
     """What came of a request if it was its own fault; None where the next would fare no better.
 
-    That is of the disk, the files, or readers that ended.
+    That is of the disk, the files, readers that ended, or a device that computes no more.
     """
-    if isinstance(outcome, MemoryLimitError):
-        return RequestError(str(outcome), code="memory_limit", status=TOO_LARGE)
-    if isinstance(outcome, PipeloadError) or not isinstance(outcome, Exception):
+    if isinstance(outcome, (MemoryError, torch.OutOfMemoryError)):
+        told = str(outcome) if isinstance(outcome, PipeloadError) else first_line(outcome)
+        return RequestError(told, code="memory_limit", status=TOO_LARGE)
+    if isinstance(outcome, (PipeloadError, torch.AcceleratorError)):
+        return None
+    if not isinstance(outcome, Exception):
         return None
     return RequestError(first_line(outcome), code=type(outcome).__name__, status=FAILED)

@@ -119,7 +119,8 @@ def _message(asked: Asked, made: list[int], text: str, settings: Settings) -> di
         calls = [_call(call["function"]) for call in parsed.get("tool_calls") or []]
     except Exception:
         return plain
-    message = plain | {"content": parsed.get("content") or (None if calls else "")}
+    content = Cut(asked.stops).add(parsed.get("content") or "", end=True)
+    message = plain | {"content": content or (None if calls else "")}
     if thoughts := next((parsed[name] for name in _THOUGHTS if parsed.get(name)), None):
         message["reasoning_content"] = thoughts
     return message | ({"tool_calls": calls} if calls else {})

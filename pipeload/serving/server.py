@@ -56,7 +56,7 @@ class Service:
         prefix_bytes: int = 0,
     ) -> None:
         """`typed`: how the model was named; the rest as `Desk` and `Gate` take it."""
-        self._most_waiting = most_waiting
+        self._most = most_waiting + (at_once or 0)
         self.desk = Desk(
             model,
             at_once=at_once,
@@ -86,7 +86,7 @@ class Service:
             log_config=None,
             access_log=False,
             server_header=False,
-            limit_concurrency=self._most_waiting + _MORE_CONNECTIONS,
+            limit_concurrency=self._most + _MORE_CONNECTIONS,
             timeout_graceful_shutdown=int(listening.grace) + 2 * _LAST_SECONDS,
         )
         return _Server(config, self.desk, listening)

@@ -160,6 +160,18 @@ def test_code_runs_for_a_user_who_says_so(
     assert pipeload.handle(model).plan.units
 
 
+def test_a_model_with_code_is_quantised(
+    with_code: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """For a user who says so: the result is looked at with the same permission."""
+    folder, mark = with_code
+    modules = str(tmp_path / "modules")
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", modules)
+    made = pipeload.quantize(folder, tmp_path / "made", method="int8", trust_remote_code=True)
+    assert mark.exists()
+    assert (made / "mine.py").exists()
+
+
 # -- nothing leads elsewhere -----------------------------------------------------------------------
 
 

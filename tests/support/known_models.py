@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from pipeload.budget.pass_trial import PassTrace
+    from pipeload.budget.pass_trial import PassTrace, Trial
     from pipeload.ring.crossing_trial import Told
     from pipeload_hooks import Usage
 
@@ -31,6 +31,7 @@ _MODULES = ("pipeload.entry.loading", "pipeload.entry.wrap", "pipeload.ring.deal
 _usages: dict[Hashable, Usage | None] = {}
 _crossings: dict[Hashable, Told | None] = {}
 _compared: dict[Hashable, tuple[bool, float]] = {}
+_trials: dict[Hashable, dict[Hashable, Trial]] = {}
 
 
 def fingerprint(model: nn.Module) -> Hashable | None:
@@ -74,7 +75,12 @@ def known_crossing(model: nn.Module, names: Sequence[str]) -> Told | None:
 
 
 class KnownNeeds(PassNeeds):
-    """Needs whose comparison with trials is made once for each model."""
+    """Needs whose comparison with trials, and each trial, is made once for each model."""
+
+    def __init__(self, model: nn.Module, config: Any, **settings: Any) -> None:
+        super().__init__(model, config, **settings)
+        if (trace := self._trace) is not None and (told := fingerprint(trace.model)) is not None:
+            trace._known = _trials.setdefault((told, trace.model.dtype), trace._known)
 
     def _compare(self, trace: PassTrace) -> None:
         key: Any = fingerprint(trace.model), self._fused, self._widths

@@ -1,5 +1,8 @@
 /* Dequantises 4-bit weights, 16 values at a time: see kernel.py, which compiles this file. */
 
+#if !defined(__x86_64__)
+int supported(void) { return 0; }
+#else
 #include <cpuid.h>
 #include <immintrin.h>
 #include <stdint.h>
@@ -75,3 +78,4 @@ TARGET void fill(const uint8_t *packed, const float *absmax, const float *codes,
         fill_block(packed + block * blocksize / 2, _mm256_set1_ps(absmax[block]), low, high,
                    out + block * out_bytes, blocksize, kind);
 }
+#endif

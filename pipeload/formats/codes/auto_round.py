@@ -35,5 +35,5 @@ class AutoRound:
             raise not_taken_over(self.method, why)
         # Names of kernels may follow, as in "auto_round:auto_gptq:exllamav2".
         added = 1 if "auto_gptq" in packing else 0
-        how = gptq.Packing(bits, added, bool(config.get("sym", False)))
+        how = gptq.packing(config, "extra_config", bits, added, gptq.BITS)
         return [gptq.coded(stem, stored, how) for stem in found]

@@ -82,7 +82,8 @@ class CompressedTensors:
                 raise not_taken_over(
                     self.method, "its inputs are quantised by scales that were stored"
                 )
-        if config.get("sparsity_config") or config.get("transform_config"):
+        sparse = (config.get("sparsity_config") or {}).get("format", "dense") != "dense"
+        if sparse or config.get("transform_config"):
             raise not_taken_over(self.method, "it is sparse or transformed besides")
         (found,) = bits
         assert isinstance(found, int)  # noqa: S101 - see above

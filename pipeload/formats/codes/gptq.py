@@ -68,6 +68,8 @@ class Packing(NamedTuple):
     """Whether the settings say that zeros are in the middle."""
     planes: bool = False
     """Whether codes lie in planes of bits."""
+    mixed: Sequence[int] = ()
+    """Bits that a weight's own codes may have, where settings of modules differ."""
 
 
 class Gptq:
@@ -87,9 +89,25 @@ class Gptq:
         if packed_in != "int32":
             raise not_taken_over(self.method, f"its codes lie in words of {packed_in!r}")
         planes = version == _PLANES
-        bits = bits_of(self.method, config, range(2, 9) if planes else BITS)
-        how = Packing(bits, _VERSIONS[version], bool(config.get("sym", False)), planes)
+        known = range(2, 9) if planes else BITS
+        bits = bits_of(self.method, config, known)
+        how = packing(config, "dynamic", bits, _VERSIONS[version], known, planes=planes)
         return [coded(stem, stored, how) for stem in stems(stored, "qweight")]
+
+
+def packing(
+    config: Mapping[str, Any],
+    own: str,
+    bits: int,
+    added: int,
+    known: Sequence[int],
+    *,
+    planes: bool = False,
+) -> Packing:
+    """How a checkpoint is packed. `own`: where it has settings of single modules, if it has any."""
+    if config.get(own):
+        return Packing(bits, added, symmetric=False, planes=planes, mixed=known)
+    return Packing(bits, added, bool(config.get("sym", False)), planes)
 
 
 def bits_of(method: str, config: Mapping[str, Any], known: Sequence[int]) -> int:
@@ -117,8 +135,9 @@ def coded(stem: str, stored: Mapping[str, TensorEntry], how: Packing) -> CodedWe
     Raises:
         CheckpointError: tensors do not fit each other.
     """
-    bits, words = how.bits, part(stored, f"{stem}qweight", (None, None), torch.int32)
-    rows, columns = words.shape[1], words.shape[0] * 32 // bits
+    words = part(stored, f"{stem}qweight", (None, None), torch.int32)
+    how = how._replace(bits=_own_bits(stem, stored, how, words.shape[1]))
+    bits, rows, columns = how.bits, words.shape[1], words.shape[0] * 32 // how.bits
     if bits not in _ONES and (words.shape[0] % bits or rows % 32):
         raise CheckpointError(
             f"the {words.shape[0]} words of {rows} rows of '{stem}qweight' are no whole number of "
@@ -139,8 +158,17 @@ def coded(stem: str, stored: Mapping[str, TensorEntry], how: Packing) -> CodedWe
     return CodedWeight(name, (rows, columns), held_in(bits), groups, parts, decode)
 
 
+def _own_bits(stem: str, stored: Mapping[str, TensorEntry], how: Packing, rows: int) -> int:
+    """The bits of one weight's codes: settings of modules go by patterns, and zeros tell."""
+    if not how.mixed or not rows:
+        return how.bits
+    zeros = part(stored, f"{stem}qzeros", (None, None), torch.int32)
+    bits = zeros.shape[1] * 32 // rows
+    return bits if bits in how.mixed else how.bits
+
+
 def _decode(name: str, how: Packing, tensors: Mapping[str, torch.Tensor]) -> Codes:
-    bits, added, symmetric, planes = how
+    bits, added, symmetric, planes, _ = how
     scale, up = tensors["scales"].float(), moved_up(bits)
     unpack = codes_of_planes if planes else codes_of
     zero = unpack(tensors["qzeros"] + added * _ONES.get(bits, 0), bits)[:, : scale.shape[1]]

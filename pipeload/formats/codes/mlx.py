@@ -59,6 +59,10 @@ class Mlx:
             if f"{stem}weight" in stored:
                 told = config.get(stem.removesuffix("."))
                 own = {**config, **told} if isinstance(told, dict) else config
+                words = stored[f"{stem}weight"]
+                if words.dtype == "U32" and len(words.shape) > 2:
+                    why = f"'{stem}weight' is several stacked weights, as experts are"
+                    raise not_taken_over(self.method, why)
                 coded.append(_coded(stem, stored, self._bits(own)))
         self._bits(config)  # also where nothing is quantised
         return coded

@@ -1,6 +1,9 @@
 /* Makes floats of GGUF's blocks, bit for bit as the package gguf does: see kernel.py, which compiles
    this file. The order of products and sums is the package's. */
 
+#if !defined(__x86_64__)
+int supported(void) { return 0; }
+#else
 #include <cpuid.h>
 #include <immintrin.h>
 #include <stdint.h>
@@ -493,3 +496,4 @@ TARGET int fill(const uint8_t *stored, char *out, const int64_t *order, int64_t 
     }
     return 1;
 }
+#endif

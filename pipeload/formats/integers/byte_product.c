@@ -8,6 +8,9 @@
    many threads, nor how wide the processor's vectors are, changes a bit of a number: but where
    torch.set_flush_denormal(True) was called, which holds for the calling thread alone. */
 
+#if !defined(__x86_64__)
+int supported(void) { return 0; }
+#else
 #include "rounded_inputs.h"
 #include "statistics.h"
 
@@ -168,3 +171,4 @@ void product(const void *input, const int8_t *weight, const void *statistics, vo
      : rows >= MANY ? multiply_many
                     : multiply_avx2)(weight, statistics, x, made, rows, out, columns, told_in, kind);
 }
+#endif

@@ -3,6 +3,9 @@
    one changes the other. Here a column takes the errors of all that were before it at once, in the
    order in which they came. */
 
+#if !defined(__x86_64__)
+int supported(void) { return 0; }
+#else
 #include <immintrin.h>
 #include <stdint.h>
 
@@ -116,3 +119,4 @@ TARGET void compensate(const float *weight, const float *scale, const float *zer
                 codes[(top + lane) * columns + start + order[i]] = strip.codes[i][lane];
     }
 }
+#endif

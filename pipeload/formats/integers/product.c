@@ -7,6 +7,9 @@
    floats each number has eight, which are added to block after block: in which company rows are
    multiplied, by how many threads, and how wide the processor's vectors are, changes no bit. */
 
+#if !defined(__x86_64__)
+int supported(void) { return 0; }
+#else
 #include "rounded_inputs.h"
 
 #define BLOCK 64           /* columns */
@@ -209,3 +212,4 @@ void product_of_experts(const void *input, const uint8_t *codes_of, const uint8_
                                                      codes, scales, sums, made, out, columns, group,
                                                      told_in, kind);
 }
+#endif

@@ -2,6 +2,9 @@
    compiles this file, says what is computed, and does the same with torch, operation by operation:
    whoever changes one changes the other. */
 
+#if !defined(__x86_64__)
+int supported(void) { return 0; }
+#else
 #include <cpuid.h>
 #include <immintrin.h>
 #include <stdint.h>
@@ -227,3 +230,4 @@ TARGET void search(const float *tiles, const float *weights, const float *shares
         _mm256_set1_ps(tiny), symmetric, kind};
     search_all(tiles, weights, shares, ranges, fits, codes, count, groups, size, block, &grid);
 }
+#endif

@@ -5,6 +5,9 @@
    side. A number of the result is the sum of its columns in their order, whatever is beside it, by
    however many threads, so it has the same bits in any company. */
 
+#if !defined(__x86_64__)
+int supported(void) { return 0; }
+#else
 #include <cpuid.h>
 #include <immintrin.h>
 #include <stdint.h>
@@ -253,3 +256,4 @@ TARGET void product(const uint16_t *input, const uint8_t *codes, const void *sta
         _tile_loadconfig(&before);
     }
 }
+#endif

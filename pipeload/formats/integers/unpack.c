@@ -1,5 +1,8 @@
 /* Makes floats of some rows of an int4 weight: see unpack.py, which compiles this file. */
 
+#if !defined(__x86_64__)
+int supported(void) { return 0; }
+#else
 #include <cpuid.h>
 #include <immintrin.h>
 #include <stdint.h>
@@ -164,3 +167,4 @@ TARGET void fill_rows(const uint8_t *packed, const uint8_t *statistics, char *ou
                                                                shift, out + first * item);
         }
 }
+#endif

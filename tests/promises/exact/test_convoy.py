@@ -662,6 +662,25 @@ def test_memory_that_runs_short(tiny: TinyCheckpoint, monkeypatch: pytest.Monkey
     check_usable(model, wanted)
 
 
+def test_memory_that_is_there_again(tiny: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many run as before it was short."""
+    folder = tiny("llama", "bf16")
+    model, wanted, many = load_smallest(folder), wanted_of(folder), requests()
+    real, rounds = Governor.before_passes, []
+
+    def before_passes(governor: Governor, calls: Any) -> int:
+        rounds.append(len(calls))
+        if len(rounds) in {3, 6, 9}:
+            raise MemoryLimitError("no room", limit=1, smallest_limit=2)
+        return real(governor, calls)
+
+    monkeypatch.setattr(Governor, "before_passes", before_passes)
+    found = dict(pipeload.generate_many(model, many * 3, at_once=4))
+    assert_all_same(found, wanted * 3)
+    assert min(rounds[2:10]) == 1
+    assert max(rounds[10:]) == 4
+
+
 def test_memory_that_is_not_there_for_one(
     tiny: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -28,6 +28,7 @@ from pipeload.entry.many import SharedCall
 from pipeload.entry.request_room import RequestRoom
 from pipeload.entry.texts import load_tokenizer
 from pipeload.errors import MemoryLimitError, ReadError, UnsupportedOperationError
+from pipeload.serving.desk import Job
 from pipeload.serving.gate import Gate
 from pipeload.serving.server import Listening, _Server
 from tests.rooms.cli.test_commands import talker as talker  # noqa: PLC0414 - a fixture
@@ -563,10 +564,51 @@ def test_one_that_is_begun_again_and_becomes_another(
     assert server.client.chat("Hello").status == 200, "nothing of it was sent"
 
 
+def test_one_that_was_lent_too_much(
+    server: Served, plain: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is begun again without: what fits by itself is taken."""
+    desk, lent = server.service.desk, []
+    arguments = Job.arguments
+
+    def lend(self: Job, prefixes: Any) -> dict[str, Any]:
+        made = arguments(self, prefixes)
+        lent.append(self.borrows)
+        self.cached_tokens = 9 * self.borrows
+        return made
+
+    def generate(**given: Any) -> Any:
+        if lent[-1]:
+            raise MemoryLimitError("full", limit=1, smallest_limit=2)
+        return real(**given)
+
+    real = server.model.generate
+    monkeypatch.setattr(Job, "arguments", lend)
+    monkeypatch.setattr(server.model, "generate", generate)
+    answer = server.client.chat("Hello", max_tokens=NEW)
+    assert answer.said == plain("Hello")
+    assert lent == [True, False]
+    assert not desk.running
+
+
+def test_none_may_wait(talker: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One is answered all the same, and while it runs no other is taken."""
+    with served(talker, at_once=1, most_waiting=0) as running, ThreadPoolExecutor(1) as pool:
+        held = Held(running.model, monkeypatch)
+        first = pool.submit(running.client.chat, "Hello", max_tokens=2)
+        assert held.entered.acquire(timeout=WAIT_SECONDS)
+        assert running.client.chat("Hello", max_tokens=2).status == 429
+        held.go.set()
+        assert first.result(WAIT_SECONDS).status == 200
+
+
 FAILS: list[tuple[Exception, int, str]] = [
     (MemoryLimitError("too large", limit=1, smallest_limit=2), 413, "memory_limit"),
     (ReadError("the disk failed"), 503, "unavailable"),
     (IndexError("index out of range"), 500, "IndexError"),
+    (MemoryError("no memory"), 413, "memory_limit"),
+    (torch.OutOfMemoryError("none on the device"), 413, "memory_limit"),
+    (torch.AcceleratorError("device-side assert"), 503, "unavailable"),
 ]
 
 
@@ -716,7 +758,7 @@ def test_without_its_packages(talker: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert result.stderr.endswith("pip install 'pipeload[serve]'\n")
 
 
-def test_where_nobody_can_listen(talker: Path) -> None:
+def test_where_nobody_can_listen(talker: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Is told before anything is loaded."""
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
@@ -733,6 +775,11 @@ def test_where_nobody_can_listen(talker: Path) -> None:
         endless = invoke("serve", talker, "--grace", grace)
         assert endless.exit_code == 2
         assert "Invalid value for '--grace'" in endless.stderr
+    monkeypatch.setenv("PIPELOAD_API_KEY", "")
+    for option in (["--api-key", ""], []):
+        empty = invoke("serve", talker, *option)
+        assert empty.exit_code == 2
+        assert "the key is empty" in empty.stderr
     key = invoke("serve", talker, "--api-key", "a\nb")
     assert key.exit_code == 2
     assert "a key is to be of printable ASCII letters" in key.stderr

@@ -156,6 +156,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "big-endian": ({"version": 3 << 24}, "it is big-endian"),
     "cut in the tensors": ({"cut": 1}, "is truncated: got .* 'a' .* is the first that is not whol"),
     "cut in the table": ({"cut": 300}, "truncated"),
+    "no rows": ({"tensors": [Tensor("a", (0, 2**34))]}, "'a' has a length of 0"),
     "more tensors": ({"counts": (2**63, 1)}, f"claims {2**63} tensors, and has"),
     "more keys": ({"counts": (1, 2**62)}, f"claims {2**62} metadata keys, and has"),
     "one key more": ({"counts": (1, 2)}, "a tensor's name has 5629"),

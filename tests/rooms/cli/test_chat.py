@@ -19,6 +19,7 @@ from pipeload.cli import conversation as conv
 from pipeload.cli import conversation_file
 from pipeload.cli.answer import Answer
 from pipeload.cli.asked import Arguments
+from pipeload.cli.chat import _take
 from pipeload.cli.conversation import Conversation
 from pipeload.cli.conversation_file import ConversationFile, Talk
 from pipeload.errors import CheckpointError, OptionError, PipeloadError
@@ -158,7 +159,8 @@ def test_ctrl_c_ends_an_answer_alone(going_on: Path, monkeypatch: pytest.MonkeyP
 def test_what_can_be_typed(going_on: Path, tmp_path: Path) -> None:
     """Saved, begun anew, ended; an empty line is nothing, and a mistake ends nothing."""
     file = tmp_path / "talk.json"
-    lines = ("", LINES[0], f"/save {file}", "/nonsense", "/save", f"/save {tmp_path}/no/file")
+    saves = (f"/save {file}", "/save", f"/save {tmp_path}/no/file", "/save ~nobody/file")
+    lines = ("", LINES[0], *saves, "/nonsense")
     shown = typed(going_on, *lines, "/reset", LINES[0], "/exit", LINES[1])
     assert shown.exit_code == 0, shown.output
     first, again = shown.stdout.splitlines()
@@ -169,7 +171,9 @@ def test_what_can_be_typed(going_on: Path, tmp_path: Path) -> None:
     ]
     assert "there is no '/nonsense'" in shown.stderr
     assert "/save needs the name of a file" in shown.stderr
-    assert "cannot write the conversation to" in shown.stderr
+    assert shown.stderr.count("cannot write the conversation to") == 2
+    with pytest.raises(OptionError, match="no text in UTF-8"):
+        _take("no \udcff text", conversation(going_on))
 
 
 def test_a_turn_that_is_too_long(going_on: Path) -> None:

@@ -9,11 +9,12 @@ import sys
 from typing import TYPE_CHECKING
 
 import pytest
+import torch
 import typer
 
 import pipeload
 from pipeload import __main__ as entry
-from pipeload.cli.exit_status import load, reported
+from pipeload.cli.exit_status import interrupt_taken, load, reported
 from pipeload.errors import CheckpointError
 from tests.support.commands import invoke
 
@@ -90,6 +91,40 @@ def test_an_interrupt_that_is_swallowed(monkeypatch: pytest.MonkeyPatch) -> None
     with pytest.raises(typer.Exit) as ended, reported(debug=False, quiet=False):
         load("no_such_name")
     assert ended.value.exit_code == 130
+
+
+def test_an_error_after_an_interrupt_that_was_meant(capsys: pytest.CaptureFixture[str]) -> None:
+    """Ctrl-C ended an answer, and later something else goes wrong: that is told."""
+
+    def stopped_then_full() -> None:
+        with pytest.raises(KeyboardInterrupt):
+            interrupt()
+        interrupt_taken()
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(typer.Exit) as ended, reported(debug=False, quiet=False):
+        stopped_then_full()
+    assert ended.value.exit_code == 1
+    assert "No space left on device" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (torch.OutOfMemoryError("none left. Tried much"), "limit is full: none left. Raise --mem"),
+        (torch.AcceleratorError("assert\nmore"), "computes no more in this process: assert. Run"),
+    ],
+)
+def test_what_a_device_says(
+    error: Exception, line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In one line, with what to do."""
+    with pytest.raises(typer.Exit) as ended, reported(debug=False, quiet=False):
+        raise error
+    assert ended.value.exit_code == 1
+    (told,) = capsys.readouterr().err.splitlines()
+    assert told.startswith("error: the device")
+    assert line in told
 
 
 def test_an_error_without_an_interrupt() -> None:

@@ -134,6 +134,27 @@ def test_fewer_at_once_where_a_pass_does_not_fit(model: Any, fake: Fake) -> None
     assert [room.at_once for room, _ in fake.sessions] == [8, 4, 2]
 
 
+def test_more_at_once_again(model: Any, fake: Fake) -> None:
+    """Once a session of fewer has ended well."""
+    fake.most = 2
+    asked = [request(samples=number >= 4) for number in range(8)]
+    outcomes = Batched(model, iter(asked), 8).outcomes()
+    next(outcomes)
+    fake.most = 99
+    assert len(list(outcomes)) == 7
+    assert [room.at_once for room, _ in fake.sessions] == [4, 2, 4]
+
+
+def test_one_that_no_memory_holds(model: Any, fake: Fake) -> None:
+    """Nothing is made for it, however much it asks for; others are as many at once as before."""
+    asked = [request(), request(max_new_tokens=(1 << 53) - 1), *[request()] * 6]
+    found = dict(Batched(model, iter(asked), 8).outcomes())
+    assert isinstance(found[1], MemoryLimitError)
+    assert "are free within memory_limit=2000000000. Give a shorter prompt" in str(found[1])
+    assert sum(isinstance(outcome, torch.Tensor) for outcome in found.values()) == 7
+    assert [room.pages for room, _ in fake.sessions] == [7, 6]
+
+
 def test_one_that_does_not_fit_by_itself(model: Any, fake: Fake) -> None:
     """With shorter and shorter pieces of its prompt; then it has the error, and others go on."""
     fake.most = 0

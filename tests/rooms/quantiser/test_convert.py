@@ -391,6 +391,20 @@ def test_parts_that_nobody_knows(tmp_path: Path) -> None:
         pipeload.convert(source, tmp_path / "made")
 
 
+def test_scales_of_an_activation(tmp_path: Path) -> None:
+    """AWQ divides by them what Starcoder 2's activation gives; converted or streamed alike."""
+    source = tmp_path / "source"
+    save_packed(source, WAYS["awq"], family="starcoder2")
+    load_smallest(source)
+    tensors = load_file(source / "model.safetensors")
+    tensors["model.layers.0.mlp.act.scales"] = torch.full((512,), 3.0)
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UnsupportedModelError, match=r"'model\.layers\.0\.mlp\.act\.scales'"):
+        pipeload.convert(source, tmp_path / "made")
+    with pytest.raises(UnsupportedModelError, match=r"'model\.layers\.0\.mlp\.act\.scales'"):
+        pipeload.from_pretrained(source, memory_limit="50GB")
+
+
 def test_bad_input(tmp_path: Path) -> None:
     """A file cut short, a tensor that is missing, an option that means nothing."""
     source = tmp_path / "source"

@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -528,6 +529,23 @@ def test_another_request_starts_anew(
     assert {f.name for f in made.iterdir()} == {f.name for f in fresh.iterdir()}
     for file in fresh.glob("*.safetensors"):
         assert (made / file.name).read_bytes() == file.read_bytes()
+
+
+def test_another_version_starts_anew(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may round otherwise: no folder is made by two."""
+    Full(monkeypatch)
+    with pytest.raises(OptionError):
+        pipeload.quantize(llama, tmp_path / "made", max_shard_size="300KB")
+    shard = min((tmp_path / ".made.partial").glob("*.safetensors"))
+    shard.write_bytes(bytes(shard.stat().st_size))
+    version = metadata.version
+    monkeypatch.setattr(
+        "importlib.metadata.version", lambda name: "9" if name == "pipeload" else version(name)
+    )
+    made = pipeload.quantize(llama, tmp_path / "made", max_shard_size="300KB")
+    assert any((made / shard.name).read_bytes())
 
 
 HELD = """

@@ -47,6 +47,8 @@ CALL = {
     "type": "function",
     "function": {"name": "weather", "arguments": '{"city": "Rome"}'},
 }
+DEEP = {"id": "c", "type": "function", "function": {"name": "weather", "arguments": "[" * 99_999}}
+MANY_BRACKETS = [{"role": "assistant", "content": None, "tool_calls": [DEEP]}]
 ASKED = {"messages": [{"role": "user", "content": "Hi"}], "tools": [TOOL], "max_tokens": 99}
 
 
@@ -123,9 +125,17 @@ def test_no_call(settings: Settings, text: str) -> None:
     assert Pieces(asked, settings).last(body)[0]["choices"][0]["delta"]["content"] == text
 
 
+def test_a_text_that_ends_an_answer(settings: Settings) -> None:
+    """It is shown no more than without tools."""
+    _, body = answered("<think>hm</think>No.\nUser:", settings, stop="\nUser:")
+    assert body["choices"][0]["message"]["content"] == "No."
+    assert body["choices"][0]["finish_reason"] == "stop"
+
+
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tools": [{"type": "function"}]}, "tools is to be a list of"),
     ({"tools": ["weather"]}, "tools is to be a list of"),
+    ({"messages": [*MANY_BRACKETS]}, "with arguments in JSON"),
     ({"tools": {"a": 1}}, "tools is to be a list of"),
     ({"tool_choice": "required"}, "tool_choice='required' is not served"),
     ({"tool_choice": {"type": "function"}}, "is not served: the model chooses"),

@@ -297,6 +297,7 @@ def test_ragged_groups(group_of: list[int], groups: int) -> None:
         ("torchao, int8", intx("int4", "OPAQUE_ATEN"), "packing format 'OPAQUE_ATEN'"),
         ("torchao, int8", intx("int3", "UNPACKED_TO_INT8"), "its codes are 'int3'"),
         ("mlx", {"w": {"bits": 7, "group_size": 64}}, "its codes have 7 bits"),
+        ("gptq", {"dynamic": {"w": {"bits": 8}}, "bits": 5}, "its codes have 5 bits"),
     ],
 )
 def test_settings_that_are_not_understood(name: str, change: dict[str, Any], words: str) -> None:
@@ -305,6 +306,43 @@ def test_settings_that_are_not_understood(name: str, change: dict[str, Any], wor
     tensors = way.pack("w.", known_codes())
     with pytest.raises(UnsupportedModelError, match=words):
         find(way.settings | change, tensors)
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("gptq", {"dynamic": {"+:.*down": {"bits": 8, "sym": False}, "-:.*up": {}}}),
+        ("auto-round", {"extra_config": {"down": {"bits": 8}}}),
+    ],
+)
+def test_modules_with_settings_of_their_own(name: str, change: dict[str, Any]) -> None:
+    """Of other bits: the zeros that are stored tell; and none is said to be symmetric."""
+    way = WAYS[name]
+    pack = gptq if name == "gptq" else gptq_v2
+    four, eight = known_codes(), known_codes(8)
+    tensors = pack("one.", four) | pack("down.", eight, 8)
+    found = {weight.name: weight for weight in find(way.settings | change, tensors)}
+    assert {weight.bits for weight in found.values()} == {4, 8}
+    for weight, packed in ((found["one.weight"], four), (found["down.weight"], eight)):
+        codes = weight.decode({key: tensors[entry.name] for key, entry in weight.parts.items()})
+        assert torch.equal(codes.grid.numbers(codes.rows(0, 64), 0), packed.numbers)
+    with pytest.raises(CheckpointError, match=r"'down\.qzeros'"):
+        find(way.settings, tensors)
+
+
+def test_sparsity_that_is_none() -> None:
+    """compressed-tensors used to say so of every checkpoint."""
+    way = WAYS["compressed-tensors"]
+    tensors = way.pack("w.", known_codes())
+    assert find(way.settings | {"sparsity_config": {"format": "dense"}}, tensors)
+
+
+def test_experts_that_are_stacked() -> None:
+    """As MLX stores them: they are refused for what they are."""
+    way = WAYS["mlx"]
+    tensors = {name: one[None] for name, one in way.pack("w.", known_codes()).items()}
+    with pytest.raises(UnsupportedModelError, match=r"'w\.weight' is several stacked weights"):
+        find(way.settings, tensors)
 
 
 def test_a_scheme_of_inputs_that_were_measured() -> None:
