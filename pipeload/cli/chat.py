@@ -72,7 +72,7 @@ def _told(*, debug: bool) -> Iterator[None]:
 
 def _take(line: str, conversation: Conversation) -> None:
     if any("\ud800" <= letter <= "\udfff" for letter in line):
-        raise OptionError("that line is no text in UTF-8. Type it again.")
+        raise OptionError("that line is no text in UTF-8. Give one that is.")
     command, _, rest = line.partition(" ")
     if command == "/reset":
         conversation.reset()

@@ -22,7 +22,8 @@ from tests.support.cgroups import peak_rss_bytes
 limit = 1_000_000
 for _ in range(6):
     try:
-        pipeload.quantize(sys.argv[1], sys.argv[2], method="int4", size="20MB", memory_limit=limit)
+        pipeload.quantize(sys.argv[1], sys.argv[2], method="int4", size="20MB",
+            calibration_tokens=512, memory_limit=limit)
         break
     except MemoryLimitError as error:
         limit = error.smallest_limit + 8_000_000
