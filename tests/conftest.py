@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Protocol
 
 import pytest
@@ -88,6 +89,22 @@ def _same_random_numbers() -> None:
     import torch
 
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _as_many_threads() -> Iterator[None]:
+    """Of torch's, in each test, whatever ran before it: here and in threads that are yet to begin.
+
+    These have the number that was set last, in whichever thread.
+    """
+    import torch
+
+    before = torch.get_num_threads()
+    yield
+    with ThreadPoolExecutor(1) as another:
+        found = {torch.get_num_threads(), another.submit(torch.get_num_threads).result()}
+    if found != {before}:
+        torch.set_num_threads(before)
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -54,7 +54,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     ("kind", "form", "dtype"),
     [
         ("qwen3_moe", "int4", "bf16"),
-        ("qwen3_moe", "int8", "fp32"),
+        pytest.param("qwen3_moe", "int8", "fp32", marks=pytest.mark.sweep),
         ("mixtral", "int8", "bf16"),  # its tensors have other names than the model's
         ("gpt_oss", "int4", "bf16"),  # stacked, turned round, with biases
     ],

@@ -30,6 +30,7 @@ from tests.support.streaming import (
     logits,
     session_of,
 )
+from tests.support.sweeps import few
 
 if TYPE_CHECKING:
     from tests.conftest import TinyCheckpoint
@@ -59,7 +60,7 @@ def split_sites(model: Any) -> list[Any]:
     return [seat for seat in session_of(model).streamer.seats if seat.whole is not None]
 
 
-@pytest.mark.parametrize(("family", "stored", "loaded"), KINDS)
+@pytest.mark.parametrize(("family", "stored", "loaded"), few(KINDS, KINDS[1::2]))
 def test_every_kind(tiny: TinyCheckpoint, family: str, stored: str, loaded: str) -> None:
     """Equal with nothing resident, with a part, with everything, and after remove()."""
     folder, dtype = tiny(family, stored), TORCH[loaded]

@@ -45,7 +45,7 @@ def test_tokens_are_drawn_by_one_seed(tmp_path: Path, monkeypatch: pytest.Monkey
     assert trace.with_name("trace.rank1").stat().st_size > 0
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_a_rank_of_a_group_of_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A leftover RANK does not silence the only one that answers."""
     save_random("llama", tmp_path, "fp32", seed=1)

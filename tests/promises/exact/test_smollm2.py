@@ -74,6 +74,7 @@ def test_layers_lie_in_two_shards() -> None:
     assert max(len(files) for files in homes.values()) == 2
 
 
+@pytest.mark.sweep
 def test_single_file(smollm2_bf16: Path, tmp_path: Path) -> None:
     """The same tensors in one file, read through the page cache, give the same logits."""
     tensors: dict[str, torch.Tensor] = {}

@@ -20,7 +20,7 @@ _AMX = ["--most-growth", "45"]
     ("requests", "lengths", "dtype"),
     [
         pytest.param(120, 60, "float32", id="float32"),
-        pytest.param(160, 120, "bfloat16", id="bfloat16", marks=pytest.mark.slow),
+        pytest.param(160, 120, "bfloat16", id="bfloat16", marks=pytest.mark.sweep),
         pytest.param(400, 300, "bfloat16", id="bfloat16 long", marks=pytest.mark.sweep),
     ],
 )

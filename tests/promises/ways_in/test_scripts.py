@@ -112,7 +112,7 @@ COMMANDS: dict[str, tuple[str, tuple[str, ...], int]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", few(COMMANDS, ["generate", "chat"]))
+@pytest.mark.parametrize("name", few(COMMANDS, ["generate"]))
 def test_an_unmodified_script(name: str, smollm2_bf16: Path, limit: int, tmp_path: Path) -> None:
     """The same bytes on stdout and the same exit status, from whatever folder it is called."""
     script, arguments, status = COMMANDS[name]
@@ -152,7 +152,7 @@ for attempt in range(2):
 """
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_by_the_environment(tiny: TinyCheckpoint) -> None:
     """Importing pipeload is enough where PIPELOAD_MEMORY_LIMIT is set; options may be there, too.
 

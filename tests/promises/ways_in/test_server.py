@@ -785,7 +785,7 @@ def test_where_nobody_can_listen(talker: Path, monkeypatch: pytest.MonkeyPatch) 
     assert "a key is to be of printable ASCII letters" in key.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_a_short_soak(talker: Path) -> None:
     """Ten clients; `python -m tests.tools.serve_soak` asks longer, under a kernel cap."""
     limit = 2_000_000_000
@@ -802,7 +802,11 @@ def test_a_short_soak(talker: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("grace", "signals", "whole"),
-    [(60, [signal.SIGTERM], True), (60, [signal.SIGINT, signal.SIGTERM], False), (0, [15], False)],
+    [
+        (60, [signal.SIGTERM], True),
+        pytest.param(60, [signal.SIGINT, signal.SIGTERM], False, marks=pytest.mark.sweep),
+        pytest.param(0, [signal.SIGTERM], False, marks=pytest.mark.sweep),
+    ],
 )
 def test_its_end(
     talker: Path, tmp_path: Path, grace: int, signals: list[int], *, whole: bool

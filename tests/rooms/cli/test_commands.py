@@ -389,7 +389,7 @@ def test_run_with_ranks_where_there_are_none(talker: Path) -> None:
     assert "ranks=3, and the environment says WORLD_SIZE=1" in refused.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_demo_streams_and_knows_the_capital(smollm2_bf16: Path, tmp_path: Path) -> None:
     """The limit it picks holds only a part and is kept, and the answer is right."""
     folder = tmp_path / "smollm2"
