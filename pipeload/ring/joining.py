@@ -35,8 +35,9 @@ _log = logging.getLogger("pipeload")
 
 AUTO, MIXED = "auto", "mixed"
 # For a rate, in little memory: all there is under the limit is needed afterwards.
-_PROBE = {"pieces": 16, "piece_bytes": 2 << 20, "readers": 4}
-_PROBE_SECONDS, _MOST_PROBES = 0.8, 12
+_PROBE = 16, 2 << 20, 4
+"""Pieces, the bytes of each, and readers."""
+_PROBE_SECONDS, _MOST_PIECES = 0.8, 192
 _PRODUCT_BYTES = 16 << 20
 _ROUNDS = 8
 
@@ -250,14 +251,13 @@ class Membership:
 def disk_rate(files: Sequence[Path]) -> float:
     """Bytes per second that this rank reads.
 
-    Without what comes first: disks that are throttled, or have a cache, are fast then.
+    Without what comes first: disks that are throttled, or have a cache, are fast then. And without
+    a break in what is measured: a throttled disk makes up for breaks.
     """
-    began = time.perf_counter()
-    probe(files, **_PROBE)
-    rates: list[float] = []
-    while not rates or (len(rates) < _MOST_PROBES and time.perf_counter() - began < _PROBE_SECONDS):
-        rates.append(probe(files, **_PROBE))
-    return len(rates) / sum(1 / rate for rate in rates)
+    pieces, piece_bytes, readers = _PROBE
+    first = probe(files, *_PROBE)
+    many = int(first * _PROBE_SECONDS / piece_bytes)
+    return probe(files, max(pieces, min(_MOST_PIECES, many)), piece_bytes, readers)
 
 
 def compute_rate(dtype: torch.dtype) -> float:

@@ -10,10 +10,13 @@ import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
+from gguf import GGMLQuantizationType as Kind
+
 from pipeload.bench.compare import Compared, Setting, compare
 from tests.results import frame
 from tests.results.forks import runner
 from tests.tools.make_gguf import make_gguf
+from tests.tools.moe_against_llama_cpp import make_moe_gguf
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -23,19 +26,21 @@ if TYPE_CHECKING:
 SHARES = (0.3, 0.5, 0.8, 1.0)
 """Of the weights, beside what Python and its libraries take."""
 PACKAGES = {"airllm": ("torch", "airllm==4.0.0"), "llama.cpp": ("xllamacpp==2026.10.11549",)}
-FLOATS = ("plain", "accelerate", "airllm")
+FLOATS, INTEGERS = ("plain", "accelerate", "airllm"), ("llama.cpp",)
+SMALL = {"llama-small": FLOATS, "llama-7b-8-int4": INTEGERS, "moe-30b-2-int4": INTEGERS}
+FULL = {"llama-1.1b": FLOATS, "llama-7b-int4": INTEGERS, "moe-30b-6-int4": INTEGERS}
+"""The last has the experts of Qwen3-30B-A3B in fewer layers."""
 
 
 def run(given: Given) -> None:
-    """A bf16 model against those that read safetensors, an int4 one against llama.cpp."""
+    """A bf16 model against those that read safetensors, those in int4 against llama.cpp."""
     pythons = {way: str(environment(given.folder, way)) for way in PACKAGES}
-    names = ("llama-1.1b", "llama-7b-int4") if given.full else ("llama-small", "llama-7b-8-int4")
     rows: list[frame.Row] = []
-    for name, ways in zip(names, (FLOATS, ("llama.cpp",)), strict=True):
+    for name, ways in (FULL if given.full else SMALL).items():
         folder = given.model(name)
         gguf = given.folder / f"{name}.gguf"
-        if ways == ("llama.cpp",) and not gguf.exists():
-            make_gguf(folder, gguf)
+        if ways == INTEGERS and not gguf.exists():
+            (make_moe_gguf if name.startswith("moe") else make_gguf)(folder, gguf, Kind.Q4_0)
         with runner() as forks:
             job = {"folder": str(folder), "way": "limit", "new": 8}
             limits = [forks.run(job | {"share": share})["limit"] for share in SHARES]

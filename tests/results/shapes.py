@@ -11,6 +11,8 @@ import torch
 import transformers
 
 from tests.tools.make_llama import PRESETS, LlamaShape, make_checkpoint, make_llama
+from tests.tools.make_moe import PRESETS as MOE_PRESETS
+from tests.tools.make_moe import make_moe
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -50,10 +52,12 @@ LLAMA = {
     "llama-7b-8": replace(PRESETS["7b"], layers=8),
     "llama-7b": PRESETS["7b"],
 }
+_MOE = replace(MOE_PRESETS["qwen3-30b"], vocab=32000)
+MOE = {f"moe-30b-{layers}": replace(_MOE, layers=layers) for layers in (2, 6)}
 
 
 def make(name: str, folder: Path) -> Path:
-    """The folder of that model below `folder`; "-int4" after a LLaMA's name: its int4 by 64."""
+    """The folder of that model below `folder`; "-int4" after a name: int4 by 64 of it."""
     target = folder / name
     if name.endswith("-int4"):
         if not (target / "config.json").exists():
@@ -64,6 +68,8 @@ def make(name: str, folder: Path) -> Path:
         return target
     if name in LLAMA:
         return make_llama(LLAMA[name], target)
+    if name in MOE:
+        return make_moe(MOE[name], target)
     shape = LIBRARY[name]
     config = getattr(transformers, shape.config)(**shape.settings)
     with torch.device("meta"):
