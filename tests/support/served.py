@@ -65,12 +65,13 @@ class Client(NamedTuple):
 
     port: int
     key: str | None = None
+    patience: float = WAIT_SECONDS
 
     def open(
         self, path: str, body: object = None, *, method: str | None = None, **headers: str
     ) -> http.client.HTTPConnection:
         """A connection on which that was asked."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=WAIT_SECONDS)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=self.patience)
         data = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
         if data is not None:
             headers = {"Content-Type": "application/json"} | headers
