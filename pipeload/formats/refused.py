@@ -25,7 +25,6 @@ REFUSED: Final[Mapping[str, str]] = {
     "higgs": _needs_gpu("flute-kernel"),
     "nvfp4": "transformers does not load what is quantised so already",
     "quanto": "transformers saves no such checkpoint: floats are quantised while they are loaded",
-    "quark": _own_modules("amd-quark"),
     "sinq": "what the package sinq has saved fails on a CPU, in a product of two dtypes",
     "spqr": _needs_gpu("spqr_quant"),
     "vptq": _needs_gpu("vptq"),
