@@ -12,15 +12,11 @@ def _needs_gpu(package: str) -> str:
     return f"transformers runs it on a GPU alone, with the package {package}"
 
 
-def _own_modules(package: str) -> str:
-    return f"the package {package} computes it in modules of its own, untried so far"
-
-
 UNKNOWN: Final = "this version has never been tried with it"
 REFUSED: Final[Mapping[str, str]] = {
     "eetq": _needs_gpu("kernels"),
     "fbgemm_fp8": _needs_gpu("fbgemm-gpu"),
-    "fouroversix": _own_modules("fouroversix"),
+    "fouroversix": ("the package fouroversix computes it in modules of its own, untried so far"),
     "fp_quant": _needs_gpu("fp_quant"),
     "higgs": _needs_gpu("flute-kernel"),
     "nvfp4": "transformers does not load what is quantised so already",

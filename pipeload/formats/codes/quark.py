@@ -174,7 +174,9 @@ class Quark:
     def _check_measured(self, what: str, *told: Any) -> None:
         """Refuse scales that were measured. Others are made of each input, which is left exact."""
         if any(one.get("is_dynamic") is not True for some in told for one in _listed(some)):
-            raise not_taken_over(self.method, f"its {what} are quantised by scales that were stored")
+            raise not_taken_over(
+                self.method, f"its {what} are quantised by scales that were stored"
+            )
 
     def _spec(self, layer: Mapping[str, Any]) -> _Spec | None:
         """What settings of a module say of its weight.
