@@ -4,8 +4,8 @@
     qzeros   int32 [groups, rows / 8], interleaved likewise: codes that stand for 0
     scales   [groups, rows]
 
-Layout checked against what gptqmodel 7.7 reads. AMD's Quark writes the same, says how words are packed,
-and stores values from -8 to 7 where it is symmetric: checked against what amd-quark 0.13 packs.
+Layout checked against what gptqmodel 7.7 reads. AMD's Quark writes the same, says how words are
+packed, and stores values from -8 to 7 where it is symmetric: as amd-quark 0.13 packs.
 """
 
 from __future__ import annotations
