@@ -95,7 +95,8 @@ class ScaledFloats(Numbers):
         """Make fp32 of codes of [rows, columns], of which the first is row `first`."""
         made = codes.float() if self.values is None else self.values[codes.int()]
         scale = self.scale[first : first + len(codes)]
-        return made.unflatten(1, (scale.shape[1], -1)).mul_(scale[..., None]).flatten(1)
+        made.unflatten(1, (scale.shape[1], -1)).mul_(scale[..., None])
+        return made
 
 
 class Quark:
@@ -191,7 +192,7 @@ class Quark:
             raise not_taken_over(self.method, "its weights are quantised in several steps")
         told = steps[0]
         dtype, scheme, axis = (told.get(key) for key in ("dtype", "qscheme", "ch_axis"))
-        kind = _KINDS.get(dtype)
+        kind = _KINDS.get(str(dtype))
         if kind is None or scheme not in kind.schemes:
             raise not_taken_over(self.method, f"weights of {dtype!r}, {scheme!r} are unknown")
         axes = _AXES[scheme]
