@@ -49,6 +49,13 @@ WAYS: Final[dict[str, tuple[str, dict[str, Any], str, bool]]] = {
     "uint8 by rows": ("Uint8PerChannelSpec", {**_ROWS, "symmetric": False}, "reorder", False),
     "fp8 for all": ("FP8E4M3PerTensorSpec", _ALL, "reorder", False),
     "fp8 by rows": ("FP8E4M3PerChannelSpec", {**_ROWS, "is_dynamic": False}, "reorder", False),
+    "fp8 of e5m2": ("FP8E5M2PerTensorSpec", _ALL, "reorder", False),
+    "fp4": (
+        "FP4PerGroupSpec",
+        {"ch_axis": -1, "group_size": 32, "is_dynamic": False},
+        "reorder",
+        False,
+    ),
     "mxfp4": ("OCP_MXFP4Spec", {"ch_axis": -1, "is_dynamic": False}, "reorder", False),
 }
 
