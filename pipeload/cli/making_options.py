@@ -71,8 +71,8 @@ CodedSource = Annotated[
     str,
     typer.Argument(
         metavar="SRC",
-        help="Folder or hub id: GPTQ, AWQ, AutoRound, compressed-tensors, MLX, HQQ or torchao; or "
-        "a GGUF file.",
+        help="Folder or hub id: GPTQ, AWQ, AutoRound, compressed-tensors, MLX, HQQ, torchao or "
+        "Quark; or a GGUF file.",
     ),
 ]
 ConvertedDtype = Annotated[

@@ -157,7 +157,7 @@ class CodedCheckpoint:
                 f"{w.bits} bits, {w.shape[1] // w.groups} to a scale"
                 + ", not symmetric" * (n in uneven)
                 if w.bits
-                else "codebooks"
+                else "codebooks or floats of few bits"
                 for n, w in mine.items()
             )
             kinds = "; ".join([*dict.fromkeys(found)][:4]) or "it has none"

@@ -40,11 +40,11 @@ def convert(
 ) -> Path:
     """Write a checkpoint that streams out of one that others have quantised, code for code.
 
-    GPTQ, AWQ, AutoRound, compressed-tensors, MLX, HQQ and torchao: integers of up to 4 bits, or of
-    8 with one scale a row, symmetric. Nothing is rounded but scales, zeros and floats, to `dtype`.
-    Quantised embeddings and heads become floats. Of a GGUF file, Linears of Q4_0, Q4_1 and Q4_K are
-    taken over so; those of other types, for which there is no kernel, are rounded again, to int8
-    with one scale a row. It goes on where it was when it is run again.
+    GPTQ, AWQ, AutoRound, compressed-tensors, MLX, HQQ, torchao and Quark: integers of up to 4 bits,
+    or of 8 with one scale a row, symmetric. Nothing is rounded but scales, zeros and floats, to
+    `dtype`. Quantised embeddings and heads become floats. Of a GGUF file, Linears of Q4_0, Q4_1 and
+    Q4_K are taken over so; those of other types, for which there is no kernel, are rounded again,
+    to int8 with one scale a row. It goes on where it was when it is run again.
 
     Args:
         pretrained: a folder, a hub id, or a GGUF file (of a hub id, `gguf_file=` names it).

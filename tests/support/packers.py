@@ -202,6 +202,53 @@ def torchao(stem: str, packed: Packed) -> dict[str, torch.Tensor]:
     }
 
 
+def quark(
+    stem: str,
+    packed: Packed,
+    dtype: str = "uint4",
+    scheme: str = "per_group",
+    order: str = "reorder",
+) -> dict[str, torch.Tensor]:
+    """As AMD's Quark stores integers; a scheme of one scale takes the first."""
+    bits, by_groups = int(dtype[-1]), scheme == "per_group"
+    middle = 0 if dtype.startswith("u") else 1 << bits - 1
+    eight = list(_AWQ_ROWS if order == "reorder" else range(8))
+
+    def stored(codes: torch.Tensor) -> torch.Tensor:
+        values = codes.int() - middle
+        if bits == 8:
+            return values.to(getattr(torch, dtype)).contiguous()
+        if values.dim() == 0:
+            return values
+        return words((values & 15).unflatten(-1, (-1, 8))[..., eight].flatten(-2))
+
+    scale, zero = packed.scale, packed.zero
+    if not by_groups:
+        scale, zero = (
+            one[0] if scheme == "per_channel" else one[0, 0].clone() for one in (scale, zero)
+        )
+    return {
+        f"{stem}weight": stored(packed.codes.t() if by_groups else packed.codes),
+        f"{stem}weight_scale": scale,
+        f"{stem}weight_zero_point": stored(zero),
+    }
+
+
+def quark_settings(
+    dtype: str, scheme: str = "per_group", order: str = "reorder", **more: Any
+) -> dict[str, Any]:
+    """What it says of them."""
+    axis = {"per_group": 1, "per_channel": 0}.get(scheme)
+    weight = {"dtype": dtype, "qscheme": scheme, "ch_axis": axis, "is_dynamic": False, **more}
+    return {
+        "quant_method": "quark",
+        "global_quant_config": {"weight": weight, "input_tensors": None, "bias": None},
+        "layer_quant_config": {},
+        "exclude": ["lm_head"],
+        "export": {"pack_method": order, "weight_format": "real_quantized"},
+    }
+
+
 def aqlm(stem: str, weight: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     """Two codebooks of 256 entries for any weight of that shape, and the numbers that come out."""
     rows, columns = weight.shape
@@ -304,6 +351,22 @@ WAYS: dict[str, Way] = {
         _torchao("Int8WeightOnlyConfig"), torchao, bits=8, group=0, symmetric=True
     ),
     "torchao, int4": Way(_torchao("IntxWeightOnlyConfig", **_intx("int4")), torchao, group=32),
+    "quark": Way(quark_settings("uint4"), quark),
+    "quark, in order": Way(
+        quark_settings("int4", order="order"), partial(quark, dtype="int4", order="order"), group=32
+    ),
+    "quark, one scale a row": Way(
+        quark_settings("int4", "per_channel", "order"),
+        partial(quark, dtype="int4", scheme="per_channel", order="order"),
+        group=0,
+    ),
+    "quark, int8": Way(
+        quark_settings("int8", "per_channel"),
+        partial(quark, dtype="int8", scheme="per_channel"),
+        bits=8,
+        group=0,
+        symmetric=True,
+    ),
 }
 
 

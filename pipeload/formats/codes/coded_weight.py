@@ -136,6 +136,8 @@ class Words(NamedTuple):
     """Of a code: fewer than 4 lie one behind the other, in as many words as they fill."""
     places: tuple[int, ...] = ()
     """Which code of a word is that of its first row, and so on, where it has several rows'."""
+    signed: bool = False
+    """Whether they are values from -8 to 7, of 4 bits, and not codes from 0 on."""
 
 
 class Codes(NamedTuple):

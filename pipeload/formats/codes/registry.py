@@ -11,6 +11,7 @@ from pipeload.formats.codes.compressed_tensors import CompressedTensors
 from pipeload.formats.codes.gptq import Gptq
 from pipeload.formats.codes.hqq import Hqq
 from pipeload.formats.codes.mlx import Mlx
+from pipeload.formats.codes.quark import Quark
 from pipeload.formats.codes.torchao import TorchAo
 from pipeload.formats.format import named
 
@@ -28,6 +29,7 @@ CODES: Final[list[CodesFormat]] = [
     Mlx("metal"),
     Hqq(),
     TorchAo(),
+    Quark(),
     Aqlm(),
 ]
 """A format is added by its line here, and in `formats.form_names`."""

@@ -85,8 +85,9 @@ FOR_EACH_CPU void down(const uint32_t *in, const int32_t *order, uint32_t *out, 
 }
 
 /* Of words [columns][rows / 8] with codes of 8 rows of one column, of 4 bits: AWQ's. `places`: which
- * code of a word is that of its first row, and so on. `words` is columns / 8. */
-FOR_EACH_CPU void across(const uint32_t *in, const int32_t *places, uint32_t *out, int64_t rows, int64_t words) {
+ * code of a word is that of its first row, and so on. `words` is columns / 8; for `flip` see `down`. */
+FOR_EACH_CPU void across(const uint32_t *in, const int32_t *places, uint32_t *out, int64_t rows, int64_t words,
+            uint32_t flip) {
     static const uint32_t masks[] = {0x0000FFFF, 0x00FF00FF, 0x0F0F0F0F};
     const int64_t stored = rows / CODES;
     uint32_t tile[WORDS * CODES][LINE];
@@ -116,7 +117,7 @@ FOR_EACH_CPU void across(const uint32_t *in, const int32_t *places, uint32_t *ou
                 }
                 for (int64_t l = 0; l < height; l++)
                     for (int64_t r = 0; r < CODES; r++)
-                        tile[l * CODES + r][w] = block[places[r]][l];
+                        tile[l * CODES + r][w] = block[places[r]][l] ^ flip;
             }
             put(tile, height * CODES, width, out + s * CODES * words + word, words);
         }

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 _SOURCE = Path(__file__).with_name("repack.c")
 _FLIP: Final = {4: 0, 8: 0x80808080}
 """Of 8 bits our kernel takes values: codes less 128."""
+_SIGNED: Final = 0x88888888
+"""Makes codes of 4 bits of values."""
 BLOCK_CODES: Final = 1 << 20
 """At once, where they are not put in order by the compiled kernel; at least some whole rows."""
 _WITHOUT = (
@@ -47,17 +49,18 @@ def repack(codes: Codes, bits: int, order: str, out: torch.Tensor) -> None:
         _by_blocks(codes, bits, order, out)
         return
     assert codes.stored is not None  # noqa: S101 - see above
-    lay, words, stored_bits, places = codes.stored
+    lay, words, stored_bits, places, signed = codes.stored
     words = words.contiguous()
     rows, count = out.shape[0], out.shape[1] * out.element_size() // 4
+    flip = _SIGNED if signed else _FLIP[bits]
     moved = None if codes.columns is None else codes.columns.contiguous()
     columns = None if moved is None else moved.data_ptr()
     if lay == Lay.ACROSS:
         numbers = (ctypes.c_int32 * len(places))(*places)
-        library.across(words.data_ptr(), numbers, out.data_ptr(), rows, count)
+        library.across(words.data_ptr(), numbers, out.data_ptr(), rows, count, flip)
         return
     fill = library.down if lay == Lay.DOWN else library.along
-    fill(words.data_ptr(), columns, out.data_ptr(), rows, count, _FLIP[bits], stored_bits)
+    fill(words.data_ptr(), columns, out.data_ptr(), rows, count, flip, stored_bits)
 
 
 def fill_floats(codes: Codes, out: torch.Tensor) -> None:
@@ -100,6 +103,6 @@ def compiled() -> ctypes.CDLL | None:
         addresses, sizes = [ctypes.c_void_p] * 3, [ctypes.c_int64] * 2
         for one in (library.down, library.along):
             one.argtypes = [*addresses, *sizes, ctypes.c_uint32, ctypes.c_int]
-        library.across.argtypes = [*addresses, *sizes]
+        library.across.argtypes = [*addresses, *sizes, ctypes.c_uint32]
         library.down.restype = library.along.restype = library.across.restype = None
     return library

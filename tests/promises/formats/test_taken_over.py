@@ -25,7 +25,14 @@ from tests.support.exact import (
     step_logits,
 )
 from tests.support.models import load_plain, save_random
-from tests.support.packers import SIZES, WAYS, aqlm, random_codes, save_packed
+from tests.support.packers import (
+    SIZES,
+    WAYS,
+    aqlm,
+    quark_settings,
+    random_codes,
+    save_packed,
+)
 from tests.support.sweeps import few
 
 if TYPE_CHECKING:
@@ -232,6 +239,34 @@ def test_codebooks(tmp_path: Path) -> None:
     save_file(tensors, source / "model.safetensors", {"format": "pt"})
     told = json.loads((source / "config.json").read_text(encoding="utf-8"))
     told["quantization_config"] = {"quant_method": "aqlm", "num_codebooks": 2}
+    (source / "config.json").write_text(json.dumps(told), encoding="utf-8")
+    streams_as_floats(source, numbers)
+
+
+@pytest.mark.parametrize("dtype", ["fp8_e4m3", "fp4"])
+def test_floats_of_few_bits(dtype: str, tmp_path: Path) -> None:
+    """Quark's: the same of each times its scale."""
+    source = tmp_path / "source"
+    tensors, numbers = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
+    save_random(transformers.AutoConfig.for_model("llama", **SIZES), source, torch.bfloat16, seed=4)
+    for name, one in load_file(source / "model.safetensors").items():
+        if not name.endswith("proj.weight"):
+            tensors[name] = one
+        elif dtype == "fp4":
+            # Every byte is two numbers: 1 and 0.5, at the scale 2 ** -6.
+            tensors[name] = torch.full((len(one), one.shape[1] // 2), 0x12, dtype=torch.uint8)
+            scale = torch.full((len(one), one.shape[1] // 32), 127 - 6, dtype=torch.uint8)
+            tensors[f"{name}_scale"] = scale
+            halves = torch.tensor([1, 0.5]).repeat(one.shape[1] // 2) / 64
+            numbers[name.removesuffix(".weight")] = halves.expand(one.shape)
+        else:
+            tensors[name], scale = (one.float() * 64).to(torch.float8_e4m3fn), torch.tensor(1 / 64)
+            tensors[f"{name}_scale"] = scale
+            numbers[name.removesuffix(".weight")] = tensors[name].float() * scale
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    told = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    scheme, form = ("per_group", "e8m0") if dtype == "fp4" else ("per_tensor", None)
+    told["quantization_config"] = quark_settings(dtype, scheme, scale_format=form)
     (source / "config.json").write_text(json.dumps(told), encoding="utf-8")
     streams_as_floats(source, numbers)
 
