@@ -186,6 +186,18 @@ def pass_too_large(
     )
 
 
+def request_too_large(limit: int, tokens: int, need: int, free: int) -> MemoryLimitError:
+    """A request of so many tokens, prompt and answer, fits in no pass, whatever else runs."""
+    more = need - free
+    return MemoryLimitError(
+        f"a prompt and answer of {tokens} tokens take {format_size(more)} more than the "
+        f"{format_size(max(0, free))} that are free within memory_limit={limit}. Give a shorter "
+        "prompt or ask for fewer tokens.",
+        limit=limit,
+        smallest_limit=limit + more,
+    )
+
+
 def _largest(needs: PassNeeds, free: int, shape: PassShape) -> str:
     """The passes of `free` bytes that are most like one of `shape`."""
     batch = needs.largest_batch(free, shape.tokens + shape.cached)

@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from pipeload._sizes import format_size
+from pipeload.budget.limit_errors import request_too_large
 from pipeload.engine.convoy_members import forget_locals
 from pipeload.entry.api import handle
-from pipeload.errors import MemoryLimitError
 from pipeload.hf.continuous_batching import PAGE_TOKENS, Batching, Room, spare_pages
 from pipeload.system.memory import trim_heap
 
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from pipeload.budget.governor import Governor
+    from pipeload.errors import MemoryLimitError
 
 _MOST_AT_ONCE = 64
 """Unless somebody says how many: from about here on each row more takes as long as the last."""
@@ -192,18 +192,12 @@ class Batched:
 
         Room for it would be taken all the same, and before a pass is measured.
         """
-        tokens, limit = wanted.pages * PAGE_TOKENS, self._governor.plan.memory_limit
-        spare = self._governor.spare_bytes()
-        more = self._need(tokens, _ROWS[-1], 1, samples=wanted.samples) - spare
-        if more <= 0:
+        tokens, governor = wanted.pages * PAGE_TOKENS, self._governor
+        spare = governor.spare_bytes()
+        need = self._need(tokens, _ROWS[-1], 1, samples=wanted.samples)
+        if need <= spare:
             return None
-        return MemoryLimitError(
-            f"a prompt and answer of {tokens} tokens take {format_size(more)} more than the "
-            f"{format_size(max(0, spare))} that are free within memory_limit={limit}. Give a "
-            "shorter prompt or ask for fewer tokens.",
-            limit=limit,
-            smallest_limit=limit + more,
-        )
+        return request_too_large(governor.plan.memory_limit, tokens, need, spare)
 
     def _fits(self, tokens: int, rows: int, at_once: int, *, samples: bool) -> bool:
         """Whether memory holds keys and values of so many tokens, and a pass that sees them all."""

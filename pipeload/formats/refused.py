@@ -16,7 +16,7 @@ UNKNOWN: Final = "this version has never been tried with it"
 REFUSED: Final[Mapping[str, str]] = {
     "eetq": _needs_gpu("kernels"),
     "fbgemm_fp8": _needs_gpu("fbgemm-gpu"),
-    "fouroversix": ("the package fouroversix computes it in modules of its own, untried so far"),
+    "fouroversix": "the package fouroversix computes it in modules of its own, untried so far",
     "fp_quant": _needs_gpu("fp_quant"),
     "higgs": _needs_gpu("flute-kernel"),
     "nvfp4": "transformers does not load what is quantised so already",
