@@ -198,7 +198,7 @@ def test_the_real_model(smollm2_bf16: Path) -> None:
 @pytest.mark.slow
 def test_a_small_limit_changes_nothing(smollm2_bf16: Path) -> None:
     """Streamed at about the smallest limit, the value is that of all in memory, bit for bit."""
-    options = ("--text", LICENSE, "--window", 64, "--stride", 32, "--max-tokens", 224)
+    options = ("--text", LICENSE, "--window", 32, "--stride", 16, "--max-tokens", 112)
     rest = (*options, "--batch", 3)
     with steady_floor(modules=True):
         limit = smallest_limit(smollm2_bf16, dtype="auto", tokens=256, batch=3) + 20_000_000
@@ -445,13 +445,13 @@ def test_models_without_their_tokenizer(tiny: TinyCheckpoint, tmp_path: Path, te
 def test_limits_that_are_too_small(smollm2_bf16: Path, tmp_path: Path) -> None:
     """Refused before anything is read, with one that is enough for the logits of a window, too."""
     file = tmp_path / "text"
-    file.write_text(LICENSE.read_text()[:3000])
-    rest = ("--text", file, "--window", 512)
+    file.write_text(LICENSE.read_text()[:1500])
+    rest = ("--text", file, "--window", 256)
     with steady_floor(modules=True):
         result = invoke("eval", smollm2_bf16, *rest, "--memory-limit", "1MB", "--quiet")
         assert (result.exit_code, result.stdout) == (1, "")
         enough = int(result.stderr.split("works here is ")[1].split()[0])
-        assert enough > smallest_limit(smollm2_bf16, dtype="auto", tokens=512)
+        assert enough > smallest_limit(smollm2_bf16, dtype="auto", tokens=256)
         assert measured(smollm2_bf16, *rest, "--memory-limit", enough)["windows_per_pass"] == 1
         refused("is too small", smollm2_bf16, *rest, "--memory-limit", enough - 4_000_000)
 
