@@ -15,6 +15,7 @@ from pipeload.cli.conversation import Conversation
 from pipeload.cli.exit_status import interrupt_taken
 from pipeload.cli.load_model import check_model
 from pipeload.cli.log_lines import log, silence_libraries
+from pipeload.cli.prompt import is_text
 from pipeload.cli.run_report import describe_plan
 from pipeload.entry.texts import load_tokenizer
 from pipeload.errors import OptionError, PipeloadError
@@ -71,7 +72,7 @@ def _told(*, debug: bool) -> Iterator[None]:
 
 
 def _take(line: str, conversation: Conversation) -> None:
-    if any("\ud800" <= letter <= "\udfff" for letter in line):
+    if not is_text(line):
         raise OptionError("that line is no text in UTF-8. Give one that is.")
     command, _, rest = line.partition(" ")
     if command == "/reset":

@@ -28,12 +28,16 @@ def read_prompt(prompt: str) -> str:
         BadParameter: there is no such file, or what was given is empty or no text.
     """
     text = _named(prompt)
-    if not text.isprintable() and any("\ud800" <= letter <= "\udfff" for letter in text):
-        # How Python shows bytes of an argument that are no text.
+    if not is_text(text):
         raise _refusal(f"{_NO_TEXT}.")
     if not text.strip():
         raise _refusal("the prompt is empty.")
     return text
+
+
+def is_text(typed: str) -> bool:
+    """Whether it holds none of the letters by which Python shows bytes that are no text."""
+    return typed.isprintable() or not any("\ud800" <= letter <= "\udfff" for letter in typed)
 
 
 def _named(prompt: str) -> str:

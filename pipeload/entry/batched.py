@@ -107,6 +107,8 @@ class Batched:
         """
         while self._look_ahead(self._most):
             running = self._running = dict[str, _Wanted]()
+            gc.collect()  # the last session's room is in a circle of its parts
+            trim_heap()
             if (refused := self._refused(self._next[0])) is not None:
                 yield self._next.popleft().number, refused
                 continue
@@ -138,10 +140,9 @@ class Batched:
 
     def _session(self, running: dict[str, _Wanted]) -> Iterator[tuple[int, Any]]:
         samples = self._next[0].samples
-        gc.collect()  # the last session's room is in a circle of its parts
-        trim_heap()
-        alike = [wanted for wanted in self._next if wanted.samples == samples]
-        room = self._room([wanted for wanted in alike if self._refused(wanted) is None])
+        # The first was let in just now, and what is free changes from moment to moment.
+        first, *others = (wanted for wanted in self._next if wanted.samples == samples)
+        room = self._room([first, *(one for one in others if self._refused(one) is None)])
         with closing(Batching(self._model, room, samples=samples)) as batching:
             while True:
                 while len(running) < room.at_once and self._look_ahead(1):

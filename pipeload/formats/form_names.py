@@ -10,8 +10,7 @@ NF4: Final = "nf4"
 FP4: Final = "fp4"
 FORMS: Final = (INT8, INT4, NF4, FP4)
 CONVERTED: Final = (
-    *("gptq", "awq", "auto-round", "compressed-tensors", "mlx", "metal", "hqq", "torchao"),
-    "quark",
+    *("gptq", "awq", "auto-round", "compressed-tensors", "mlx", "metal", "hqq", "torchao", "quark"),
 )
 """Methods of others whose integers are taken over: as they are read, and by `convert`."""
 DECODED: Final = (*CONVERTED, "aqlm")

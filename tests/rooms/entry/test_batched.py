@@ -155,6 +155,25 @@ def test_one_that_no_memory_holds(model: Any, fake: Fake) -> None:
     assert [room.pages for room, _ in fake.sessions] == [7, 6]
 
 
+def test_what_is_free_is_looked_at_once_the_last_room_has_gone(
+    model: Any, fake: Fake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a request would be refused for what another has left in a circle."""
+    governor, order = model.pipeload.session.governor, []
+    real = governor.spare_bytes
+
+    def spare() -> int:
+        order.append("look")
+        return int(real())
+
+    monkeypatch.setattr(governor, "spare_bytes", spare)
+    monkeypatch.setattr(batched, "trim_heap", lambda: order.append("trim"))
+    asked = [request(samples=number >= 2) for number in range(4)]
+    assert len(dict(Batched(model, iter(asked), 2).outcomes())) == 4
+    assert len(fake.sessions) == order.count("trim") == 2
+    assert order[0] == "trim"
+
+
 def test_one_that_does_not_fit_by_itself(model: Any, fake: Fake) -> None:
     """With shorter and shorter pieces of its prompt; then it has the error, and others go on."""
     fake.most = 0
