@@ -29,6 +29,8 @@ class ExpertsShare:
     """What the experts of one token are; None where the configuration does not say how many."""
     cache_bytes: int
     """What those that stay may take."""
+    read_share: float = 1.0
+    """Bytes that are read for each byte of an expert in memory."""
 
     @property
     def fits(self) -> bool:
@@ -53,8 +55,10 @@ class ExpertsShare:
         """What is likely to be read of experts for one token; at most, if that is not known."""
         hits = self.expected_hits
         if hits is None:
-            return self.total_bytes - self.cache_bytes
-        return round((self.routed_bytes or 0) * (1 - hits))
+            missed: float = self.total_bytes - self.cache_bytes
+        else:
+            missed = (self.routed_bytes or 0) * (1 - hits)
+        return round(missed * self.read_share)
 
     def rows(self) -> list[tuple[str, int, str]]:
         """Where its bytes go, for people."""

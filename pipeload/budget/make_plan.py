@@ -236,6 +236,7 @@ def _experts_share(parts: Parts, cache_bytes: int) -> ExpertsShare | None:
     each = [(bank.held_by.routed or 0, bank) for bank in banks]
     known = all(routed for routed, _ in each)
     routed = sum(min(count, bank.experts) * bank.expert_bytes for count, bank in each)
+    weights = [weight for bank in banks for weight in bank.weights]
     return ExpertsShare(
         layers=len(banks),
         experts=sum(bank.experts for bank in banks),
@@ -243,4 +244,5 @@ def _experts_share(parts: Parts, cache_bytes: int) -> ExpertsShare | None:
         window_bytes=parts.expert_window_bytes,
         routed_bytes=routed if known else None,
         cache_bytes=cache_bytes,
+        read_share=sum(w.read_bytes for w in weights) / sum(w.nbytes for w in weights),
     )

@@ -16,7 +16,7 @@ from pipeload.errors import UnsupportedModelError
 from pipeload.formats.form_names import INT8
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     import torch
     from torch import nn
@@ -159,6 +159,8 @@ class Format(Protocol):
     """Whether it is streamed to accelerators, too."""
     package: str | None = None
     """The package that computes with it, None for torch or ours."""
+    mapping: Sequence[Any] = ()
+    """The library's converters for names of stored tensors that it has no rule for."""
 
     def matches(self, config: Any) -> bool:
         """Whether a `quantization_config` is of this method: a table, or the library's object."""

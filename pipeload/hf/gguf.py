@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
 from transformers import modeling_gguf_pytorch_utils
+from transformers.core_model_loading import Concatenate, WeightConverter
 
 from pipeload.checkpoint.gguf import open_gguf
 from pipeload.checkpoint.headers import Checkpoint
 from pipeload.errors import CheckpointError, OptionError, UnsupportedModelError
 from pipeload.formats.form_names import INT4
-from pipeload.formats.gguf.format import Gguf
+from pipeload.formats.gguf.format import Change, Gguf
 from pipeload.hf.gguf_reader import light_reader, names_once
 
 if TYPE_CHECKING:
@@ -38,8 +40,19 @@ _ELSEWHERE: Final = (
     "Use the model's safetensors checkpoint, or a smaller copy of that: `pipeload quantize SRC DST "
     f"--method {INT4}`."
 )
-_STREAMED: Final = ("falcon", "llama", "phi3", "qwen2", "qwen3", "stablelm", "starcoder2")
-"""Those of which transformers changes no more than the order of rows, each of them tried."""
+_MIXTURES: Final = ("qwen2moe", "qwen3moe")
+_STREAMED: Final = (
+    *("falcon", "gemma2", "gemma3", "llama", "nemotron", "phi3", "qwen2", "qwen3"),
+    *("stablelm", "starcoder2", *_MIXTURES),
+)
+"""Those of which it is known what transformers changes of them, each of them tried."""
+SIZES_OF_EXPERTS: Final = {
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+}
+"""Without which a model has those of one checkpoint of its kind."""
+_JOINED: Final = "gate_up_proj"
+_EXPERTS: Final = re.compile(r"\.ffn_(gate|up)_exps\.weight$")
 _ENDS: Final = ("eos", "eot", "eom")
 """Of a text, a turn of a chat, and a message in it."""
 # Numbers that only scale the places of tokens, by the words in their names.
@@ -81,8 +94,12 @@ def gguf_file_of(config: Any) -> dict[str, str]:
 
 
 def whole_config(path: str, parsed: dict[str, Any]) -> dict[str, Any]:
-    """Correct what the library concludes from the first of several files."""
+    """Correct what the library concludes from the first of several files, or does not ask."""
     opened = open_gguf(Path(path))
+    for theirs, ours in SIZES_OF_EXPERTS.items():
+        size = opened.metadata.get(f"{opened.architecture}.{theirs}")
+        if opened.architecture in _MIXTURES and isinstance(size, int):
+            parsed["config"][ours] = size
     if len(opened.checkpoint.files) > 1 and _HEAD in opened.checkpoint.entries:
         parsed["config"]["tie_word_embeddings"] = False
     return parsed
@@ -107,23 +124,44 @@ def translate(path: str, model: PreTrainedModel) -> Translated:
     except NotImplementedError as error:
         raise _unsupported(Path(path), opened.architecture, str(error)) from error
     entries: dict[str, TensorEntry] = {}
-    orders: dict[str, tuple[int, ...]] = {}
+    changes: dict[str, Change] = {}
     for theirs, entry in opened.checkpoint.entries.items():
-        if (name := names.get(theirs)) is None:
+        if (name := _name(names, theirs)) is None:
             continue
-        entries[name] = replace(entry, name=name)
-        if order := _order(processor, theirs, entry):
-            orders[name] = order
+        change, shape = _change(processor, theirs, entry)
+        entries[name] = replace(entry, name=name, shape=shape)
+        if change != Change():
+            changes[name] = change
     _warn(opened, model)
     checkpoint = Checkpoint(opened.checkpoint.files, MappingProxyType(entries))
-    return Translated(checkpoint, Gguf(orders))
+    joined = any(name.endswith("_exps") for name in entries)
+    return Translated(checkpoint, Gguf(changes, [_joining()] if joined else []))
+
+
+def _joining() -> WeightConverter:
+    stacks = [f"experts.{which}_exps" for which in ("gate", "up")]
+    return WeightConverter(stacks, f"experts.{_JOINED}", operations=[Concatenate(dim=1)])
+
+
+def _name(names: Mapping[str, str], theirs: str) -> str | None:
+    """Find the model's name of a tensor; None if it has none.
+
+    Experts have none that ends as theirs, and two stacks of them become one.
+    """
+    if (name := names.get(theirs)) is not None or not theirs.endswith("_exps.weight"):
+        return name
+    name = names.get(theirs.removesuffix(".weight"))
+    if name is None or (found := _EXPERTS.search(theirs)) is None:
+        return name
+    return name.removesuffix(_JOINED) + f"{found[1]}_exps"
 
 
 def _check_model(path: Path, opened: GgufCheckpoint) -> None:
     """Refuse what transformers does not know, or changes in another way than by rows."""
     architecture = opened.architecture
     kind = library.TENSOR_PROCESSORS.get(architecture, library.TensorProcessor)
-    if opened.metadata.get(f"{architecture}.expert_count"):
+    mixture = opened.metadata.get(f"{architecture}.expert_count")
+    if mixture and architecture not in _MIXTURES:
         why = "it is a mixture of experts, which transformers makes something else of, or nothing"
     elif architecture in _STREAMED and kind.process in _KNOWN:
         return
@@ -143,33 +181,44 @@ def _unsupported(path: Path, architecture: str, why: str) -> UnsupportedModelErr
     )
 
 
-_KNOWN: Final = (library.TensorProcessor.process, library.LlamaTensorProcessor.process)
+_KNOWN: Final = tuple(
+    kind.process
+    for kind in (
+        library.TensorProcessor,
+        library.LlamaTensorProcessor,
+        library.Gemma2TensorProcessor,
+        library.NemotronTensorProcessor,
+        library.Qwen2MoeTensorProcessor,
+    )
+)
 
 
-def _order(processor: Any, name: str, entry: TensorEntry) -> tuple[int, ...]:
-    """Find in which order the library puts rows, by numbers in their place; none if it does not.
+def _change(processor: Any, name: str, entry: TensorEntry) -> tuple[Change, tuple[int, ...]]:
+    """Find what the library does to a tensor's rows, by numbers in their place, and its shape.
 
-    The same within each of some groups of rows, the smallest that there are.
+    An order of rows is the same within each of some groups, the smallest that there are.
     """
     import numpy as np
 
     rows = entry.shape[0] if entry.shape else 1
     numbers = np.arange(rows).reshape(-1, *[1] * (len(entry.shape) - 1))
     try:
-        order = processor.process(weights=numbers, name=name).weights.reshape(-1)
+        made = processor.process(weights=numbers, name=name).weights
     except ValueError as error:
         raise CheckpointError(
             f"tensor {name!r} in {str(entry.file)!r} has {rows} rows, which are not of as many "
             "heads as the file says. Download it again."
         ) from error
-    if np.array_equal(order, np.arange(rows)):
-        return ()
+    shape = entry.shape if len(entry.shape) > 1 else made.shape
+    order = made.reshape(-1)
+    if (order - np.arange(rows) == order[0]).all():
+        return Change(added=float(order[0])), shape
     # A group is whole where the numbers that came are those that should have come.
     ends = np.flatnonzero(np.maximum.accumulate(order) == np.arange(rows)) + 1
     group = int(ends[ends > 1][0]) if (ends > 1).any() else rows
     while group < rows and not _repeats(order, group):
         group = int(ends[ends > group][0])
-    return tuple(int(row) for row in order[:group])
+    return Change(tuple(int(row) for row in order[:group])), shape
 
 
 def _repeats(order: Any, group: int) -> bool:

@@ -60,6 +60,7 @@ class PendingLoad:
         self.read_timeout = read_timeout
         """Seconds until a read is said to hang; None: never."""
         self._mapping = deepcopy(config.weight_mapping or [])  # some renamings keep state
+        self._mapping.extend(file_format.mapping if file_format is not None else ())
         self._file_format = file_format
         quantizer = config.hf_quantizer
         said = None if quantizer is None else format_of(quantizer.quantization_config)
@@ -283,7 +284,7 @@ class PendingLoad:
         keep_placeholders(self.model)
         not_missing(info, self.model, taken_names, self.packed)
         # Kept for saving after remove(): a conversion counts as used when any key matched it.
-        pairs = zip(self._config.weight_mapping or [], self._mapping, strict=True)
+        pairs = zip(self._config.weight_mapping or [], self._mapping, strict=False)
         used = [one for one, copy in pairs if one.was_used() or copy.was_used()]
         used = [one for one in used if own_operation(one) is None]
         object.__setattr__(self.model, "_weight_conversions", used)

@@ -23,7 +23,6 @@ from pipeload.checkpoint.headers import Checkpoint, lacking, stamps_of
 from pipeload.checkpoint.writer import Tensor
 from pipeload.errors import UnsupportedModelError
 from pipeload.formats.form_names import GGUF
-from pipeload.formats.gguf.blocks import Blocks
 from pipeload.formats.gguf.codes import AS_INT4, GROUP, int4_of
 from pipeload.formats.gguf.format import Gguf
 from pipeload.formats.gguf.kernel import FLOATS
@@ -42,6 +41,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from pipeload.checkpoint.headers import TensorEntry
+    from pipeload.formats.gguf.blocks import Blocks
     from pipeload.hf.pending_load import PendingLoad
     from pipeload.quantiser.tensor import Reading
 
@@ -61,6 +61,12 @@ class GgufTensors:
         """
         assert isinstance(pending.format, Gguf)  # noqa: S101 - for type checkers
         self._pending, self._format = pending, pending.format
+        if pending.format.mapping:
+            raise UnsupportedModelError(
+                f"{str(pending.files[0])!r} is a mixture of experts, which convert does not take "
+                "over. Use the file as it is, or `pipeload quantize` and the model's safetensors "
+                "checkpoint."
+            )
         _ = pending.packed  # refuses types that nobody unpacks
         stored = pending.checkpoint.entries
         self.dtype: torch.dtype = pending.model.dtype
@@ -182,8 +188,7 @@ class GgufTensors:
     def _read(self, entry: TensorEntry, start: int, stop: int) -> tuple[torch.Tensor, Blocks]:
         """All stored rows that some rows are made of, and how those are."""
         width = entry.nbytes // entry.shape[0]
-        whole = Blocks(entry.dtype, width, self._format.order_of(entry.name))
-        rows, blocks = whole.part(start, stop)
+        rows, blocks = self._format.blocks_of(entry).part(start, stop)
         begin, end = entry.start + rows.start * width, entry.start + rows.stop * width
         part = replace(entry, dtype="U8", shape=(len(rows), width), start=begin, stop=end)
         return read_whole(part, self.files), blocks

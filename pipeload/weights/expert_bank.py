@@ -19,7 +19,7 @@ from pipeload.system.pages import PAGE, ceil_page, floor_page
 from pipeload.weights.arena import DTYPES, HUGE_PAGE
 from pipeload.weights.layout import Conversion
 from pipeload.weights.nan_arena import NanArena, NanBlock
-from pipeload.weights.placement import one_conversion, read_into, scratch_of
+from pipeload.weights.placement import one_conversion, read_into, repacked_jobs, scratch_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -135,6 +135,9 @@ class _Slab:
         self._held.add(expert)
         if _is_made(self._weight):
             return [partial(self._make, expert)]
+        if self._weight.slices is not None and self._weight.slices.unpacks is not None:
+            into = self._flat[expert].view(-1, self._weight.shape[-1])
+            return [*repacked_jobs(self._weight.slice_parts(expert), into, self._files)]
         return [*(self._page_jobs(expert) if self._weight.raw else self._piece_jobs(expert))]
 
     def _page_jobs(self, expert: int) -> Iterator[Work]:

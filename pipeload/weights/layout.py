@@ -10,13 +10,14 @@ to 64 bytes.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
 
 from pipeload.system.pages import PAGE, ceil_page, floor_page
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
     from pathlib import Path
 
     import torch
@@ -64,6 +65,9 @@ class Slices(NamedTuple):
     """What that takes beside the stored tensors and the slice."""
     number: int = 0
     """How many there are, of as many rows each; 0: as many as the first dimension has."""
+    unpacks: Callable[[TensorEntry], Repacking] | None = None
+    """How matrices of a stored tensor are unpacked, which lie one below the other then; None: they
+    are not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +112,7 @@ class Weight:
     def as_stored(self) -> Weight | None:
         """Give the bytes that it is quickly unpacked from; None for others, or hardly smaller."""
         repacked = self.repacked
-        if repacked is None or not (repacked.unpacks and repacked.quick):
+        if repacked is None or not (repacked.unpacks and repacked.quick) or self.slices is not None:
             return None
         if self.read_bytes > _MUCH_SMALLER * self.nbytes:
             return None
@@ -139,6 +143,39 @@ class Weight:
         if not self.slices.sources:
             return tuple(_part(source, index, self.slice_count) for source in self.sources)
         return tuple(self.sources[source] for source in self.slices.sources[index])
+
+    def slice_parts(self, index: int) -> Iterator[tuple[int, Weight]]:
+        """List what the slice `index` of one that is unpacked by slices is made of.
+
+        Matrices one below the other, each with the number of its first row in the slice.
+        """
+        assert self.slices is not None  # noqa: S101 - nobody asks otherwise
+        assert self.slices.unpacks is not None  # noqa: S101 - nor then
+        width, first = self.shape[-1], 0
+        item = self.nbytes // math.prod(self.shape)
+        for source in self.sources_of(index):
+            rows = math.prod(source.shape[:-1])
+            part = replace(
+                self,
+                name=f"{self.name}[{index}]",
+                shape=(rows, width),
+                nbytes=rows * width * item,
+                sources=(replace(source, shape=(rows, width)),),
+                repacked=self.slices.unpacks(source),
+                slices=None,
+            )
+            yield first, part
+            first += rows
+
+    def repacked_parts(self) -> Iterator[tuple[int, Weight]]:
+        """List what one that is repacked is read in: itself, or matrices with their first rows."""
+        if self.slices is None or self.slices.unpacks is None:
+            yield 0, self
+            return
+        rows = math.prod(self.shape[:-1]) // self.slice_count
+        for index in range(self.slice_count):
+            for first, part in self.slice_parts(index):
+                yield index * rows + first, part
 
     def rows(self, start: int, stop: int) -> Weight:
         """Make the range of rows from `start` to `stop` a weight that is read by itself."""

@@ -117,11 +117,11 @@ class Placement:
         return self._files.read_pages(extent.file, start, end, into)
 
     def _cast_jobs(self, cast: Cast, chunk_bytes: int) -> Iterator[Work]:
-        (source,) = cast.weight.sources
         if cast.weight.repacked is not None:
-            for start, stop in _steps(cast.weight):
-                yield partial(self._read_repacked, cast, start, stop)
+            into = self.views[cast.weight.name]
+            yield from repacked_jobs(cast.weight.repacked_parts(), into, self._files)
             return
+        (source,) = cast.weight.sources
         elements = cast.weight.nbytes // DTYPES[cast.weight.dtype].itemsize
         step = min(chunk_bytes, CAST_CHUNK_BYTES) // DTYPES[source.dtype].itemsize
         for start in range(0, elements, step):
@@ -136,11 +136,6 @@ class Placement:
         stored = scratch.tensor(at, source.dtype, (stop - start,), (stop - start) * item)
         self.views[cast.weight.name].view(-1)[start:stop].copy_(stored)
         return count
-
-    def _read_repacked(self, cast: Cast, start: int, stop: int, scratch: Region | None) -> int:
-        into = self.views[cast.weight.name][start:stop]
-        rows = range(start, stop)
-        return read_repacked(cast.weight, rows, into, self._files, scratch_of(scratch))
 
     def _run_conversion(self, conversion: Conversion, _scratch: Region | None) -> int:
         stored = {
@@ -177,7 +172,7 @@ class UnpackedPlacement(Placement):
         return [
             partial(_unpack, cast.weight, range(*rows), stored[cast.weight.name], self.views)
             for cast in self._layout.casts
-            for rows in _steps(cast.weight)
+            for rows in steps(cast.weight)
         ]
 
 
@@ -195,7 +190,7 @@ def _unpack(
     return 0
 
 
-def _steps(weight: Weight) -> Iterable[tuple[int, int]]:
+def steps(weight: Weight) -> Iterable[tuple[int, int]]:
     """Say which rows of one that is repacked to take at once."""
     assert weight.repacked is not None  # noqa: S101 - see above
     rows = weight.shape[0]
@@ -219,6 +214,24 @@ def read_into(
     first, last = floor_page(begin), ceil_page(end)
     count = files.read_pages(source.file, first, last, scratch.buffer(0, last - first))
     return count, begin - first
+
+
+def repacked_jobs(
+    parts: Iterable[tuple[int, Weight]], into: torch.Tensor, files: FileSet
+) -> Iterator[Work]:
+    """List reads that fill `into` with weights that are repacked, each from its first row on."""
+    for first, weight in parts:
+        below = into if into.ndim == len(weight.shape) else into.view(-1, weight.shape[-1])
+        for start, stop in steps(weight):
+            rows = below[first + start : first + stop]
+            yield partial(read_rows, weight, range(start, stop), rows, files)
+
+
+def read_rows(
+    weight: Weight, rows: range, into: torch.Tensor, files: FileSet, scratch: Region | None
+) -> int:
+    """Do the same as `read_repacked` with a reader's own scratch."""
+    return read_repacked(weight, rows, into, files, scratch_of(scratch))
 
 
 def read_repacked(

@@ -9,7 +9,7 @@ import torch
 
 from pipeload.system.mappings import mappings_of
 from pipeload.weights.arena import DTYPES
-from pipeload.weights.placement import make_scratch, read_repacked, scratch_of
+from pipeload.weights.placement import make_scratch, read_rows, steps
 from pipeload.weights.read_tensor import PIECE_BYTES, read_pieces, read_whole, run_named
 
 if TYPE_CHECKING:
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
     from pipeload.checkpoint.file_reads import FileSet
     from pipeload.checkpoint.headers import TensorEntry
-    from pipeload.weights.arena import Region
     from pipeload.weights.layout import Weight
     from pipeload.weights.placement import Convert
 
@@ -51,7 +50,7 @@ def differing(
         tensor, source = live[name], weight.sources[0]
         if weight.group is not None:
             groups.setdefault(weight.group, []).append(weight)
-        elif weight.shape != tuple(source.shape):
+        elif weight.slices is None and weight.shape != tuple(source.shape):
             yield name
         elif weight.repacked is not None and weight.repacked.unpacks:
             if not _unpacks_to(weight, tensor, files):
@@ -98,21 +97,15 @@ def _unpacks_to(weight: Weight, tensor: torch.Tensor, files: FileSet) -> bool:
     live = tensor.detach()
     if live.dtype != DTYPES[weight.dtype] or live.shape != weight.shape:
         return False
-    rows = weight.shape[0]
-    assert weight.repacked is not None  # noqa: S101 - nobody asks otherwise
-    for start, stop in weight.repacked.steps(rows, weight.nbytes // max(1, rows)):
-        made = torch.empty((stop - start, *weight.shape[1:]), dtype=live.dtype)
-        read = partial(_read, weight, range(start, stop), made, files)
-        run_named(weight.sources[0].name, read, scratch, files)
-        if not _same_bits(made, live[start:stop]):
-            return False
+    for first, part in weight.repacked_parts():
+        below = live if part is weight else live.reshape(-1, part.shape[-1])
+        for start, stop in steps(part):
+            made = torch.empty((stop - start, *part.shape[1:]), dtype=live.dtype)
+            read = partial(read_rows, part, range(start, stop), made, files)
+            run_named(part.sources[0].name, read, scratch, files)
+            if not _same_bits(made, below[first + start : first + stop]):
+                return False
     return True
-
-
-def _read(
-    weight: Weight, rows: range, into: torch.Tensor, files: FileSet, scratch: Region | None
-) -> int:
-    return read_repacked(weight, rows, into, files, scratch_of(scratch))
 
 
 def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -17,7 +17,8 @@ from transformers import AutoConfig
 from transformers import modeling_gguf_pytorch_utils as library
 from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
 
-from pipeload.checkpoint.gguf import BLOCKS
+from pipeload.checkpoint.gguf import BLOCKS, open_gguf
+from pipeload.hf.gguf import SIZES_OF_EXPERTS
 from pipeload.hf.gguf_reader import names_once
 from tests.support.models import random_model
 
@@ -49,6 +50,15 @@ SIZES: dict[str, Any] = {
     "vocab_size": 512,
     "max_position_embeddings": 256,
 }
+_MIXTURE: dict[str, Any] = {
+    "moe_intermediate_size": 256,
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "num_hidden_layers": 2,
+    "tie_word_embeddings": False,
+}
+_NORMS_OF_ONE = ("gemma2", "gemma3", "nemotron")
+"""Those whose norms' weights are stored with one more."""
 # Architecture: (model type, what it has besides or instead of these sizes).
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {"head_dim": 64, "tie_word_embeddings": False}),
@@ -63,6 +73,11 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "stablelm": ("stablelm", {"use_qkv_bias": True, "tie_word_embeddings": False}),
     "starcoder2": ("starcoder2", {"tie_word_embeddings": True}),
+    "gemma2": ("gemma2", {"tie_word_embeddings": True, "head_dim": 64}),
+    "gemma3": ("gemma3_text", {"tie_word_embeddings": True, "head_dim": 64}),
+    "nemotron": ("nemotron", {"tie_word_embeddings": False}),
+    "qwen2moe": ("qwen2_moe", _MIXTURE | {"shared_expert_intermediate_size": 512}),
+    "qwen3moe": ("qwen3_moe", _MIXTURE | {"head_dim": 64}),
 }
 
 
@@ -137,8 +152,9 @@ def save_gguf(
         turn += value.ndim > 1
         number = gguf.GGMLQuantizationType[kind]
         if kind in MADE_UP:
-            rows, columns = value.shape
-            blocks = made_up_blocks(rows, columns, kind, random)
+            columns = value.shape[-1]
+            blocks = made_up_blocks(value.size // columns, columns, kind, random)
+            blocks = blocks.reshape(*value.shape[:-1], -1)
         else:
             blocks = gguf.quants.quantize(value, number)
         writer.add_tensor(theirs, blocks, raw_dtype=number)
@@ -150,18 +166,26 @@ def save_gguf(
 
 
 def load_plain_gguf(path: Path, **options: Any) -> Any:
-    """The model as plain transformers make it, but that tables of names are made once."""
+    """The model as plain transformers make it, but that tables of names are made once.
+
+    Which reads no sizes of experts, so they are told.
+    """
     from pipeload.entry.prepare_process import call_vector_functions
 
     call_vector_functions()
+    opened = open_gguf(path)
+    for key, ours in SIZES_OF_EXPERTS.items():
+        if (size := opened.metadata.get(f"{opened.architecture}.{key}")) is not None:
+            options[ours] = size
     auto = transformers.AutoModelForCausalLM
     with names_once():
         return auto.from_pretrained(path.parent, gguf_file=path.name, **options)
 
 
 def _tensors(model: Any, architecture: str) -> dict[str, NDArray[Any]]:
-    """A model's tensors under GGUF's names, in llama.cpp's order of rows."""
-    names = library.get_gguf_hf_weights_map(model, library.TensorProcessor())
+    """A model's tensors under GGUF's names, as llama.cpp has them."""
+    kind: Any = library.TENSOR_PROCESSORS.get(architecture, library.TensorProcessor)
+    names = library.get_gguf_hf_weights_map(model, kind(config=model.config.to_dict()))
     tied = "lm_head.weight" if model.config.tie_word_embeddings else None
     state = model.state_dict()
     found: dict[str, NDArray[Any]] = {}
@@ -173,6 +197,14 @@ def _tensors(model: Any, architecture: str) -> dict[str, NDArray[Any]]:
             if architecture == "llama" and f".{word}." in theirs:
                 shape = getattr(model.config, heads), 2, -1, *value.shape[1:]
                 value = value.reshape(shape).swapaxes(1, 2).reshape(value.shape)
+        if theirs.endswith("_exps"):
+            halves = np.split(value, 2, axis=1) if "down" not in theirs else [value]
+            found[f"{theirs}.weight"] = np.ascontiguousarray(halves["up" in theirs])
+            continue
+        if architecture in _NORMS_OF_ONE and theirs.endswith("norm.weight"):
+            value = value + 1
+        if "ffn_gate_inp_shexp" in theirs:
+            value = value.squeeze()
         found[theirs] = np.ascontiguousarray(value)
     return found
 
@@ -180,8 +212,10 @@ def _tensors(model: Any, architecture: str) -> dict[str, NDArray[Any]]:
 def _add_config(writer: Any, architecture: str, config: Any) -> None:
     """What the library will make its configuration of."""
     known = config.to_dict() | {"rope_theta": 10000.0}
+    known["num_experts"] = getattr(config, "num_experts", None)
     mapping: dict[str, Any] = GGUF_CONFIG_MAPPING
-    for key, ours in mapping[architecture].items():
+    widths = SIZES_OF_EXPERTS if architecture.endswith("moe") else {}
+    for key, ours in (mapping[architecture.replace("moe", "_moe")] | widths).items():
         value = known.get(ours) if ours not in (None, "vocab_size") else None
         if isinstance(value, int):
             writer.add_uint32(f"{architecture}.{key}", value)

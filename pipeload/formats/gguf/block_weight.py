@@ -1,4 +1,4 @@
-"""A weight that is stored in GGUF's blocks, or as floats of another dtype or order."""
+"""A weight that is stored in GGUF's blocks, or as floats of another dtype, order or value."""
 
 from __future__ import annotations
 
@@ -7,15 +7,17 @@ from typing import TYPE_CHECKING
 
 from pipeload.formats.gguf.blocks import Blocks
 from pipeload.weights.arena import DTYPE_CODES
-from pipeload.weights.layout import Weight
+from pipeload.weights.layout import Slices, Weight
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     import torch
 
     from pipeload.checkpoint.headers import TensorEntry
     from pipeload.formats.format import Held, Shown
+
+_STACKED = 3  # dimensions
 
 
 class BlockWeight:
@@ -24,18 +26,26 @@ class BlockWeight:
     couples_rows = False
 
     def __init__(
-        self, name: str, dtype: torch.dtype, entry: TensorEntry, order: tuple[int, ...]
+        self, name: str, dtype: torch.dtype, entries: Sequence[TensorEntry], blocks: Blocks
     ) -> None:
-        """`dtype` is what the model has it in; `order` that of its rows: see `Blocks`."""
-        count = math.prod(entry.shape)
+        """`dtype` is what the model has it in, `blocks` how it is made where it is no stack.
+
+        Of several `entries`, which are stacks of as many matrices, those of a slice lie one below
+        the other.
+        """
+        first, stacked = entries[0], is_stack(entries[0])
+        rows = sum(entry.shape[1] for entry in entries) if stacked else first.shape[0]
+        shape = (first.shape[0], rows, first.shape[2]) if stacked else first.shape
+        count = math.prod(shape)
         self.counts: Mapping[str, int] = {name: count}
         self.weight = Weight(
             name,
             DTYPE_CODES[dtype],
-            entry.shape,
+            shape,
             count * dtype.itemsize,
-            (entry,),
-            repacked=Blocks(entry.dtype, entry.nbytes // max(1, entry.shape[0]), order),
+            tuple(entries),
+            repacked=blocks,
+            slices=Slices(made=False, unpacks=_matrix) if stacked else None,
         )
 
     def statistics_bytes(self, _takes: Callable[[int], int]) -> int:
@@ -52,3 +62,12 @@ class BlockWeight:
 
     def leave_to_streaming(self) -> None:
         """Do nothing: the library has not seen it."""
+
+
+def is_stack(entry: TensorEntry) -> bool:
+    """Whether a stored tensor is several matrices, as of experts."""
+    return len(entry.shape) == _STACKED and entry.shape[1] > 1
+
+
+def _matrix(source: TensorEntry) -> Blocks:
+    return Blocks(source.dtype, source.nbytes // math.prod(source.shape[:-1]))

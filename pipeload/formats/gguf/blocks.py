@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
+import torch
+
 from pipeload.formats.gguf.kernel import is_quick, unpack
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-    import torch
 
 _STEP_BYTES = 1 << 20
 
@@ -32,6 +32,8 @@ class Blocks:
     """Of a stored row."""
     order: tuple[int, ...] = ()
     """Which stored row of each group of so many the rows of it are; none: the same."""
+    added: float = 0
+    """To each float, in fp32."""
     skipped: int = 0
     """Rows of the first group that are read but not wanted."""
 
@@ -59,7 +61,13 @@ class Blocks:
 
     def fill(self, stored: torch.Tensor, out: torch.Tensor) -> None:
         """Fill `out` with the floats of `stored`, which is bytes."""
-        unpack(stored, self.kind, out, self.places(out.shape[0]))
+        places = self.places(out.shape[0])
+        if self.added:
+            made = out.new_empty(out.shape, dtype=torch.float32)
+            unpack(stored, self.kind, made, places)
+            out.copy_(made.add_(self.added))
+        else:
+            unpack(stored, self.kind, out, places)
 
     def places(self, rows: int) -> list[int] | None:
         """Say which stored row each of the first rows is; None: they are in order."""

@@ -11,12 +11,20 @@ import pytest
 from pipeload.checkpoint.headers import TensorEntry
 from pipeload.errors import CheckpointError
 from pipeload.hf import gguf
-from pipeload.hf.gguf import _order, gguf_file_of, whole_config
+from pipeload.hf.gguf import _change, gguf_file_of, whole_config
 from tests.support.gguf_models import save_gguf
 
 
 def entry(*shape: int) -> TensorEntry:
     return TensorEntry("x", Path("m.gguf"), "F32", shape, 0, 0)
+
+
+def order(processor: Any, name: str, one: TensorEntry) -> tuple[int, ...]:
+    """Of rows, all that is changed."""
+    change, shape = _change(processor, name, one)
+    assert not change.added
+    assert shape == one.shape
+    return change.order
 
 
 class Shuffle:
@@ -37,11 +45,20 @@ def test_llamas_order(heads: int, keys: int) -> None:
     head = 64 // heads
     half = head // 2
     wanted = tuple(2 * row for row in range(half)) + tuple(2 * row + 1 for row in range(half))
-    assert _order(processor, "blk.0.attn_q.weight", entry(64, 8)) == wanted
-    assert _order(processor, "blk.0.attn_q.bias", entry(64)) == wanted
-    assert _order(processor, "blk.3.attn_k.weight", entry(head * keys, 8)) == wanted
+    assert order(processor, "blk.0.attn_q.weight", entry(64, 8)) == wanted
+    assert order(processor, "blk.0.attn_q.bias", entry(64)) == wanted
+    assert order(processor, "blk.3.attn_k.weight", entry(head * keys, 8)) == wanted
     for name in ("blk.0.attn_v.weight", "blk.0.ffn_up.weight", "output.weight"):
-        assert _order(processor, name, entry(64, 8)) == ()
+        assert order(processor, name, entry(64, 8)) == ()
+
+
+def test_other_changes() -> None:
+    """Something is added to norms' weights, or a dimension of one to a shape."""
+    norms = gguf.library.Gemma2TensorProcessor()
+    assert _change(norms, "blk.0.attn_norm.weight", entry(64)) == (((), -1), (64,))
+    assert _change(norms, "blk.0.attn_q.weight", entry(64, 8)) == (((), 0), (64, 8))
+    shared = gguf.library.Qwen2MoeTensorProcessor()
+    assert _change(shared, "blk.0.ffn_gate_inp_shexp.weight", entry(64)) == (((), 0), (1, 64))
 
 
 def test_heads_that_do_not_divide_rows() -> None:
@@ -52,11 +69,11 @@ def test_heads_that_do_not_divide_rows() -> None:
     with pytest.raises(
         CheckpointError, match=r"'blk\.0\.attn_q\.weight' .* has 30 rows, which are"
     ):
-        _order(processor, "blk.0.attn_q.weight", entry(30, 8))
+        order(processor, "blk.0.attn_q.weight", entry(30, 8))
 
 
 @pytest.mark.parametrize(
-    ("order", "wanted"),
+    ("rows", "wanted"),
     [
         ([0, 1, 2, 3], ()),
         ([1, 0, 3, 2], (1, 0)),
@@ -67,9 +84,9 @@ def test_heads_that_do_not_divide_rows() -> None:
         ([0, 2, 1, 3, 4, 5, 7, 6], (0, 2, 1, 3, 4, 5, 7, 6)),
     ],
 )
-def test_the_smallest_group(order: list[int], wanted: tuple[int, ...]) -> None:
+def test_the_smallest_group(rows: list[int], wanted: tuple[int, ...]) -> None:
     """After which an order begins again; all rows, if it never does."""
-    assert _order(Shuffle(order), "x", entry(len(order), 2)) == wanted
+    assert order(Shuffle(rows), "x", entry(len(rows), 2)) == wanted
 
 
 def test_a_head_in_another_part(tmp_path: Path) -> None:

@@ -179,8 +179,8 @@ def test_little_memory_makes_the_same(tmp_path: Path) -> None:
 
 
 def test_what_is_refused(tmp_path: Path) -> None:
-    """Floats, Linears of another kind, a weight that lacks, and scales that are no numbers."""
-    for folder in ("floats", "falcon", "lacking", "broken"):
+    """Floats, Linears of another kind, experts, a missing weight, scales that are no numbers."""
+    for folder in ("floats", "falcon", "mixture", "lacking", "broken"):
         (tmp_path / folder).mkdir()
     floats = save_gguf(tmp_path / "floats", "llama", ("F16",))
     with pytest.raises(UnsupportedModelError, match=r"are of F16, F32\. Use `pipeload quantize`"):
@@ -188,6 +188,9 @@ def test_what_is_refused(tmp_path: Path) -> None:
     falcon = save_gguf(tmp_path / "falcon", "falcon", USUAL)
     with pytest.raises(UnsupportedModelError, match="has no Linear of integers"):
         pipeload.convert(falcon, tmp_path / "made")
+    mixture = save_gguf(tmp_path / "mixture", "qwen3moe", USUAL)
+    with pytest.raises(UnsupportedModelError, match="is a mixture of experts, which convert"):
+        pipeload.convert(mixture, tmp_path / "made")
     lacking = save_gguf(tmp_path / "lacking", "llama", USUAL, without=("blk.1.ffn_up.weight",))
     with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.up_proj"):
         pipeload.convert(lacking, tmp_path / "made")

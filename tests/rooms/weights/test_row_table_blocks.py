@@ -14,6 +14,7 @@ from pipeload.checkpoint.file_reads import FileSet
 from pipeload.checkpoint.gguf import BLOCKS
 from pipeload.checkpoint.headers import TensorEntry
 from pipeload.formats.gguf.block_weight import BlockWeight
+from pipeload.formats.gguf.format import Gguf
 from pipeload.formats.gguf.kernel import unpack
 from pipeload.system.pages import PAGE
 from pipeload.weights.row_table import RowTable
@@ -38,7 +39,7 @@ class Blocks:
         raw = torch.randint(0, 60, (rows, width), dtype=torch.uint8)  # small and finite scales
         path.write_bytes(bytes(96) + raw.numpy().tobytes() + bytes(50))
         entry = TensorEntry("t", path, kind, (rows, columns), 96, 96 + raw.numel())
-        self.weight = BlockWeight("t", dtype, entry, ()).weight
+        self.weight = BlockWeight("t", dtype, [entry], Gguf().blocks_of(entry)).weight
         self.values = torch.empty((rows, columns), dtype=dtype)
         unpack(raw, kind, self.values)
         self.files = FileSet([path], "buffered")

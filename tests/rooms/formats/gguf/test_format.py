@@ -14,7 +14,7 @@ from pipeload.checkpoint.gguf import BLOCKS
 from pipeload.checkpoint.headers import TensorEntry
 from pipeload.errors import UnsupportedModelError
 from pipeload.formats.gguf.blocks import Blocks
-from pipeload.formats.gguf.format import Gguf
+from pipeload.formats.gguf.format import Change, Gguf
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -57,7 +57,7 @@ class Held:
 
 
 def found(one: TensorEntry, order: tuple[int, ...] = ()) -> Weight | None:
-    packed = Gguf({NAME: order} if order else {}).find(Held({"weight": one}))
+    packed = Gguf({NAME: Change(order)} if order else {}).find(Held({"weight": one}))
     return packed[NAME].weight if packed else None
 
 
