@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""A random LLaMA of any size in 4 bits, as other programs store it, for `pipeload convert`.
+"""A random LLaMA of any size in 4 or 8 bits, as other programs store it, for `pipeload convert`.
 
     python tests/tools/make_packed.py FOLDER --kind gptq --layers 32
 
@@ -22,7 +22,7 @@ from transformers import LlamaConfig
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from tests.support.packers import WAYS
+from tests.support.packers import HQQ_PACKINGS, WAYS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -34,6 +34,11 @@ KINDS = {
     "awq": "awq",
     "compressed-tensors": "compressed-tensors, asymmetric",
     "mlx": "mlx",
+    "auto-round": "auto-round",
+    "w8a16": "compressed-tensors, int8",
+    "hqq": "hqq",
+    "torchao": "torchao, int8",
+    "quark": "quark",
 }
 
 
@@ -42,8 +47,27 @@ def random_words(*shape: int) -> torch.Tensor:
     return torch.randint(-(2**31), 2**31, shape, dtype=torch.int32)
 
 
+def random_bytes(*shape: int) -> torch.Tensor:
+    """Any 8 bits."""
+    return torch.randint(-128, 128, shape, dtype=torch.int8)
+
+
+def one_byte_each(kind: str, stem: str, rows: int, columns: int) -> dict[str, torch.Tensor]:
+    """What is stored of a weight of 8 bits with one scale a row."""
+    scale = ((torch.rand(rows, 1) + 0.5) / 5000).half()
+    if kind == "w8a16":
+        return {f"{stem}weight": random_bytes(rows, columns), f"{stem}weight_scale": scale}
+    return {
+        f"{stem}_weight_qdata": random_bytes(rows, columns),
+        f"{stem}_weight_scale": scale,
+        f"{stem}_weight_zero_point": torch.zeros((rows, 1), dtype=torch.int8),
+    }
+
+
 def tensors_of(kind: str, stem: str, rows: int, columns: int) -> dict[str, torch.Tensor]:
     """What is stored of one weight."""
+    if kind in {"w8a16", "torchao"}:
+        return one_byte_each(kind, stem, rows, columns)
     groups = columns // GROUP
     scale = ((torch.rand(groups, rows) + 0.5) / 500).half()
     if kind == "mlx":
@@ -59,17 +83,32 @@ def tensors_of(kind: str, stem: str, rows: int, columns: int) -> dict[str, torch
             f"{stem}weight_zero_point": random_words(rows // 8, groups),
             f"{stem}weight_shape": torch.tensor([rows, columns]),
         }
+    if kind == "hqq":
+        lines, flags = rows * groups, ("view_as_float", "quant_scale", "quant_zero")
+        return {
+            f"{stem}W_q": random_bytes(lines // 2, GROUP).view(torch.uint8),
+            f"{stem}scale": scale.t().reshape(-1, 1),
+            f"{stem}zero": torch.randint(0, 16, (lines, 1)).half(),
+            f"{stem}shape": torch.tensor([rows, columns]),
+            f"{stem}axis": torch.tensor(1, dtype=torch.int32),
+            f"{stem}packing": torch.tensor([*HQQ_PACKINGS[4].encode()], dtype=torch.uint8),
+            **{f"{stem}{flag}": torch.tensor(0, dtype=torch.uint8) for flag in flags},
+        }
+    if kind == "quark":
+        return {
+            f"{stem}weight": random_words(columns, rows // 8),
+            f"{stem}weight_scale": scale,
+            f"{stem}weight_zero_point": random_words(groups, rows // 8),
+        }
     zeros = {f"{stem}qzeros": random_words(groups, rows // 8), f"{stem}scales": scale}
     if kind == "awq":
-        return {f"{stem}qweight": random_words(columns, rows // 8), **zeros}
-    group_of = torch.arange(columns, dtype=torch.int32) // GROUP
-    if kind == "gptq-desc-act":
-        group_of = group_of[torch.randperm(columns)]
-    return {
-        f"{stem}qweight": random_words(columns // 8, rows),
-        f"{stem}g_idx": group_of,
-        **zeros,
-    }
+        zeros[f"{stem}qweight"] = random_words(columns, rows // 8)
+    else:
+        group_of = torch.arange(columns, dtype=torch.int32) // GROUP
+        shuffled = kind == "gptq-desc-act"
+        zeros[f"{stem}g_idx"] = group_of[torch.randperm(columns)] if shuffled else group_of
+        zeros[f"{stem}qweight"] = random_words(columns // 8, rows)
+    return zeros
 
 
 def shapes_of(config: LlamaConfig) -> Mapping[str, tuple[int, int]]:
