@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from pipeload.weights.device_interface import Device
 
 MAPPED = "mapped"
+_HARDLY_LONGER = 1.02
 """How a model that fits is read: `Plan.io_mode`, not an option of the user's."""
 
 
@@ -223,10 +224,17 @@ def _choose(
 
 
 def _cheapest(cuts: Sequence[CostedCut], budget: int) -> tuple[CostedCut, Choice] | None:
-    """The cut whose passes take least time with `budget` bytes; None if none fits."""
+    """The cut whose passes take least time with `budget` bytes; None if none fits.
+
+    Where blocks are unpacked, which takes as long as a fast disk, the one that reads least of those
+    that hardly take longer.
+    """
     found = [(cut, cut.residency.choose(budget - cut.fixed)) for cut in cuts]
     fitting = [(cut, choice) for cut, choice in found if choice is not None]
-    return min(fitting, key=lambda pair: pair[1].seconds, default=None)
+    least = min((choice.seconds for _, choice in fitting), default=0.0)
+    most = least * (_HARDLY_LONGER if any(cut.residency.packs for cut in cuts) else 1)
+    near = [pair for pair in fitting if pair[1].seconds <= most]
+    return min(near, key=lambda pair: (pair[1].read_bytes, pair[1].seconds), default=None)
 
 
 def _experts_share(parts: Parts, cache_bytes: int) -> ExpertsShare | None:

@@ -36,7 +36,7 @@ from pipeload.budget.unit_menus import (
 from pipeload.weights.layout import Weight, lay_out
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
     from pipeload.budget.unit_menus import Menu, Takes
 
@@ -64,6 +64,8 @@ class Choice:
     slot_bytes: int
     seconds: float
     """A pass's, for comparing choices: see [Note: even shares]."""
+    read_bytes: int
+    """What a pass reads of these units."""
     cache_bytes: int = 0
     """What is left for experts: a byte of any other weight is read in every pass, and theirs only
     when they are routed to."""
@@ -135,6 +137,7 @@ class Residency:
             streamed=tuple(menu.masks[pick] for menu, pick in pairs),
             slot_bytes=max((menu.sizes[pick] for menu, pick in pairs), default=0),
             seconds=pass_seconds(menus, picks, self._slots, packed),
+            read_bytes=_read_bytes(menus, picks, packed),
             cache_bytes=min(left, self.everything - self._units_bytes),
             packed=packed,
         )
@@ -238,7 +241,7 @@ def _best_packed(
             tried = slot_bytes
             found.append(_packing(menus, picks, spare, slots, more=more))
     if (plain := _best_picks(menus, budget, slots)) is not None:
-        reads = sum(menu.reads[pick] for menu, pick in zip(menus, plain, strict=True))
+        reads = _read_bytes(menus, plain, ())
         seconds = pass_seconds(menus, plain, slots)
         found.append(_Packing(reads, seconds, plain, frozenset()))
     least = min(each.read_bytes for each in found)
@@ -261,12 +264,14 @@ def _packing(
     if more:
         spend(menus, picks, spare, of=packed, packed=True)
     packed = {index for index in packed if picks[index]}
-    reads = sum(
-        menu.reads[pick]
-        for index, (menu, pick) in enumerate(zip(menus, picks, strict=True))
-        if index not in packed
-    )
+    reads = _read_bytes(menus, picks, packed)
     return _Packing(reads, pass_seconds(menus, picks, slots, packed), picks, frozenset(packed))
+
+
+def _read_bytes(menus: Sequence[Menu], picks: Sequence[int], packed: Collection[int]) -> int:
+    """What a pass reads; of units in `packed`, nothing."""
+    numbered = enumerate(zip(menus, picks, strict=True))
+    return sum(menu.reads[pick] for index, (menu, pick) in numbered if index not in packed)
 
 
 def is_tiny(weight: Weight) -> bool:
