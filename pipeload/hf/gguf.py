@@ -40,10 +40,12 @@ _ELSEWHERE: Final = (
     "Use the model's safetensors checkpoint, or a smaller copy of that: `pipeload quantize SRC DST "
     f"--method {INT4}`."
 )
-_MIXTURES: Final = ("qwen2moe", "qwen3moe")
+_MIXTURES: Final = ("llama", "qwen2moe", "qwen3moe")
+_ONE_BY_ONE: Final = re.compile(r"^blk\.0\.ffn_gate\.\d+\.weight$")
+"""Experts as they were stored before April 2024."""
 _STREAMED: Final = (
     *("falcon", "gemma2", "gemma3", "llama", "nemotron", "phi3", "qwen2", "qwen3"),
-    *("stablelm", "starcoder2", *_MIXTURES),
+    *("stablelm", "starcoder2", *_MIXTURES[1:]),
 )
 """Those of which it is known what transformers changes of them, each of them tried."""
 SIZES_OF_EXPERTS: Final = {
@@ -51,6 +53,10 @@ SIZES_OF_EXPERTS: Final = {
     "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
 }
 """Without which a model has those of one checkpoint of its kind."""
+OF_MIXTRAL: Final = {
+    "expert_count": "num_local_experts",
+    "expert_used_count": "num_experts_per_tok",
+}
 _JOINED: Final = "gate_up_proj"
 _EXPERTS: Final = re.compile(r"\.ffn_(gate|up)_exps\.weight$")
 _ENDS: Final = ("eos", "eot", "eom")
@@ -100,6 +106,10 @@ def whole_config(path: str, parsed: dict[str, Any]) -> dict[str, Any]:
         size = opened.metadata.get(f"{opened.architecture}.{theirs}")
         if opened.architecture in _MIXTURES and isinstance(size, int):
             parsed["config"][ours] = size
+    if _is_mixtral(opened):
+        # To the library it is a dense LLaMA, whose MLPs the file lacks: it would make them up.
+        told = {ours: opened.metadata[f"llama.{key}"] for key, ours in OF_MIXTRAL.items()}
+        parsed["config"] |= {"model_type": "mixtral", **told}
     if len(opened.checkpoint.files) > 1 and _HEAD in opened.checkpoint.entries:
         parsed["config"]["tie_word_embeddings"] = False
     return parsed
@@ -118,9 +128,12 @@ def translate(path: str, model: PreTrainedModel) -> Translated:
         parsed = library.load_gguf_checkpoint(path, return_tensors=False)
     kind = library.TENSOR_PROCESSORS.get(opened.architecture, library.TensorProcessor)
     processor = kind(config=parsed.get("config", {}))
+    naming, named = processor, {}
+    if _is_mixtral(opened):
+        naming, named = library.Qwen2MoeTensorProcessor(), {"model_type": "llama"}
     try:
         with names_once():
-            names = library.get_gguf_hf_weights_map(model, processor)
+            names = library.get_gguf_hf_weights_map(model, naming, **named)
     except NotImplementedError as error:
         raise _unsupported(Path(path), opened.architecture, str(error)) from error
     entries: dict[str, TensorEntry] = {}
@@ -136,6 +149,11 @@ def translate(path: str, model: PreTrainedModel) -> Translated:
     checkpoint = Checkpoint(opened.checkpoint.files, MappingProxyType(entries))
     joined = any(name.endswith("_exps") for name in entries)
     return Translated(checkpoint, Gguf(changes, [_joining()] if joined else []))
+
+
+def _is_mixtral(opened: GgufCheckpoint) -> bool:
+    said = opened.metadata
+    return opened.architecture == "llama" and all(said.get(f"llama.{key}") for key in OF_MIXTRAL)
 
 
 def _joining() -> WeightConverter:
@@ -163,6 +181,8 @@ def _check_model(path: Path, opened: GgufCheckpoint) -> None:
     mixture = opened.metadata.get(f"{architecture}.expert_count")
     if mixture and architecture not in _MIXTURES:
         why = "it is a mixture of experts, which transformers makes something else of, or nothing"
+    elif mixture and any(map(_ONE_BY_ONE.match, opened.checkpoint.entries)):
+        why = "its experts are stored one by one, as in files from before April 2024"
     elif architecture in _STREAMED and kind.process in _KNOWN:
         return
     elif kind.process not in _KNOWN:

@@ -18,7 +18,7 @@ from transformers import modeling_gguf_pytorch_utils as library
 from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
 
 from pipeload.checkpoint.gguf import BLOCKS, open_gguf
-from pipeload.hf.gguf import SIZES_OF_EXPERTS
+from pipeload.hf.gguf import OF_MIXTRAL, SIZES_OF_EXPERTS
 from pipeload.hf.gguf_reader import names_once
 from tests.support.models import random_model
 
@@ -79,6 +79,14 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2moe": ("qwen2_moe", _MIXTURE | {"shared_expert_intermediate_size": 512}),
     "qwen3moe": ("qwen3_moe", _MIXTURE | {"head_dim": 64}),
 }
+MIXTRAL: dict[str, Any] = {
+    "num_local_experts": 6,
+    "num_experts_per_tok": 2,
+    "num_hidden_layers": 2,
+    "tie_word_embeddings": False,
+    "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},  # as all files here say
+}
+"""What a file of LLaMA's architecture has that is Mixtral's, which plain transformers drops."""
 
 
 def made_up_blocks(
@@ -119,9 +127,8 @@ def save_gguf(
         **config: other options of its configuration.
     """
     gguf: Any = pytest.importorskip("gguf")
-    model_type, own = ARCHITECTURES[architecture]
-    made = AutoConfig.for_model(model_type, **(SIZES | own | config))
-    model = random_model(made, torch.float32, seed=5)
+    model = _random(architecture, config)
+    made = model.config
     tensors = {
         theirs: value
         for theirs, value in _tensors(model, architecture).items()
@@ -165,6 +172,25 @@ def save_gguf(
     return min(folder.glob(name.replace(".gguf", "*.gguf")))
 
 
+def save_mixtral_of_file(folder: Path, kind: str) -> Path:
+    """Save as safetensors what `save_gguf(folder, "llama", (kind,), **MIXTRAL)` is a file of."""
+    gguf: Any = pytest.importorskip("gguf")
+    model, number = _random("llama", MIXTRAL), gguf.GGMLQuantizationType[kind]
+    for weight in model.parameters():
+        if weight.ndim > 1:
+            blocks = gguf.quants.quantize(weight.detach().numpy(), number)
+            weight.data = torch.from_numpy(gguf.quants.dequantize(blocks, number))
+    model.save_pretrained(folder)
+    return folder
+
+
+def _random(architecture: str, config: dict[str, Any]) -> Any:
+    model_type, own = ARCHITECTURES[architecture]
+    model_type = "mixtral" if "num_local_experts" in config else model_type
+    made = AutoConfig.for_model(model_type, **(SIZES | own | config))
+    return random_model(made, torch.float32, seed=5)
+
+
 def load_plain_gguf(path: Path, **options: Any) -> Any:
     """The model as plain transformers make it, but that tables of names are made once.
 
@@ -185,7 +211,10 @@ def load_plain_gguf(path: Path, **options: Any) -> Any:
 def _tensors(model: Any, architecture: str) -> dict[str, NDArray[Any]]:
     """A model's tensors under GGUF's names, as llama.cpp has them."""
     kind: Any = library.TENSOR_PROCESSORS.get(architecture, library.TensorProcessor)
-    names = library.get_gguf_hf_weights_map(model, kind(config=model.config.to_dict()))
+    named: dict[str, Any] = {}
+    if model.config.model_type == "mixtral":
+        kind, named = library.Qwen2MoeTensorProcessor, {"model_type": "llama"}
+    names = library.get_gguf_hf_weights_map(model, kind(config=model.config.to_dict()), **named)
     tied = "lm_head.weight" if model.config.tie_word_embeddings else None
     state = model.state_dict()
     found: dict[str, NDArray[Any]] = {}
@@ -214,8 +243,8 @@ def _add_config(writer: Any, architecture: str, config: Any) -> None:
     known = config.to_dict() | {"rope_theta": 10000.0}
     known["num_experts"] = getattr(config, "num_experts", None)
     mapping: dict[str, Any] = GGUF_CONFIG_MAPPING
-    widths = SIZES_OF_EXPERTS if architecture.endswith("moe") else {}
-    for key, ours in (mapping[architecture.replace("moe", "_moe")] | widths).items():
+    more = SIZES_OF_EXPERTS if architecture.endswith("moe") else OF_MIXTRAL
+    for key, ours in (mapping[architecture.replace("moe", "_moe")] | more).items():
         value = known.get(ours) if ours not in (None, "vocab_size") else None
         if isinstance(value, int):
             writer.add_uint32(f"{architecture}.{key}", value)

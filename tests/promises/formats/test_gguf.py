@@ -27,8 +27,14 @@ from pipeload.budget.shared_limit import ACCOUNTANT
 from pipeload.checkpoint.gguf import open_gguf
 from pipeload.cli.run_report import describe_plan
 from pipeload.formats.gguf import kernel
-from tests.support.gguf_models import ARCHITECTURES, load_plain_gguf, save_gguf
-from tests.support.models import skip_or_fail
+from tests.support.gguf_models import (
+    ARCHITECTURES,
+    MIXTRAL,
+    load_plain_gguf,
+    save_gguf,
+    save_mixtral_of_file,
+)
+from tests.support.models import load_plain, skip_or_fail
 from tests.support.streaming import (
     IDS,
     assert_nothing_held,
@@ -352,6 +358,18 @@ def test_experts(dtype: torch.dtype, made: Callable[..., Path]) -> None:
         assert torch.equal(one, other), name
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_mixtral(dtype: torch.dtype, tmp_path: Path) -> None:
+    """To plain transformers it is a LLaMA without MLPs, which are made up; here it is Mixtral."""
+    path = save_gguf(tmp_path, "llama", ("Q8_0",), **MIXTRAL)
+    reference = load_plain(save_mixtral_of_file(tmp_path / "floats", "Q8_0"), dtype=dtype)
+    for spare in (0, 100_000_000):
+        model = load_streamed(tmp_path, gguf_file=path.name, modules=True, dtype=dtype, spare=spare)
+        assert type(model) is type(reference)
+        assert model.pipeload.plan.whole_experts == ()
+        assert_same(model, reference)
+
+
 def test_experts_that_are_read_whole(
     made: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -460,7 +478,7 @@ def test_ctrl_c(made: Callable[..., Path]) -> None:
     ("architecture", "extra", "words"),
     [
         ("mamba", {}, "'mamba' and cannot be streamed: transformers changes its values"),
-        ("llama", {"llama.expert_count": 8}, "it is a mixture of experts"),
+        ("llama4", {"llama4.expert_count": 8}, "it is a mixture of experts"),
         ("gemma4", {}, "nobody has tried that; falcon, gemma2, gemma3, "),
         ("qwen35", {}, "transformers does not know it in such files, or changes its values"),
     ],
@@ -485,6 +503,14 @@ def test_architectures_that_are_refused(
 
 
 @pytest.mark.slow
+def test_experts_of_old_files(tmp_path: Path) -> None:
+    """Which have each one's matrices by themselves."""
+    one = {"blk.0.ffn_gate.0.weight": np.zeros((4, 32), np.float32)}
+    path = save_gguf(tmp_path, "llama", ("F32",), extra=one, **MIXTRAL)
+    with pytest.raises(UnsupportedModelError, match="stored one by one, as in files from before"):
+        streamed(path)
+
+
 def test_a_model_that_has_no_names(tmp_path: Path) -> None:
     """Plain does not load it either: the package knows none for what the library makes of it."""
     path = save_gguf(tmp_path, num_hidden_layers=2, extra={"general.name": "mistral"})
