@@ -88,7 +88,8 @@ def limit_of(folder: Path, kind: Any, job: dict[str, Any]) -> int:
         str(folder), memory_limit=ample, auto_class=kind, dtype="auto", tokens=tokens
     )
     floor = plan.floor_bytes + plan.reserve_bytes - ample // 512  # page tables of a terabyte
-    return int(max(floor + job["share"] * plan.resident, plan.smallest_limit * 1.02))
+    weights = plan.resident + (plan.experts.total_bytes if plan.experts else 0)
+    return int(max(floor + job["share"] * weights, plan.smallest_limit * 1.02))
 
 
 def _load(job: dict[str, Any], kind: Any, folder: Path) -> Any:

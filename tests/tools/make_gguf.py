@@ -42,6 +42,15 @@ def random_blocks(shape: tuple[int, int], kind: Kind, random: np.random.Generato
     return blocks.reshape(rows, -1)
 
 
+def add_words(writer: Any, vocabulary: int) -> None:
+    """Have a word for each token: servers turn them into text."""
+    writer.add_vocab_size(vocabulary)
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(["<unk>", "<s>", "</s>", *(f"t{i}" for i in range(3, vocabulary))])
+    writer.add_token_scores([0.0] * vocabulary)
+    writer.add_token_types([2, 3, 3, *[1] * (vocabulary - 3)])
+
+
 def make_gguf(folder: Path, target: Path, kind: Kind = Kind.Q4_0) -> None:
     """Write it, with matrices of that kind."""
     config = json.loads((folder / "config.json").read_text())
@@ -59,12 +68,7 @@ def make_gguf(folder: Path, target: Path, kind: Kind = Kind.Q4_0) -> None:
     writer.add_head_count_kv(keys)
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_rope_dimension_count(hidden // heads)
-    writer.add_vocab_size(vocabulary)
-    # Servers turn tokens into text: each of these is a word.
-    writer.add_tokenizer_model("llama")
-    writer.add_token_list(["<unk>", "<s>", "</s>", *(f"t{i}" for i in range(3, vocabulary))])
-    writer.add_token_scores([0.0] * vocabulary)
-    writer.add_token_types([2, 3, 3, *[1] * (vocabulary - 3)])
+    add_words(writer, vocabulary)
     random = np.random.default_rng(0)
     shapes: dict[str, tuple[int, int]] = {"token_embd": (vocabulary, hidden)}
     for layer in range(layers):

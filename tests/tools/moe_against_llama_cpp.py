@@ -34,7 +34,7 @@ from gguf import GGMLQuantizationType as Kind
 from gguf import GGUFWriter
 
 from tests.support.cgroups import drop_caches, memory_cgroup
-from tests.tools.make_gguf import random_blocks
+from tests.tools.make_gguf import add_words, random_blocks
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -132,8 +132,7 @@ def make_moe_gguf(folder: Path, target: Path, kind: Kind) -> None:
     writer.add_value_length(width)
     writer.add_layer_norm_rms_eps(1e-6)
     writer.add_rope_freq_base(config.get("rope_theta", 10000.0))
-    writer.add_vocab_size(config["vocab_size"])
-    writer.add_tokenizer_model("no_vocab")
+    add_words(writer, config["vocab_size"])
     matrices = _Matrices(folder, kind)
     for name in ("token_embd", "output"):
         writer.add_tensor(
