@@ -9,7 +9,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,6 +30,7 @@ from pipeload.system.mappings import mappings_of
 from tests.support.models import save_random
 from tests.support.streaming import generated, logits, smallest_limit, steady_floor
 from tests.support.sweeps import few
+from tests.support.warm import warm_python
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -616,7 +616,7 @@ def test_memory_really_falls(
     """A used model's pages, mapped, edited or cast, leave the process, which holds to its limit."""
     words = [str(smollm2_bf16), dtype, str(limit), *([str(tmp_path)] if edited else [])]
     done = subprocess.run(
-        [sys.executable, "-c", _MEMORY, *words],
+        [*warm_python(), "-c", _MEMORY, *words],
         capture_output=True,
         text=True,
         check=True,

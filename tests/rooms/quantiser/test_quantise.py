@@ -52,6 +52,7 @@ from tests.support.exact import (
     step_logits,
 )
 from tests.support.models import load_plain, move_data_start, save_random, tensor_files
+from tests.support.warm import warm_python
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -565,7 +566,7 @@ def test_two_at_once(llama: Path, tmp_path: Path) -> None:
     """The second is refused and changes nothing; the first finishes; nothing is left locked."""
     target = tmp_path / "made"
     first = subprocess.Popen(
-        [sys.executable, "-c", HELD, str(llama), str(target)],
+        [*warm_python(), "-c", HELD, str(llama), str(target)],
         env=os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'hooks'}"},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
