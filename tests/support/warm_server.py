@@ -87,7 +87,8 @@ class Forks:
             return asked
         for stream in streams:
             os.close(stream)
-        connection.sendall(f"{pid}\n".encode())
+        with contextlib.suppress(BrokenPipeError):  # who asked may be gone: then it is killed next
+            connection.sendall(f"{pid}\n".encode())
         self._running[pid] = connection
         return None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import json
 import os
 import re
@@ -75,8 +76,13 @@ def anonymous(folder: Path) -> Any:
     return config
 
 
-@pytest.mark.parametrize("used", [False, True], ids=["new", "used"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "used"),
+    few(
+        itertools.product(FAMILIES, [False, True]),
+        [*((family, True) for family in FAMILIES), ("llama", False)],
+    ),
+)
 def test_equal_to_before(family: str, used: bool, tiny: TinyCheckpoint) -> None:
     """Same object, same bits, really streamed; plain again after remove()."""
     folder = tiny(family)
