@@ -7,10 +7,8 @@ import os
 import re
 import subprocess
 import sys
-from typing import TYPE_CHECKING, Any
 
 import pytest
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.support.cgroups import memory_cgroup
 from tests.support.models import smollm2
@@ -19,9 +17,6 @@ from tests.support.sweeps import few
 from tests.tools import growing
 from tests.tools.limits import Cell, bytes_of_all, fault
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
 pytestmark = [pytest.mark.slow, pytest.mark.cgroup]
 
 # All by hand: tests/tools/limits.py. Prompt, batch, new tokens and hint; then the limit.
@@ -29,7 +24,8 @@ Cells = dict[str, tuple[Cell, int]]
 CELLS = {
     "smallest": ((16, 4, 4, 20), "x1"),
     "half": ((512, 1, 6, 518), "+0.5"),
-    "growing": ((100, 2, 2, 64), "+1.12"),
+    "refused": ((500, 4, 1, 300), "x1"),
+    "growing": ((100, 4, 2, 64), "+1.12"),
     "squeezed": ((16, 1, 6, 256), "+0.95"),
 }
 
@@ -52,17 +48,6 @@ def cells() -> Cells:
     }
 
 
-@pytest.fixture(scope="module")
-def first_blocks(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Four of the model's thirty: a pass takes as much memory, and an eighth of the time."""
-    whole, folder = smollm2("bf16"), tmp_path_factory.mktemp("blocks")
-    config = AutoConfig.from_pretrained(whole)
-    config.update({"num_hidden_layers": 4})
-    model: Any = AutoModelForCausalLM.from_pretrained(whole, config=config, dtype="auto")
-    model.save_pretrained(folder)
-    return folder
-
-
 @pytest.mark.parametrize("name", few(["smallest", "half"], ["smallest"]))
 def test_smollm2(name: str, cells: Cells) -> None:
     """A real model, from the smallest limit to nearly all of it."""
@@ -73,10 +58,9 @@ def test_smollm2(name: str, cells: Cells) -> None:
     assert 0.85 * result["predicted"] <= result["peak"] <= result["predicted"] * 1.02
 
 
-def test_a_pass_that_cannot_fit_is_refused(first_blocks: Path) -> None:
+def test_a_pass_that_cannot_fit_is_refused(cells: Cells) -> None:
     """It says what would fit, and the process lives and generates on."""
-    cell = Cell(first_blocks, 500, 4, 2, 300)
-    nbytes = cell.bytes_of("x1")
+    cell, nbytes = cells["refused"]
     result = cell.capped(nbytes)
     assert fault(result, {}, nbytes) == ""
     assert re.search("largest batch at this length [23]", result["refused"])
@@ -90,7 +74,7 @@ def test_residents_yield_and_come_back(cells: Cells) -> None:
     """To a longer cache and to the user's own memory; the tokens stay the same."""
     cell, limit = cells["growing"]
     folder = cell.folder
-    shape = (40, 2, "list")
+    shape = (50, 4, "list")
     result = growing.run(folder, limit, *shape, hint=64)
     assert "died" not in result, result
     assert result["peak"] <= limit
