@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tests.support.warm import warm_python
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -19,9 +21,20 @@ WAIT_SECONDS = 30
 
 def printed_by(code: str, *arguments: object, **environment: str) -> str:
     """All that it prints, which must end well; our packages and the tests can be imported."""
+    return _printed([sys.executable], code, arguments, environment)
+
+
+def printed_warmly(code: str, *arguments: object) -> str:
+    """The same, where what it shows is not of importing."""
+    return _printed(warm_python(), code, arguments, {})
+
+
+def _printed(
+    python: list[str], code: str, arguments: tuple[object, ...], environment: dict[str, str]
+) -> str:
     paths = {"PYTHONPATH": f"{ROOT}:{ROOT / 'hooks'}", "OMP_WAIT_POLICY": "passive"}
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code, *map(str, arguments)],
+        [*python, "-W", "ignore", "-c", code, *map(str, arguments)],
         cwd=ROOT,
         env=os.environ | paths | environment,
         capture_output=True,

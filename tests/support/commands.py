@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +17,7 @@ from typer.testing import CliRunner
 
 from pipeload.budget.shared_limit import ACCOUNTANT
 from pipeload.cli.commands import app
+from tests.support.warm import warm_python
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -62,7 +62,7 @@ def start(*arguments: object) -> subprocess.Popen[str]:
         "pipeload.cli.commands.main()"
     )
     return subprocess.Popen(
-        [sys.executable, "-c", code, *map(str, arguments)],
+        [*warm_python(), "-c", code, *map(str, arguments)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

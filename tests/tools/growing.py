@@ -22,6 +22,7 @@ if __name__ == "__main__":
 
 from pipeload._sizes import format_size, parse_size
 from tests.support.cgroups import drop_caches, memory_cgroup
+from tests.support.warm import warm_python
 
 _CHILD = r"""
 import gc, json, sys, time
@@ -58,7 +59,7 @@ class Watch(BaseStreamer):
         if event == "halve" and limit != "plain" and self.count in (new // 4, new // 2):
             small = int(limit) - int(model.pipeload.plan.resident * 0.5)
             model.pipeload.set_memory_limit(small if self.count == new // 4 else int(limit))
-        if event == "list" and self.count % 5 == 0 and self.count >= new // 4:
+        if event == "list" and self.count % 2 == 0 and self.count >= new // 4:
             if len(users) < 30:
                 users.append(bytearray(b"x" * 10_000_000))
     def end(self): pass
@@ -98,6 +99,7 @@ def run(
     command = [sys.executable, "-c", _CHILD, str(folder), name, str(new), str(batch), event]
     command.append(str(hint))
     if limit is None:
+        command = [*warm_python(), *command[1:]]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
     else:
         drop_caches()

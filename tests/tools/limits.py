@@ -26,6 +26,7 @@ if __name__ == "__main__":
 
 from pipeload._sizes import format_size, parse_size
 from tests.support.cgroups import drop_caches, memory_cgroup
+from tests.support.warm import warm_python
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -96,14 +97,16 @@ class Cell:
     new: int
     hint: int
 
-    def command(self, limit: str) -> list[str]:
+    def command(self, limit: str, python: Sequence[str] = (sys.executable,)) -> list[str]:
         """The child's command line; `limit` in bytes, "plain" or "sizes"."""
         shape = map(str, (self.prompt, self.batch, self.new, self.hint))
-        return [sys.executable, "-c", _CHILD, str(self.folder), limit, *shape]
+        return [*python, "-c", _CHILD, str(self.folder), limit, *shape]
 
     def free(self, limit: str) -> dict[str, Any]:
         """Run it without a cap."""
-        done = subprocess.run(self.command(limit), capture_output=True, text=True, check=True)
+        done = subprocess.run(
+            self.command(limit, warm_python()), capture_output=True, text=True, check=True
+        )
         return _result(done)
 
     def bytes_of(self, limit: str) -> int:

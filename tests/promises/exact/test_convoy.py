@@ -41,6 +41,7 @@ from tests.support.streaming import (
     session_of,
     wait_for_threads,
 )
+from tests.support.sweeps import few
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -102,7 +103,10 @@ def light_threads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("family", "dtype", "ranges"),
-    [("llama", "bf16", True), ("gemma3", "bf16", False), ("gpt2", "fp32", True)],
+    few(
+        [("llama", "bf16", True), ("gemma3", "bf16", False), ("gpt2", "fp32", True)],
+        [("llama", "bf16", True), ("gemma3", "bf16", False)],
+    ),
 )
 def test_every_mode_at_once(
     tiny: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch, family: str, dtype: str, ranges: bool

@@ -24,6 +24,7 @@ from tests.support.streaming import (
     load_streamed,
     logits,
 )
+from tests.support.sweeps import few
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -44,7 +45,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss"])
 @pytest.mark.parametrize(
     ("implementation", "dtype"),
-    [("grouped_mm", "fp32"), ("grouped_mm", "bf16"), ("batched_mm", "fp32"), ("eager", "bf16")],
+    few(
+        [
+            ("grouped_mm", "fp32"),
+            ("grouped_mm", "bf16"),
+            ("batched_mm", "fp32"),
+            ("eager", "fp32"),
+            ("eager", "bf16"),
+        ],
+        [("grouped_mm", "fp32"), ("grouped_mm", "bf16"), ("batched_mm", "fp32"), ("eager", "fp32")],
+    ),
 )
 def test_logits_and_tokens(tmp_path: Path, kind: str, dtype: str, implementation: str) -> None:
     """Prompts, batches and decoding, whatever stays in memory and however it multiplies."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -27,6 +28,7 @@ from tests.support.models import (
     tensor_files,
     tiny_config,
 )
+from tests.support.sweeps import few
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -47,8 +49,13 @@ def outputs(model: Any) -> list[torch.Tensor]:
     return [*step_logits(model, prompt(), STEPS), *step_logits(model, prompt(2), 2), generated]
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    few(
+        itertools.product(FAMILIES, ["fp32", "bf16"]),
+        [*((family, "fp32") for family in FAMILIES), ("llama", "bf16"), ("gemma3", "bf16")],
+    ),
+)
 def test_logits_at_every_limit(tiny: TinyCheckpoint, family: str, dtype: str) -> None:
     """From the smallest limit to where all fits, prompt and decode logits equal plain ones."""
     folder = tiny(family, dtype)
@@ -81,7 +88,10 @@ def test_casts(tmp_path: Path, stored: str, asked: str) -> None:
 
 @pytest.mark.parametrize(
     ("family", "start"),
-    [*(("llama", start) for start in (0, 1, 2, 4, 8)), ("gpt2", 1), ("gpt2", 4), ("qwen3", 2)],
+    few(
+        [*(("llama", start) for start in (0, 1, 2, 4, 8)), ("gpt2", 1), ("gpt2", 4), ("qwen3", 2)],
+        [("llama", 1), ("llama", 4), ("llama", 8), ("gpt2", 4), ("qwen3", 2)],
+    ),
 )
 def test_where_the_data_start(tmp_path: Path, family: str, start: int) -> None:
     """Weights keep their alignment: fp32 products with one row round differently with another."""

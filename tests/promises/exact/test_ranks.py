@@ -13,7 +13,7 @@ from pipeload.budget import cut
 from pipeload.errors import MemoryLimitError
 from pipeload.ring import head_rows, joining
 from pipeload.weights import row_cuts
-from tests.promises.exact.test_generation import GREEDY, MODES, generate
+from tests.promises.exact.test_generation import MODES, generate
 from tests.support.exact import (
     ROOMY,
     assert_same,
@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 __all__ = ["steady_floor"]  # a fixture: every test here runs with it
 
 FAMILIES = {"llama": "fp32", "qwen3": "bf16", "gemma3": "bf16"}
+FEW = {"max_new_tokens": 4, "do_sample": False}
+"""Each token is a pass, and in it each block a message to every rank."""
 
 
 @contextlib.contextmanager
@@ -52,16 +54,18 @@ def one_thread() -> Iterator[None]:
 def _uses(family: str) -> Iterator[tuple[str, Use]]:
     """What people do with a model: its name, and what to compare."""
     for name, (rows, options) in MODES.items():
-        yield name, _generating(prompt(rows), **options)
+        few = {key: 4 for key in ("max_new_tokens", "min_new_tokens") if key in options}
+        yield name, _generating(prompt(rows), **options | few)
     ids, mask = prompt(3, 12), torch.ones(3, 12, dtype=torch.long)
     for row, padding in enumerate((0, 5, 9)):
         ids[row, :padding], mask[row, :padding] = 0, 0
-    yield "padded", _generating(ids, attention_mask=mask, **GREEDY)
-    yield "padded beams", _generating(ids, attention_mask=mask, **GREEDY, num_beams=2)
+    yield "padded", _generating(ids, attention_mask=mask, **FEW)
+    yield "padded beams", _generating(ids, attention_mask=mask, **FEW, num_beams=2)
     yield "logits", lambda model: step_logits(model, prompt(2), 3)
-    yield "past the window", _generating(prompt(1), **GREEDY | {"max_new_tokens": 40})
+    # Gemma's is of 16 tokens.
+    yield "past the window", _generating(prompt(1, 13), **FEW | {"max_new_tokens": 8})
     draft = random_model(tiny_config(family, num_hidden_layers=2), torch.float32, seed=5)
-    yield "assistant", _generating(prompt(1), assistant_model=draft, **GREEDY)
+    yield "assistant", _generating(prompt(1), assistant_model=draft, **FEW)
     yield "continued", _continued
 
 
@@ -129,10 +133,10 @@ def much_patience(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _continued(model: Any) -> Any:
-    first = generate(model, prompt(1), **GREEDY)
+    first = generate(model, prompt(1), **FEW)
     name = next(name for name in ("cache", "past_key_values") if name in first)
     ids = torch.cat([first.sequences, prompt(1, 3)], 1)
-    return generate(model, ids, **GREEDY, **{name: first[name]})
+    return generate(model, ids, **FEW, **{name: first[name]})
 
 
 @pytest.mark.slow

@@ -60,7 +60,7 @@ def split_sites(model: Any) -> list[Any]:
     return [seat for seat in session_of(model).streamer.seats if seat.whole is not None]
 
 
-@pytest.mark.parametrize(("family", "stored", "loaded"), few(KINDS, KINDS[1::2]))
+@pytest.mark.parametrize(("family", "stored", "loaded"), few(KINDS, KINDS[1::4]))
 def test_every_kind(tiny: TinyCheckpoint, family: str, stored: str, loaded: str) -> None:
     """Equal with nothing resident, with a part, with everything, and after remove()."""
     folder, dtype = tiny(family, stored), TORCH[loaded]

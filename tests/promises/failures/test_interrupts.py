@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     Place = tuple[CodeType, int]
 
-EVERY = pytest.mark.parametrize("every", few([7, 1], [7]))
+EVERY = pytest.mark.parametrize("every", few([19, 1], [19]))
 """How many places are come by for one that is struck; experts take seconds for each."""
 _FOLDERS = tuple(str(Path(package.__file__ or "").parent) for package in (pipeload, pipeload_hooks))
 

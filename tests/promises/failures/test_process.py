@@ -14,7 +14,6 @@ import multiprocessing
 import os
 import pickle
 import subprocess
-import sys
 import threading
 import time
 import weakref
@@ -55,6 +54,7 @@ from tests.support.streaming import (
     wait_for_threads,
 )
 from tests.support.sweeps import few
+from tests.support.warm import warm_python
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -184,7 +184,7 @@ print("done", flush=True)
 def test_the_interpreter_ends_while_reading(folder: Path, seconds: float, where: str) -> None:
     """Ahead or within a pass of another thread, and though a read never returns."""
     done = subprocess.run(
-        [sys.executable, "-c", EXIT, str(folder), str(seconds), where],
+        [*warm_python(), "-c", EXIT, str(folder), str(seconds), where],
         cwd=ROOT,
         env=os.environ | {"HF_HUB_DISABLE_PROGRESS_BARS": "1"},
         capture_output=True,
@@ -289,7 +289,7 @@ def test_no_address_space_left(folder: Path, where: str) -> None:
     """Loading, or in a pass: an error that speaks of memory; with memory, all is right."""
     pytest.importorskip("resource")
     done = subprocess.run(
-        [sys.executable, "-c", STARVED, str(folder), where],
+        [*warm_python(), "-c", STARVED, str(folder), where],
         cwd=ROOT,
         env=os.environ | {"HF_HUB_DISABLE_PROGRESS_BARS": "1"},
         capture_output=True,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import logging
 import shutil
@@ -231,7 +232,14 @@ def test_packed_bytes_are_what_is_read(quantised: Callable[[str, str], Path]) ->
     assert 0 < model.pipeload.plan.bytes_per_pass < 0.6 * floats
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    ("processor", "form"),
+    few(
+        itertools.product([HERE, AVX2], FORMS),
+        [*((HERE, form) for form in FORMS), (AVX2, "nf4"), (AVX2, "nf4 double")],
+    ),
+    indirect=["processor"],
+)
 def test_statistics_are_planned_for(
     form: str,
     quantised: Callable[[str, str], Path],
@@ -317,7 +325,14 @@ def test_what_a_streamed_model_refuses(quantised: Callable[[str, str], Path]) ->
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
-@pytest.mark.parametrize("form", ["nf4", "int8"])
+@pytest.mark.parametrize(
+    ("processor", "form"),
+    few(
+        itertools.product([HERE, AVX2], ["nf4", "int8"]),
+        [(HERE, "nf4"), (AVX2, "nf4"), (HERE, "int8")],
+    ),
+    indirect=["processor"],
+)
 def test_with_an_adapter(
     form: str, quantised: Callable[[str, str], Path], processor: str, tmp_path: Path
 ) -> None:

@@ -5,6 +5,7 @@ Every method that the library knows has a row in the product's table, and every 
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import shutil
@@ -29,6 +30,7 @@ from pipeload.hf import recipes, takeover
 from tests.support import quantised
 from tests.support.models import load_plain, save_random
 from tests.support.streaming import generated, load_streamed, logits, smallest_limit, steady_floor
+from tests.support.sweeps import few
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -148,8 +150,13 @@ def test_streamed(name: str, made: Callable[[str], Path]) -> None:
         assert model.dtype == reference.dtype
 
 
-@pytest.mark.parametrize("name", ["fp8", "mxfp4", "metal"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    few(
+        itertools.product(["fp8", "mxfp4", "metal"], [torch.float32, torch.float16]),
+        [("fp8", torch.float16), ("mxfp4", torch.float32), ("metal", torch.float16)],
+    ),
+)
 def test_in_another_dtype(name: str, dtype: torch.dtype, made: Callable[[str], Path]) -> None:
     """What is not quantised is cast, or kept, as the library's operation does."""
     if name == "metal" and recipes._CASTS_FIRST:

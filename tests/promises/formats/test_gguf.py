@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import logging
 import os
 import re
@@ -140,8 +141,13 @@ def test_three_limits(dtype: torch.dtype, made: Callable[..., Path]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", MIXES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    few(
+        itertools.product(MIXES, [torch.float32, torch.bfloat16]),
+        [(name, (torch.float32, torch.bfloat16)[n % 2]) for n, name in enumerate(MIXES)],
+    ),
+)
 def test_types(name: str, dtype: torch.dtype, made: Callable[..., Path]) -> None:
     """Of blocks and of floats, by the kernel and by the package."""
     path = made("llama", MIXES[name])
@@ -612,7 +618,7 @@ def smollm2() -> Iterator[Path]:
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", few([torch.float32, torch.bfloat16], [torch.bfloat16]))
 def test_smollm2(smollm2: Path, dtype: torch.dtype) -> None:
-    """As users have it: the library's tokenizer, a prompt, and an answer, at three limits."""
+    """As users have it: the library's tokenizer, a prompt, and an answer, at two limits."""
     tokenizer: Any = transformers.AutoTokenizer.from_pretrained(
         smollm2.parent, gguf_file=smollm2.name
     )
@@ -621,7 +627,7 @@ def test_smollm2(smollm2: Path, dtype: torch.dtype) -> None:
     wanted, tokens = logits(reference, ids), generated(reference, ids)
     assert "Paris" in tokenizer.decode(tokens)
     del reference
-    for spare in (0, 60_000_000, 2_000_000_000):
+    for spare in (0, 2_000_000_000):
         model = load_streamed(
             smollm2.parent, gguf_file=smollm2.name, modules=True, dtype=dtype, spare=spare
         )

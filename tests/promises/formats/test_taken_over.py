@@ -84,7 +84,13 @@ def test_what_is_read_is_what_is_stored(both: tuple[Path, Path]) -> None:
     assert 0 < bytes_streamed(model) - before <= 1.1 * stored
 
 
-@pytest.mark.parametrize("name", ["gptq, desc_act", "awq", "mlx", "compressed-tensors, w8a16"])
+@pytest.mark.parametrize(
+    "name",
+    few(
+        ["gptq, desc_act", "awq", "mlx", "compressed-tensors, w8a16"],
+        ["gptq, desc_act", "compressed-tensors, w8a16"],
+    ),
+)
 def test_without_a_compiler(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same, by torch's own operations."""
     save_packed(tmp_path / "source", WAYS[name], dtype=torch.bfloat16)

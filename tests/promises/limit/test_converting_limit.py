@@ -11,6 +11,7 @@ import pytest
 
 from tests.support.cgroups import memory_cgroup
 from tests.support.sweeps import few
+from tests.support.warm import warm_python
 
 ROOT = Path(__file__).parents[3]
 # Its smallest limit in this process, which has loaded what converting needs; then at that limit.
@@ -36,10 +37,10 @@ def make_source(kind: str, folder: Path) -> Path:
     if kind == "gguf":
         more = {"num_attention_heads": 16, "max_position_embeddings": 512, "rms_norm_eps": 1e-6}
         (folder / "config.json").write_text(json.dumps(SIZES | more), encoding="utf-8")
-        tool = [sys.executable, str(ROOT / "tests/tools/make_gguf.py"), str(folder)]
+        tool = [*warm_python(), str(ROOT / "tests/tools/make_gguf.py"), str(folder)]
         subprocess.run([*tool, str(folder / "source.gguf"), "Q4_K"], check=True)
         return folder / "source.gguf"
-    tool = [sys.executable, str(ROOT / "tests/tools/make_packed.py"), str(folder / "source")]
+    tool = [*warm_python(), str(ROOT / "tests/tools/make_packed.py"), str(folder / "source")]
     hidden, intermediate, layers, vocabulary = map(str, SIZES.values())
     sizes = ["--layers", layers, "--hidden", hidden, "--intermediate", intermediate]
     subprocess.run([*tool, "--kind", kind, *sizes, "--vocabulary", vocabulary], check=True)

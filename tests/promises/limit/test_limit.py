@@ -42,16 +42,16 @@ print(json.dumps({"peak": stats.peak_rss_bytes, "resident": resident, "fails": f
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Half the layers of the 1.1B shape in bf16, 1.2 GB, random; deleted after."""
-    shape = replace(PRESETS["1.1b"], layers=11)
-    folder = make_llama(shape, tmp_path_factory.mktemp("llama") / "half")
+    """A quarter of the layers of the 1.1B shape in bf16, 0.8 GB, random; deleted after."""
+    shape = replace(PRESETS["1.1b"], layers=6)
+    folder = make_llama(shape, tmp_path_factory.mktemp("llama") / "quarter")
     yield folder
     shutil.rmtree(folder)
 
 
 @pytest.mark.slow
 @pytest.mark.cgroup
-@pytest.mark.parametrize("limit", [800_000_000])
+@pytest.mark.parametrize("limit", [680_000_000])
 def test_a_child_capped_at_the_limit_lives_and_stays_flat(
     limit: int, llama: Path, cgroup: Callable[[int], AbstractContextManager[MemoryCgroup]]
 ) -> None:
@@ -59,7 +59,7 @@ def test_a_child_capped_at_the_limit_lives_and_stays_flat(
     drop_caches()  # pages that another group has read would be charged to that group
     with cgroup(limit) as group:
         fail_file = "" if group.is_v2 else str(group.path / "memory.failcnt")
-        child = group.run([sys.executable, "-c", _CHILD, llama, str(limit), "8", fail_file])
+        child = group.run([sys.executable, "-c", _CHILD, llama, str(limit), "6", fail_file])
         assert child.returncode == 0, child.stderr
         assert group.oom_kills() == 0
     result = json.loads(child.stdout.splitlines()[-1])
@@ -68,7 +68,7 @@ def test_a_child_capped_at_the_limit_lives_and_stays_flat(
     assert len(result["texts"]) == 1
     assert result["misses"] == 0
     # Flat: the last generations take nothing that the first did not.
-    assert max(result["resident"][6:]) - result["resident"][2] < 8_000_000
+    assert max(result["resident"][4:]) - result["resident"][2] < 8_000_000
     # The kernel may still swap stale cache pages for fresh ones: hundreds of failed charges, the
     # number is its own. Fighting for memory in use would be a million.
-    assert result["fails"][-1] - result["fails"][3] < 20_000
+    assert result["fails"][-1] - result["fails"][2] < 20_000

@@ -22,9 +22,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.cgroup]
 # All by hand: tests/tools/limits.py. Prompt, batch, new tokens and hint; then the limit.
 Cells = dict[str, tuple[Cell, int]]
 CELLS = {
-    "smallest": ((16, 4, 6, 22), "x1"),
+    "smallest": ((16, 4, 4, 20), "x1"),
     "half": ((512, 1, 6, 518), "+0.5"),
-    "refused": ((500, 4, 4, 300), "x1"),
+    "refused": ((500, 4, 1, 300), "x1"),
     "growing": ((100, 4, 2, 64), "+1.12"),
     "squeezed": ((16, 1, 6, 256), "+0.95"),
 }
@@ -74,7 +74,7 @@ def test_residents_yield_and_come_back(cells: Cells) -> None:
     """To a longer cache and to the user's own memory; the tokens stay the same."""
     cell, limit = cells["growing"]
     folder = cell.folder
-    shape = (80, 4, "list")
+    shape = (50, 4, "list")
     result = growing.run(folder, limit, *shape, hint=64)
     assert "died" not in result, result
     assert result["peak"] <= limit

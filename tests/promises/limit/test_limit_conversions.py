@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, 
 from tests.support import quantised
 from tests.support.models import save_random
 from tests.support.sweeps import few
+from tests.support.warm import warm_python
 
 _CHILD = """
 import json, sys, torch, transformers, pipeload
@@ -140,7 +140,7 @@ def child(
 ) -> dict[str, int]:
     """What came of one that runs at the smallest limit and `spare` bytes."""
     done = subprocess.run(
-        [sys.executable, "-c", _CHILD, folder, dtype, *map(str, (passes, prompt, spare))],
+        [*warm_python(), "-c", _CHILD, folder, dtype, *map(str, (passes, prompt, spare))],
         cwd=Path(__file__).parents[3],
         env=os.environ | {"OMP_WAIT_POLICY": "passive"},
         capture_output=True,

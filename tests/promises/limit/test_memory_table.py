@@ -38,7 +38,7 @@ KINDS = {
     "clip": "pictures beside text",
     "videomae": "films",
 }
-FEW = ["bert", "t5", "llama", "whisper", "qwen2_vl"]
+FEW = ["t5", "llama", "qwen2_vl"]
 SHARE = 0.95
 _MOST = 1.5
 """The estimate by what was measured, of some 60 MB, of which 14 MB are for what is in no tensor."""

@@ -22,8 +22,8 @@ from tests.support.cgroups import peak_rss_bytes
 limit = 1_000_000
 for _ in range(6):
     try:
-        pipeload.quantize(sys.argv[1], sys.argv[2], method="int4", size="20MB",
-            calibration_tokens=512, memory_limit=limit)
+        pipeload.quantize(sys.argv[1], sys.argv[2], method="int4", size="12500kB",
+            calibration_tokens=256, memory_limit=limit)
         break
     except MemoryLimitError as error:
         limit = error.smallest_limit + 8_000_000
@@ -38,7 +38,7 @@ def test_the_peak_is_within_the_limit(tmp_path: Path) -> None:
         "llama",
         hidden_size=512,
         intermediate_size=1408,
-        num_hidden_layers=8,
+        num_hidden_layers=4,
         num_attention_heads=8,
         num_key_value_heads=8,
         vocab_size=2048,

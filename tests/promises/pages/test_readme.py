@@ -10,11 +10,16 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from pipeload.demo.model import _find_gguf
 from tests.support.sweeps import few
+from tests.support.warm import warm_python
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 README = Path(__file__).resolve().parents[3] / "README.md"
 PAGES = [README, *sorted((README.parent / "docs").glob("*.md"))]
@@ -60,10 +65,15 @@ SNIPPETS = [(text, output) for kind, text, output in blocks() if kind == "python
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory, smollm2_bf16: Path) -> Path:
     """A checkout with the demo's model in `smollm2`, and the commands to be found."""
-    return make_place(tmp_path_factory.mktemp("reader"), smollm2_bf16)
+    return make_place(tmp_path_factory.mktemp("reader"), smollm2_bf16, python=warm_python())
 
 
-def make_place(folder: Path, model: Path, command: str = " -m pipeload") -> Path:
+def make_place(
+    folder: Path,
+    model: Path,
+    command: str = " -m pipeload",
+    python: Sequence[str] = (sys.executable,),
+) -> Path:
     """The same in `folder`, where `pipeload` is what `python COMMAND` runs."""
     (folder / "smollm2").symlink_to(model)
     (folder / "gguf").mkdir()
@@ -72,9 +82,10 @@ def make_place(folder: Path, model: Path, command: str = " -m pipeload") -> Path
         (folder / name).symlink_to(README.parent / name)
     (folder / "bin").mkdir()
     launch = " -m accelerate.commands.accelerate_cli"
+    words = " ".join(f'"{word}"' for word in python)
     for name, options in (("pipeload", command), ("python", ""), ("accelerate", launch)):
         file = folder / "bin" / name
-        file.write_text(f'#!/bin/sh\nexec "{sys.executable}"{options} "$@"\n')
+        file.write_text(f'#!/bin/sh\nexec {words}{options} "$@"\n')
         file.chmod(0o755)
     return folder
 
@@ -132,7 +143,7 @@ def run_snippet(code: str, place: Path, *options: str, **more: str) -> str:
     """As a script, behind `options` of the interpreter."""
     script = place / "snippet.py"
     script.write_text(code, encoding="utf-8")
-    return run([sys.executable, "-W", "ignore", *options, str(script)], place, **more)
+    return run(["python", "-W", "ignore", *options, str(script)], place, **more)
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
 import re
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,7 @@ from tests.support.streaming import (
     smallest_limit,
     steady_floor,
 )
+from tests.support.sweeps import few
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -57,7 +59,8 @@ ENOUGH = 10_000_000
 each_grain = pytest.mark.parametrize(
     ("modules", "spare"), [(False, 0), (False, 300_000), (True, 0), (True, 300_000)]
 )
-two_grains = pytest.mark.parametrize(("modules", "spare"), [(False, 300_000), (True, 0)])
+GRAINS = [(False, 300_000), (True, 0)]
+two_grains = pytest.mark.parametrize(("modules", "spare"), GRAINS)
 
 
 def lora(**options: Any) -> peft.LoraConfig:
@@ -98,6 +101,8 @@ BESIDE: dict[str, Callable[[], Any]] = {
     "parameters": lambda: lora(target_modules=[], target_parameters=["mlp.up_proj.weight"]),
 }
 """These use a weight beside the module that owns it, which is not always there then."""
+LIKE_LORA = {"other", "rslora", "loha", "saved layer", "p-tuning"}
+"""Which differ from others in what PEFT computes with them alone."""
 
 
 @pytest.fixture(autouse=True)
@@ -186,9 +191,15 @@ def assert_streams(model: Any) -> None:
 # -- one adapter ----------------------------------------------------------------------------------
 
 
-@two_grains
-@pytest.mark.parametrize("name", CONFIGS)
-def test_put_on_a_streamed_model(name: str, modules: bool, spare: int, lab: Lab) -> None:
+@pytest.mark.parametrize(
+    ("modules", "spare", "name"),
+    few(
+        [(*grain, name) for grain in GRAINS for name in CONFIGS],
+        [(True, 0, name) for name in CONFIGS]
+        + [(False, 300_000, name) for name in ("lora", "saved head", "prefix")],
+    ),
+)
+def test_put_on_a_streamed_model(modules: bool, spare: int, name: str, lab: Lab) -> None:
     """Of every kind, on a model that has run before; plain and right after remove()."""
     model = load_streamed(lab.folder, spare=spare, modules=modules)
     assert Answer(model) == lab.wanted()
@@ -202,10 +213,16 @@ def test_put_on_a_streamed_model(name: str, modules: bool, spare: int, lab: Lab)
 
 @pytest.mark.parametrize(
     ("modules", "spare", "name"),
-    [
-        *((True, 0, name) for name in CONFIGS | BESIDE),
-        *((False, 300_000, name) for name in ("lora", "saved head", "head", "dora")),
-    ],
+    few(
+        [
+            *((True, 0, name) for name in CONFIGS | BESIDE),
+            *((False, 300_000, name) for name in ("lora", "saved head", "head", "dora")),
+        ],
+        [
+            *((True, 0, name) for name in (CONFIGS | BESIDE).keys() - LIKE_LORA),
+            *((False, 300_000, name) for name in ("saved head", "dora")),
+        ],
+    ),
 )
 def test_streamed_with_the_adapter_on(modules: bool, spare: int, name: str, lab: Lab) -> None:
     """wrap(peft_model): what the adapter uses beside its module is in memory when it is used."""
@@ -218,9 +235,14 @@ def test_streamed_with_the_adapter_on(modules: bool, spare: int, name: str, lab:
     assert Answer(adapted) == lab.wanted(name)
 
 
-@pytest.mark.parametrize("name", ["lora", "ia3", "saved head", "embedding", "head"])
-@pytest.mark.parametrize("spare", [100_000, 400_000])
-def test_a_folder_with_an_adapter(name: str, spare: int, lab: Lab) -> None:
+@pytest.mark.parametrize(
+    ("spare", "name"),
+    few(
+        itertools.product((100_000, 400_000), ("lora", "ia3", "saved head", "embedding", "head")),
+        [(100_000, "lora"), (400_000, "ia3"), (100_000, "saved head"), (400_000, "embedding")],
+    ),
+)
+def test_a_folder_with_an_adapter(spare: int, name: str, lab: Lab) -> None:
     """from_pretrained of it loads both, and so does a script of PEFT's own inside streaming()."""
     with steady_floor(modules=True):
         limit = limit_for(lab.folder, spare)
@@ -248,9 +270,14 @@ def test_adapter_kwargs(lab: Lab, tmp_path: Path) -> None:
     assert Answer(model) == lab.wanted("lora")
 
 
-@two_grains
-@pytest.mark.parametrize("name", BESIDE)
-def test_used_beside_its_module(name: str, modules: bool, spare: int, lab: Lab) -> None:
+@pytest.mark.parametrize(
+    ("modules", "spare", "name"),
+    few(
+        [(*grain, name) for grain in GRAINS for name in BESIDE],
+        [*((True, 0, name) for name in BESIDE), (False, 300_000, "dora")],
+    ),
+)
+def test_used_beside_its_module(modules: bool, spare: int, name: str, lab: Lab) -> None:
     """Put on later, it is exact or refused by the weight's name, and never wrong.
 
     It is right after the way out that the error names, and when the adapter is disabled.
@@ -499,8 +526,18 @@ def test_streamed_while_merged(lab: Lab, tmp_path: Path) -> None:
     assert Answer(adapted) == merged
 
 
-@pytest.mark.parametrize("name", ["lora", "ia3", "saved head", "saved embedding", "prompt"])
-@pytest.mark.parametrize("modules", [False, True])
+@pytest.mark.parametrize(
+    ("name", "modules"),
+    few(
+        itertools.product(
+            ["lora", "ia3", "saved head", "saved embedding", "prompt"], [False, True]
+        ),
+        [
+            *((name, True) for name in ("ia3", "saved head", "saved embedding", "prompt")),
+            ("lora", False),
+        ],
+    ),
+)
 def test_saving(name: str, modules: bool, lab: Lab, tmp_path: Path) -> None:
     """The adapter's file is that of a plain model, byte for byte."""
     adapted = put_on(load_streamed(lab.folder, modules=modules), lab.adapter(name))

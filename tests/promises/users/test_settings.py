@@ -12,6 +12,7 @@ from transformers import set_seed
 
 from tests.support.exact import assert_same, prompt
 from tests.support.models import load_plain, save_random, tiny_config
+from tests.support.sweeps import few
 from tests.support.users import CACHE, Pair, load_by, scores
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ def test_deterministic_algorithms(pair: Pair) -> None:
     pair.check(scores)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("dtype", few([torch.bfloat16, torch.float64], [torch.bfloat16]))
 def test_default_dtype(way: str, tiny: TinyCheckpoint, dtype: torch.dtype) -> None:
     """Another one while the model is loaded, while it runs, or both."""
     folder = tiny("llama", "bf16")

@@ -17,6 +17,7 @@ import pipeload
 from pipeload.engine.stats import Stats
 from tests.support.exact import load_smallest, steady_floor
 from tests.support.models import load_plain
+from tests.support.warm import warm_python
 
 if TYPE_CHECKING:
     from tests.conftest import TinyCheckpoint
@@ -48,7 +49,7 @@ def kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "kernels" / "python3"
     folder.mkdir(parents=True)
     spec = {
-        "argv": [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"],
+        "argv": [*warm_python(), "-m", "ipykernel_launcher", "-f", "{connection_file}"],
         "display_name": "Python 3",
         "language": "python",
     }

@@ -23,6 +23,7 @@ from typer.testing import CliRunner
 from pipeload.cli.commands import app
 from pipeload.entry import script as entry_script
 from tests.support.sweeps import few
+from tests.support.warm import warm_python
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -56,9 +57,10 @@ def environment(**more: str) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": imports, **more}
 
 
-def python(*arguments: object, cwd: Path = SCRIPTS, **more: str) -> Done:
+def python(*arguments: object, cwd: Path = SCRIPTS, warm: bool = False, **more: str) -> Done:
+    """`warm`: by a process that has imported the libraries before."""
     done = subprocess.run(
-        [sys.executable, *map(str, arguments)],
+        [*(warm_python() if warm else [sys.executable]), *map(str, arguments)],
         cwd=cwd,
         env=environment(**more),
         stdin=subprocess.DEVNULL,
@@ -69,8 +71,8 @@ def python(*arguments: object, cwd: Path = SCRIPTS, **more: str) -> Done:
     return Done(done.returncode, done.stdout, done.stderr.decode())
 
 
-def streamed(*arguments: object, cwd: Path = SCRIPTS, **more: str) -> Done:
-    return python("-m", "pipeload", *arguments, cwd=cwd, **more)
+def streamed(*arguments: object, cwd: Path = SCRIPTS, warm: bool = False, **more: str) -> Done:
+    return python("-m", "pipeload", *arguments, cwd=cwd, warm=warm, **more)
 
 
 # -- scripts with a model --------------------------------------------------------------------------
@@ -80,7 +82,12 @@ def streamed(*arguments: object, cwd: Path = SCRIPTS, **more: str) -> Done:
 def refusal(smollm2_bf16: Path) -> Done:
     """What a script ends with whose model needs more."""
     return streamed(
-        "--memory-limit", "1MB", "streamed.py", smollm2_bf16, HF_HUB_DISABLE_PROGRESS_BARS="1"
+        "--memory-limit",
+        "1MB",
+        "streamed.py",
+        smollm2_bf16,
+        warm=True,
+        HF_HUB_DISABLE_PROGRESS_BARS="1",
     )
 
 
@@ -117,7 +124,7 @@ def test_an_unmodified_script(name: str, smollm2_bf16: Path, limit: int, tmp_pat
     """The same bytes on stdout and the same exit status, from whatever folder it is called."""
     script, arguments, status = COMMANDS[name]
     words = (SCRIPTS / script, smollm2_bf16, *arguments)
-    plain = python(*words, cwd=tmp_path)
+    plain = python(*words, cwd=tmp_path, warm=True)
     assert plain.status == status, plain.err
     assert plain.out
     got = streamed("--memory-limit", limit, *words, cwd=tmp_path)
@@ -131,7 +138,7 @@ ALL_STREAMED = "auto True True\npipeline True True\nthread True True\n"
 @pytest.mark.slow
 def test_the_models_are_streamed(smollm2_bf16: Path, limit: int) -> None:
     """With that limit, wherever a script loads them."""
-    got = streamed(f"--memory-limit={limit}", "streamed.py", smollm2_bf16)
+    got = streamed(f"--memory-limit={limit}", "streamed.py", smollm2_bf16, warm=True)
     assert got.out.decode() == ALL_STREAMED, got.err
 
 

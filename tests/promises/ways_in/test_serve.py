@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.promises.ways_in.test_scripts import SPARE_BYTES, WAIT_SECONDS, environment, streamed
+from tests.support.warm import warm_python
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -39,7 +40,7 @@ def served(folder: Path, log: Path, before: Sequence[str] = ()) -> tuple[list[st
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    words = [sys.executable, *before, *SERVE, str(folder), *OPTIONS, str(port)]
+    words = [*warm_python(), *before, *SERVE, str(folder), *OPTIONS, str(port)]
     previous = signal.signal(signal.SIGINT, signal.default_int_handler)  # not to be ignored there
     with log.open("w") as output:
         try:
@@ -107,7 +108,7 @@ def complete(address: str, **options: Any) -> str:
 
 def test_a_server_answers_as_plain(smollm2_bf16: Path, tmp_path: Path) -> None:
     """Under a limit that does not hold the model; one too small is refused in a line."""
-    refused = streamed("--memory-limit", "1MB", *SERVE, smollm2_bf16, "--device", "cpu")
+    refused = streamed("--memory-limit", "1MB", *SERVE, smollm2_bf16, "--device", "cpu", warm=True)
     assert refused.status == 1
     line = refused.err.splitlines()[-1]
     found = re.search(r"^error: .*smallest limit that works here is (\d+) bytes", line)

@@ -52,7 +52,7 @@ def test_in_a_program(way: str, smollm2_bf16: Path) -> None:
 @pytest.fixture(scope="module")
 def plain(smollm2_bf16: Path) -> bytes:
     """What the script prints by itself."""
-    done = python(SCRIPT, smollm2_bf16)
+    done = python(SCRIPT, smollm2_bf16, warm=True)
     assert done.status == 0, done.err
     return done.out
 
@@ -73,7 +73,7 @@ def test_a_script(smollm2_bf16: Path, plain: bytes) -> None:
 def test_the_environment(smollm2_bf16: Path, plain: bytes) -> None:
     """`PIPELOAD_MEMORY_LIMIT` and `import pipeload`."""
     code = _ENVIRONMENT + _STREAMS
-    done = python("-c", code, SCRIPT, smollm2_bf16, PIPELOAD_MEMORY_LIMIT=LIMIT)
+    done = python("-c", code, SCRIPT, smollm2_bf16, warm=True, PIPELOAD_MEMORY_LIMIT=LIMIT)
     assert streamed(done) == plain
 
 
@@ -81,7 +81,7 @@ def test_a_notebook(smollm2_bf16: Path, plain: bytes, tmp_path: Path) -> None:
     """`%load_ext pipeload` and `%pipeload LIMIT`."""
     pytest.importorskip("IPython")
     code = _MAGIC + _STREAMS
-    done = python("-c", code, SCRIPT, smollm2_bf16, LIMIT, IPYTHONDIR=str(tmp_path))
+    done = python("-c", code, SCRIPT, smollm2_bf16, LIMIT, warm=True, IPYTHONDIR=str(tmp_path))
     said, _, rest = streamed(done).partition(b"\n")
     assert f"({LIMIT} bytes)".encode() in said
     assert rest == plain

@@ -19,7 +19,7 @@ from pipeload.budget.kv_cache import DYNAMIC, SLIDING, CacheReader, LayerSize
 from pipeload.budget.pass_needs import PassNeeds, PassShape
 from pipeload.budget.pass_shape import read_extras, read_shape
 from pipeload.budget.reserve import PassHint, process_bytes, reserve_bytes
-from tests.support.children import printed_by
+from tests.support.children import printed_warmly
 from tests.support.examples import examples
 from tests.support.models import FAMILIES, random_model, tiny_config
 from tests.support.sweeps import few
@@ -601,7 +601,7 @@ print(json.dumps(found))
 @pytest.mark.slow
 def test_prompts_of_many_lengths_do_not_pile_up_kernels() -> None:
     """Each length compiles a kernel; without a limit, 200 lengths keep 110 MB on AVX2."""
-    assert int(printed_by(MANY_SHAPES).splitlines()[-1]) < 20_000_000
+    assert int(printed_warmly(MANY_SHAPES).splitlines()[-1]) < 20_000_000
 
 
 @pytest.mark.slow
@@ -609,7 +609,7 @@ def test_prompts_of_many_lengths_do_not_pile_up_kernels() -> None:
 @pytest.mark.parametrize("code", few([PEAK, SOUND_PEAK], []), ids=["tokens", "sound"])
 def test_estimates_hold_against_measured_peaks(code: str) -> None:
     """Never a few per cent and 8 MB short, nor a third and 16 MB over; fused attention or not."""
-    for estimate, peak in json.loads(printed_by(code).splitlines()[-1]):
+    for estimate, peak in json.loads(printed_warmly(code).splitlines()[-1]):
         assert peak > 20_000_000
         assert estimate > 0.97 * peak - 8_000_000
         assert estimate < 1.3 * peak + 16_000_000

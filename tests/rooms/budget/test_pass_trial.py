@@ -27,7 +27,7 @@ from pipeload.budget.pass_shape import reads_text_alone
 from pipeload.budget.pass_trial import PassTrace, Trial
 from pipeload_hooks import try_out
 from tests.rooms.budget.test_pass_needs import ids
-from tests.support.children import printed_by
+from tests.support.children import printed_warmly
 from tests.support.models import random_model, tiny_config
 
 FAMILIES = """
@@ -91,7 +91,7 @@ print(json.dumps({name: measured(*family) for name, family in FAMILIES.items()})
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="needs Linux")
 def test_estimates_of_all_kinds_hold() -> None:
     """Patches, windows, stages, frames, position biases: never under, nor a third over."""
-    for name, (estimate, peak) in json.loads(printed_by(FAMILIES).splitlines()[-1]).items():
+    for name, (estimate, peak) in json.loads(printed_warmly(FAMILIES).splitlines()[-1]).items():
         assert peak > 15_000_000, name
         assert estimate > 0.97 * peak, (name, estimate, peak)
         assert estimate < 1.3 * peak + 8_000_000, (name, estimate, peak)

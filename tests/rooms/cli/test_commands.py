@@ -25,6 +25,7 @@ from tests.support.commands import loud_libraries as loud_libraries  # noqa: PLC
 from tests.support.models import load_plain, save_random, skip_or_fail
 from tests.support.streaming import smallest_limit, steady_floor
 from tests.support.talking import add_letters
+from tests.support.warm import warm_python
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -198,7 +199,7 @@ def test_dtype_is_that_of_memory(talker: Path) -> None:
 def test_progress_on_a_terminal(talker: Path) -> None:
     """On a terminal a bar counts layers, and is gone before the text."""
     mine, theirs = pty.openpty()
-    command = [sys.executable, "-m", "pipeload", "run", str(talker), PROMPT]
+    command = [*warm_python(), "-m", "pipeload", "run", str(talker), PROMPT]
     process = subprocess.Popen(
         [*command, "--max-new-tokens", "2"], stdout=subprocess.DEVNULL, stderr=theirs, cwd=ROOT
     )

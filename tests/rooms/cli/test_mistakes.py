@@ -24,6 +24,7 @@ from tests.rooms.quantiser.test_quantise import Full
 from tests.support.commands import invoke, save_tokenizer
 from tests.support.commands import loud_libraries as loud_libraries  # noqa: PLC0414 - a fixture
 from tests.support.models import save_random
+from tests.support.warm import warm_python
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -377,7 +378,7 @@ def test_a_place_where_nobody_may_write(good: Path) -> None:
 @pytest.mark.slow
 def test_a_full_disk_behind_the_output(good: Path, tmp_path: Path) -> None:
     """`pipeload plan ... > FILE` on a full disk."""
-    command = [sys.executable, "-m", "pipeload", *map(str, words_of("plan", good, tmp_path))]
+    command = [*warm_python(), "-m", "pipeload", *map(str, words_of("plan", good, tmp_path))]
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(
             command, stdout=full, stderr=subprocess.PIPE, text=True, cwd=ROOT, check=False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
+import itertools
 import re
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -30,6 +31,7 @@ from tests.support.streaming import (
     smallest_limit,
     steady_floor,
 )
+from tests.support.sweeps import few
 from tests.support.users import small_ranges
 
 if TYPE_CHECKING:
@@ -140,8 +142,22 @@ def refusal(edit: Callable[[Any], object], module: Any) -> str | None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("state", STATES)
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize(
+    ("state", "target"),
+    few(
+        itertools.product(STATES, TARGETS),
+        [
+            ("fresh", "head"),
+            ("cut", "block"),
+            ("cut", "head"),
+            ("partly resident", "block"),
+            ("partly resident", "table"),
+            ("partly resident, cut", "head"),
+            ("resident", "block"),
+            ("resident", "table"),
+        ],
+    ),
+)
 def test_edited(state: str, target: str, tiny: TinyCheckpoint) -> None:
     """What is not refused stays, also when memory is short, and after it, and when it is removed.
 

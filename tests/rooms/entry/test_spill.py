@@ -21,6 +21,7 @@ from tests.promises.ways_in.test_scripts import ROOT, environment
 from tests.support.children import in_fork
 from tests.support.platforms import hide_proc
 from tests.support.streaming import generated, logits, smallest_limit, steady_floor
+from tests.support.warm import warm_python
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -73,10 +74,10 @@ spill.Spill(Path(sys.argv[1]), {"weight": torch.ones(3)})
 """
 
 
-def started(code: str, *arguments: object) -> subprocess.Popen[str]:
+def started(python: list[str], code: str, *arguments: object) -> subprocess.Popen[str]:
     """A process that has got to where it waits."""
     child = subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-c", code, *map(str, arguments)],
+        [*python, "-W", "ignore", "-c", code, *map(str, arguments)],
         cwd=ROOT,
         env=environment(),
         stdin=subprocess.PIPE,
@@ -98,13 +99,13 @@ def end(child: subprocess.Popen[str], number: int) -> None:
 @pytest.mark.slow
 def test_a_process_that_is_killed(tiny: TinyCheckpoint, tmp_path: Path) -> None:
     """While its model streams from a spill: the file goes with it."""
-    end(started(_WRAP, tiny("llama"), tmp_path), signal.SIGKILL)
+    end(started(warm_python(), _WRAP, tiny("llama"), tmp_path), signal.SIGKILL)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_process_that_is_killed_while_it_writes(tmp_path: Path) -> None:
     """What it leaves goes with the next spill there; that of a process that lives stays."""
-    child = started(_WRITE, tmp_path)
+    child = started([sys.executable], _WRITE, tmp_path)
     (part,) = tmp_path.iterdir()
     Spill(tmp_path, TENSORS).remove()
     assert list(tmp_path.iterdir()) == [part]

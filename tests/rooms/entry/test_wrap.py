@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import json
 import os
 import re
 import shutil
 import subprocess
-import sys
 import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,6 +31,7 @@ from pipeload.system.mappings import mappings_of
 from tests.support.models import save_random
 from tests.support.streaming import generated, logits, smallest_limit, steady_floor
 from tests.support.sweeps import few
+from tests.support.warm import warm_python
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -75,8 +76,13 @@ def anonymous(folder: Path) -> Any:
     return config
 
 
-@pytest.mark.parametrize("used", [False, True], ids=["new", "used"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "used"),
+    few(
+        itertools.product(FAMILIES, [False, True]),
+        [*((family, True) for family in FAMILIES), ("llama", False)],
+    ),
+)
 def test_equal_to_before(family: str, used: bool, tiny: TinyCheckpoint) -> None:
     """Same object, same bits, really streamed; plain again after remove()."""
     folder = tiny(family)
@@ -616,7 +622,7 @@ def test_memory_really_falls(
     """A used model's pages, mapped, edited or cast, leave the process, which holds to its limit."""
     words = [str(smollm2_bf16), dtype, str(limit), *([str(tmp_path)] if edited else [])]
     done = subprocess.run(
-        [sys.executable, "-c", _MEMORY, *words],
+        [*warm_python(), "-c", _MEMORY, *words],
         capture_output=True,
         text=True,
         check=True,

@@ -33,6 +33,7 @@ from tests.support.commands import WORDS, invoke, save_tokenizer, start
 from tests.support.commands import loud_libraries as loud_libraries  # noqa: PLC0414 - a fixture
 from tests.support.models import load_plain, save_random, tiny_config
 from tests.support.streaming import smallest_limit, steady_floor
+from tests.support.sweeps import few
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -154,7 +155,7 @@ def test_the_batch_that_reads_least(bytes_read: list[int | None], expected: int)
 SLIDES = [(16, 8), (16, 16), (16, 1), (16, 15), (2, 1), (2, 2), (7, 7), (49, 1), (50, 50), (200, 9)]
 
 
-@pytest.mark.parametrize(("window", "stride"), SLIDES)
+@pytest.mark.parametrize(("window", "stride"), few(SLIDES, SLIDES[::2]))
 def test_equal_to_a_plain_loop(reader: Path, text: Path, window: int, stride: int) -> None:
     """Edges of windows and strides: the value and the number of tokens."""
     ids = torch.tensor([int(word[1:]) for word in WORDS])
@@ -198,7 +199,7 @@ def test_the_real_model(smollm2_bf16: Path) -> None:
 @pytest.mark.slow
 def test_a_small_limit_changes_nothing(smollm2_bf16: Path) -> None:
     """Streamed at about the smallest limit, the value is that of all in memory, bit for bit."""
-    options = ("--text", LICENSE, "--window", 32, "--stride", 16, "--max-tokens", 112)
+    options = ("--text", LICENSE, "--window", 12, "--stride", 6, "--max-tokens", 42)
     rest = (*options, "--batch", 3)
     with steady_floor(modules=True):
         limit = smallest_limit(smollm2_bf16, dtype="auto", tokens=256, batch=3) + 20_000_000
@@ -445,13 +446,13 @@ def test_models_without_their_tokenizer(tiny: TinyCheckpoint, tmp_path: Path, te
 def test_limits_that_are_too_small(smollm2_bf16: Path, tmp_path: Path) -> None:
     """Refused before anything is read, with one that is enough for the logits of a window, too."""
     file = tmp_path / "text"
-    file.write_text(LICENSE.read_text()[:1500])
-    rest = ("--text", file, "--window", 256)
+    file.write_text(LICENSE.read_text()[:700])
+    rest = ("--text", file, "--window", 128)
     with steady_floor(modules=True):
         result = invoke("eval", smollm2_bf16, *rest, "--memory-limit", "1MB", "--quiet")
         assert (result.exit_code, result.stdout) == (1, "")
         enough = int(result.stderr.split("works here is ")[1].split()[0])
-        assert enough > smallest_limit(smollm2_bf16, dtype="auto", tokens=256)
+        assert enough > smallest_limit(smollm2_bf16, dtype="auto", tokens=128)
         assert measured(smollm2_bf16, *rest, "--memory-limit", enough)["windows_per_pass"] == 1
         refused("is too small", smollm2_bf16, *rest, "--memory-limit", enough - 4_000_000)
 

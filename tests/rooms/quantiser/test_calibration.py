@@ -8,7 +8,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import weakref
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -36,6 +35,7 @@ from tests.support.commands import save_tokenizer
 from tests.support.exact import assert_same, smallest_limit, steady_floor
 from tests.support.models import load_plain, save_random
 from tests.support.shuffled import save_shuffled
+from tests.support.warm import warm_python
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -263,7 +263,7 @@ def test_a_killed_pass_goes_on(
     target = tmp_path / "made"
     for _ in range(2):  # the sixth of a second run is beyond its end
         done = subprocess.run(
-            [sys.executable, "-c", KILLED, str(source), str(target), str(text), "2"],
+            [*warm_python(), "-c", KILLED, str(source), str(target), str(text), "2"],
             env=os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'hooks'}"},
             check=False,
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import json
 import os
 import re
@@ -52,6 +53,8 @@ from tests.support.exact import (
     step_logits,
 )
 from tests.support.models import load_plain, move_data_start, save_random, tensor_files
+from tests.support.sweeps import few
+from tests.support.warm import warm_python
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -124,8 +127,18 @@ def packed(model: Any) -> dict[str, PackedLinear]:
 # -- what is made ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "form"),
+    few(
+        itertools.product(FAMILIES, FORMS),
+        [
+            (family, form)
+            for number, family in enumerate(FAMILIES)
+            for other, form in enumerate(FORMS)
+            if number == other % len(FAMILIES) or family == "llama"
+        ],
+    ),
+)
 def test_streamed_is_plain(
     family: str, form: str, source: Callable[[str], Path], tmp_path: Path
 ) -> None:
@@ -143,8 +156,13 @@ def test_streamed_is_plain(
     assert_same(outputs(model), expected, "after remove()")
 
 
-@pytest.mark.parametrize("form", ["int8", "int4 by 32"])
-@pytest.mark.parametrize("family", ["llama", "qwen3"])  # the latter's is the embedding
+@pytest.mark.parametrize(
+    ("family", "form"),  # the head of a qwen3 is the embedding
+    few(
+        itertools.product(["llama", "qwen3"], ["int8", "int4 by 32"]),
+        [("llama", "int4 by 32"), ("qwen3", "int8")],
+    ),
+)
 def test_an_int8_head(
     family: str,
     form: str,
@@ -330,8 +348,10 @@ def test_made_on_another_processor(llama: Path, tmp_path: Path) -> None:
     assert_same(outputs(load_plain(tmp_path / "saved")), expected, "saved")
 
 
-@pytest.mark.parametrize("form", ["int8", "int4 by 32"])
-@pytest.mark.parametrize("start", [2, 8])
+@pytest.mark.parametrize(
+    ("form", "start"),
+    few(itertools.product(["int8", "int4 by 32"], [2, 8]), [("int8", 2), ("int4 by 32", 8)]),
+)
 def test_weights_anywhere_in_a_file(form: str, start: int, llama: Path, tmp_path: Path) -> None:
     """Other writers than ours do not align them, and a kernel may need that."""
     folder = pipeload.quantize(llama, tmp_path / "made", **FORMS[form])
@@ -565,7 +585,7 @@ def test_two_at_once(llama: Path, tmp_path: Path) -> None:
     """The second is refused and changes nothing; the first finishes; nothing is left locked."""
     target = tmp_path / "made"
     first = subprocess.Popen(
-        [sys.executable, "-c", HELD, str(llama), str(target)],
+        [*warm_python(), "-c", HELD, str(llama), str(target)],
         env=os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'hooks'}"},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -733,7 +753,11 @@ def test_bad_configurations(change: dict[str, Any], llama: Path, tmp_path: Path)
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "first", ["import pipeload, transformers", "import transformers, pipeload"]
+    "first",
+    few(
+        ["import pipeload, transformers", "import transformers, pipeload"],
+        ["import transformers, pipeload"],
+    ),
 )
 def test_plain_loading_after_the_import(first: str, llama: Path, tmp_path: Path) -> None:
     """In either order, `import pipeload` is all that the library needs to load one."""

@@ -27,7 +27,7 @@ from pipeload.errors import (
 from pipeload.system import memory
 from pipeload.system.memory import peak_rss_bytes, rss_bytes
 from tests.rooms.test_imports import MODULES, PURE
-from tests.support.children import printed_by
+from tests.support.children import printed_by, printed_warmly
 from tests.support.models import load_plain
 from tests.support.platforms import hide_proc, take_away
 from tests.support.streaming import (
@@ -115,7 +115,7 @@ def test_a_whole_process_elsewhere(system: str, tiny: TinyCheckpoint, smollm2_bf
     """Streamed, given back, and loaded whole: equal to the bit, by that system's own means."""
     folders = [tiny("llama"), smollm2_bf16]
     io_mode, whole_mode = MODES[system]
-    seen = json.loads(printed_by(_CHILD, system, io_mode, *map(str, folders)))
+    seen = json.loads(printed_warmly(_CHILD, system, io_mode, *map(str, folders)))
     assert seen["page"] == PAGES[system]
     assert (seen["unlocked"] > 0) == (system == "windows")
     for result in seen["results"]:
