@@ -19,6 +19,7 @@ import socket
 import sys
 import types
 import warnings
+from pathlib import Path
 from typing import Any
 
 LIBRARIES = (
@@ -46,8 +47,8 @@ def import_libraries() -> None:
 class Forks:
     """Those that run, and who asked for each."""
 
-    def __init__(self, listener: socket.socket) -> None:
-        self._listener = listener
+    def __init__(self, listener: socket.socket, address: Path) -> None:
+        self._listener, self._address = listener, address
         self._running: dict[int, socket.socket] = {}
         self._alive = os.dup(0)
         self._reading, self._writing = os.pipe()  # a byte for each that has ended
@@ -61,6 +62,8 @@ class Forks:
             waited: list[Any] = [self._alive, self._reading, self._listener]
             ready = select.select([*waited, *self._running.values()], [], [])[0]
             if self._alive in ready:
+                self._address.unlink()
+                self._address.parent.rmdir()
                 os._exit(0)
             if self._reading in ready:
                 os.read(self._reading, 4096)
@@ -156,7 +159,7 @@ def main() -> None:
         listener.bind(sys.argv[1])
         listener.listen(64)
         print("ready", flush=True)
-        asked = Forks(listener).next()
+        asked = Forks(listener, Path(sys.argv[1])).next()
     become(asked)
 
 
