@@ -59,8 +59,8 @@ class Group:
         """Why nothing can be sent any more."""
         self.waited_seconds = 0.0
         """For others, in all."""
-        self._loss: tuple[int, str] | None = None
-        """The rank that was lost, and what is said of it; no error, which would hold its frames."""
+        self._loss: tuple[Loss, str] | None = None
+        """Who was lost while doing what; no error, which would hold frames."""
         patience, hosts_store = patience_here(), place.rank == 0 and not place.served
         end = time.monotonic() + JOIN_SECONDS
         self._store = connect(place, end, hosts=hosts_store)
@@ -192,12 +192,7 @@ class Group:
     def _lose(self, rank: int, why: str, doing: str) -> None:
         self.broken = f"{self.name(rank)} {why}"
         self._heartbeat.say_lost(Loss(rank, why))
-        self._loss = (
-            rank,
-            f"{self.name(rank)} of {self.size} is lost, while {doing}: it {why}. Check that "
-            "machine and its network, then call handle.remove(), or `del model` where that is "
-            "refused, and load the model again, on all of them.",
-        )
+        self._loss = Loss(rank, why), doing
         self.check_loss()
 
     def check_loss(self) -> None:
@@ -206,9 +201,16 @@ class Group:
         Raises:
             GroupError: it has.
         """
-        if self._loss is not None:
-            rank, text = self._loss
-            raise GroupError(text, rank=rank, host=self.hosts[rank])
+        if self._loss is None:
+            return
+        (rank, why), doing = self._loss
+        raise GroupError(
+            f"{self.name(rank)} of {self.size} is lost, while {doing}: it {why}. Check that "
+            "machine and its network, then call handle.remove(), or `del model` where that is "
+            "refused, and load the model again, on all of them.",
+            rank=rank,
+            host=self.hosts[rank],
+        )
 
     def break_off(self, why: str) -> None:
         """Have every rank know that this one cannot go on."""

@@ -24,7 +24,7 @@ import torch
 from pipeload.engine.convoy_rounds import Agreed
 from pipeload.errors import GroupError, MemoryLimitError
 from pipeload.ring.passing import Passing
-from pipeload.ring.told import could_not_begin, does_something_else, told
+from pipeload.ring.told import could_not_begin, does_something_else, no_room_there, told
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -44,6 +44,10 @@ class _Asks(IntEnum):
     SEED = -4
     ANY = -5
     VALUE = -6
+
+
+_NO_ROOM = 2
+"""Says a rank that has none; 1: that something else has failed."""
 
 
 class Turns:
@@ -142,7 +146,7 @@ class Turns:
             GroupError: a rank is lost, or does something else.
         """
         mine = [[member.number, bool(member.passes)] for member in waiting]
-        failed = 0 if error is None else 1 + isinstance(error, MemoryLimitError)
+        failed = 0 if error is None else _NO_ROOM if isinstance(error, MemoryLimitError) else 1
         group, known = self._group, zlib.crc32(json.dumps(mine).encode())
         found = self._ask_all(_Asks.ROUND, known, admitted, failed)
         if all(one[0] == known and not one[2] for one in found):
@@ -154,11 +158,11 @@ class Turns:
         if any(one[0] != known for one in found):
             return Agreed(self._on_all(waiting, [dict(one) for one, *_ in texts]), again=True)
         rank = next(rank for rank, one in enumerate(found) if one[2])
-        if error is None:
-            _, text, (limit, smallest) = texts[rank]
-            error = could_not_begin(group, rank, text)
-            if found[rank][2] == 2:
-                error = MemoryLimitError(str(error), limit=limit, smallest_limit=smallest)
+        if error is None and found[rank][2] == _NO_ROOM:
+            _, text, limits = texts[rank]
+            error = no_room_there(group, rank, text, *limits)
+        elif error is None:
+            error = could_not_begin(group, rank, texts[rank][1])
         return Agreed(waiting, error=error)
 
     def _on_all(

@@ -160,7 +160,7 @@ def test_no_room_on_one_rank(tiny: TinyCheckpoint, monkeypatch: pytest.MonkeyPat
     first, other = on_ranks(2, act, seconds=60)
     assert first[0] == other[0] == wanted
     assert other[1:] == ["MemoryLimitError: no room", 7]
-    assert first[1].startswith(f"MemoryLimitError: rank 1 ({HOST}) could not begin the pass: ")
+    assert first[1].startswith(f"MemoryLimitError: rank 1 ({HOST}) has no room for the pass: ")
     assert first[2] == 7
 
 
