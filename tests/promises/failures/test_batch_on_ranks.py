@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.support.commands import start
+from tests.promises.exact.test_ranks import one_thread
+from tests.support.commands import invoke, start
 from tests.support.models import save_random
 from tests.support.ranks import free_port
 from tests.support.talking import add_letters
@@ -52,8 +53,9 @@ def test_a_rank_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     save_random("llama", model, "fp32", seed=1)
     add_letters(model)
     write_requests(lines)
+    with one_thread():
+        assert invoke("batch", model, lines, tmp_path / "alone", *OPTIONS).exit_code == 0
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    alone = start("batch", model, lines, tmp_path / "alone", *OPTIONS)
 
     def both() -> list[Popen[str]]:
         group = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
@@ -84,8 +86,6 @@ def test_a_rank_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     texts = [rank.communicate(timeout=SECONDS) for rank in again]
     assert [rank.returncode for rank in again] == [0, 0], texts
     assert f"{len(kept)} of {LINES} requests are answered already" in texts[0][1]
-    assert alone.wait(SECONDS) == 0
-    alone.communicate()
     wanted = answers(tmp_path / "alone")
     assert len(wanted) == LINES
     assert answers(results) == wanted

@@ -97,8 +97,10 @@ def test_one_fails_alone(tiny: TinyCheckpoint) -> None:
     assert there[6] == "OSError: the cable is loose"
 
 
-@pytest.mark.parametrize("killed", [0, 1])
-def test_a_rank_is_killed(tiny: TinyCheckpoint, tmp_path: Path, killed: int) -> None:
+@pytest.mark.parametrize(
+    ("ended", "how"), [(0, signal.SIGKILL), (1, signal.SIGKILL), (1, signal.SIGINT)]
+)
+def test_a_rank_ends(tiny: TinyCheckpoint, tmp_path: Path, ended: int, how: signal.Signals) -> None:
     """All others raise one error, that names it, and have answered nothing wrongly."""
     folder = tiny("llama")
     limit = smallest_limit(folder)
@@ -123,11 +125,11 @@ def test_a_rank_is_killed(tiny: TinyCheckpoint, tmp_path: Path, killed: int) -> 
 
     ranks = Ranks(2, act, seconds=60)
     _wait_for(*(tmp_path / str(rank) for rank in range(2)))
-    os.kill(ranks.pids[killed], signal.SIGKILL)
+    os.kill(ranks.pids[ended], how)
     found = ranks.results()
-    assert found.pop(killed) == signal.SIGKILL
+    assert found.pop(ended) == (how if how == signal.SIGKILL else "KeyboardInterrupt: ")
     ((said,),) = found
-    assert said.startswith(f"{killed} {HOST}: rank {killed} ({HOST}) of 2 is lost")
+    assert said.startswith(f"{ended} {HOST}: rank {ended} ({HOST}) of 2 is lost")
 
 
 def test_no_room_on_one_rank(tiny: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch) -> None:
