@@ -4,8 +4,8 @@
     python -m tests.tools.ring_many MODEL --limit 900MB --rate 200MB --at-once 1 2 4
 
 Prints, for each number of ranks, a line for each number of requests: what it takes until all are
-answered, and how many times as many requests that is as one by one. Ends with 1 where answers
-differ from those of one rank, or a rank went over its limit.
+answered, and how many times as many requests that is as one by one. Ends with 1 where a
+request's answers differ, or a rank went over its limit.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import Any
 
 from pipeload._sizes import format_size, parse_size
 from tests.support.cgroups import drop_caches
@@ -61,7 +60,7 @@ def main() -> int:
     parser.add_argument("--namespaces", action="store_true")
     asked = parser.parse_args()
     limit, rate = parse_size(asked.limit, name="--limit"), parse_size(asked.rate, name="--rate")
-    first: list[Any] = []
+    first: list[list[int]] = []
     bad = False
     for count in asked.ranks:
         drop_caches(asked.model)
@@ -74,8 +73,9 @@ def main() -> int:
         for runs in zip(*(one["runs"] for one in found), strict=True):
             many, seconds = runs[0]["at_once"], max(run["seconds"] for run in runs)
             one_by_one = one_by_one or seconds / many
-            first += [run["tokens"] for run in runs if count == asked.ranks[0]]
-            same = all(run["tokens"] in first for run in runs)
+            for run in runs:
+                first += run["tokens"][len(first) :]
+            same = all(run["tokens"] == first[:many] for run in runs)
             bad |= not same
             told = [
                 f"{count} rank(s), {many} at once: {seconds:.2f} s",
