@@ -40,7 +40,8 @@ def test_an_answer_runs_all_hooks_and_no_forward() -> None:
 
 def test_what_runs_around_all_hooks() -> None:
     """Ahead of the first, whoever answers, and behind the last; not behind one that raises."""
-    module, seen = nn.Linear(2, 2), []
+    module = nn.Linear(2, 2)
+    seen: list[Any] = []
 
     def before(args: tuple[Any, ...], _kwargs: dict[str, Any]) -> None:
         seen.append(("before", *args))
