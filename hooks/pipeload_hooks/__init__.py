@@ -24,7 +24,7 @@ from pipeload_hooks._binding import (
 from pipeload_hooks._blocks import Block, find_blocks, find_decoder_blocks
 from pipeload_hooks._callers import Caller, Callers, Mark, arguments_of
 from pipeload_hooks._crossing import Crossing, find_crossing
-from pipeload_hooks._elsewhere import answer, guard
+from pipeload_hooks._elsewhere import answer, around, guard
 from pipeload_hooks._evicted import BESIDE, OnUse, note_changes, plain_kind
 from pipeload_hooks._expert_code import (
     names_of_others,
@@ -94,6 +94,7 @@ __all__ = [
     "WeightSource",
     "answer",
     "arguments_of",
+    "around",
     "attach",
     "attach_experts",
     "attach_rows",

@@ -23,11 +23,14 @@ _SLOT = "_compiled_call_impl"
 
 
 def answer(
-    module: nn.Module, call: Callable[[tuple[Any, ...], dict[str, Any]], Any]
+    module: nn.Module,
+    call: Callable[[tuple[Any, ...], dict[str, Any]], Any],
+    before: Callable[[tuple[Any, ...], dict[str, Any]], object] | None = None,
 ) -> Callable[[], None]:
     """Have `call(args, kwargs)` give what a call of `module` gives; returns what undoes it.
 
-    What undoes it holds no module, and may be called again.
+    `before` is called with them ahead of all hooks. What undoes it holds no module, and may be
+    called again.
     """
     reference = weakref.ref(module)
 
@@ -35,9 +38,35 @@ def answer(
         found = reference()
         if found is None:
             raise ReferenceError("the module is gone")
+        if before is not None:
+            before(args, kwargs)
         return _with_hooks(found, call, args, kwargs)
 
     object.__setattr__(module, _SLOT, answered)
+    return partial(_take_out, reference)
+
+
+def around(
+    module: nn.Module,
+    before: Callable[[tuple[Any, ...], dict[str, Any]], object],
+    after: Callable[[], object],
+) -> Callable[[], None]:
+    """Have `before(args, kwargs)` called ahead of all hooks of a call of `module`.
+
+    And `after()` behind them, unless anything raises. Returns what undoes it, as `answer`.
+    """
+    reference = weakref.ref(module)
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        found = reference()
+        if found is None:
+            raise ReferenceError("the module is gone")
+        before(args, kwargs)
+        output = found._call_impl(*args, **kwargs)
+        after()
+        return output
+
+    object.__setattr__(module, _SLOT, called)
     return partial(_take_out, reference)
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
-import signal
 import sys
 import time
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -16,7 +16,9 @@ import pipeload
 from pipeload._sizes import counted, format_size
 from pipeload._text_tables import as_text
 from pipeload.cli.batch_file import Results, read_lines
+from pipeload.cli.batch_ranks import follow, tell
 from pipeload.cli.cooling import Cooling
+from pipeload.cli.end_signals import end_signals
 from pipeload.cli.load_model import check_model, load_with, traced
 from pipeload.cli.log_lines import log, silence_libraries
 from pipeload.cli.progress_bar import ProgressBar
@@ -24,6 +26,7 @@ from pipeload.cli.run_report import describe_plan
 from pipeload.entry.batched import MOST_ROWS, Batched
 from pipeload.entry.texts import load_tokenizer
 from pipeload.errors import MemoryLimitError, OptionError
+from pipeload.ring.joining import rank_here
 from pipeload.serving.outcome import as_row, blamed, fitted, settings_of
 from pipeload.serving.prefixes import Prefixes
 from pipeload.serving.reply import answer, ends_of
@@ -32,7 +35,6 @@ from pipeload.serving.request_error import RequestError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
     from pipeload.cli.batch_file import Line, Shard
     from pipeload.serving.request import Asked, Settings
@@ -57,6 +59,7 @@ class Arguments:
     dtype: str = "auto"
     io_mode: str = "auto"
     trace: Path | None = None
+    ranks: int | str | None = None
     max_temperature: float | None = None
     """In degrees Celsius."""
     json: bool = False
@@ -99,6 +102,10 @@ def run(asked: Arguments, *, debug: bool) -> None:
     check_model(asked.model, files=True)
     cooling = None if asked.max_temperature is None else Cooling(asked.max_temperature)
     tokenizer = load_tokenizer(asked.model)
+    if rank := rank_here(asked.ranks):
+        trace = None if asked.trace is None else Path(f"{asked.trace}.rank{rank}")
+        follow(_load(asked), tokenizer, asked.at_once, cooling, trace)
+        return
     with Results(asked.results) as results:
         counts = Counts()
         for line in read_lines(asked.requests, asked.shard):
@@ -106,14 +113,20 @@ def run(asked: Arguments, *, debug: bool) -> None:
             counts.found += results.has(line)
         if counts.found:
             log.info("%d of %s are answered already", counts.found, _requests(counts.requests))
-        if counts.done < counts.requests:
-            model = load_with(asked.model, asked)
-            log.info("%s", describe_plan(pipeload.handle(model).plan))
+        if counts.done < counts.requests or asked.ranks is not None:  # others wait for this one
+            model = _load(asked)
             settings = settings_of(
                 model, tokenizer, asked.model, max_new_tokens=asked.max_new_tokens
             )
             _Job(asked, model, settings, results, counts, cooling=cooling).run()
     _report(asked, counts, cooling)
+
+
+def _load(asked: Arguments) -> Any:
+    more = {} if asked.ranks is None else {"ranks": asked.ranks}
+    model = load_with(asked.model, asked, **more)
+    log.info("%s", describe_plan(pipeload.handle(model).plan))
+    return model
 
 
 def _requests(count: int) -> str:
@@ -160,10 +173,11 @@ class _Job:
         account.spare = None if self._prefixes is None else self._prefixes.give_back
         began, before = time.monotonic(), handle.stats().bytes_read
         try:
-            with _signals(self._end), traced(self._model, self._asked.trace):
+            with end_signals(self._end), traced(self._model, self._asked.trace):
                 self._answer(self._requests())
-                self._given = 0
-                self._answer(self._repeated())
+                if self._again:
+                    self._given = 0
+                    self._answer(self._repeated())
         finally:
             account.spare = None
             self._bar.close()
@@ -179,11 +193,16 @@ class _Job:
             self._rows = Batched(self._model, requests, most, lambda: self._ending)
             many: Any = self._rows.outcomes()
         else:
+            requests = tell(self._model, requests, self._last, ending=lambda: self._ending)
             many = pipeload.generate_many(self._model, requests, at_once=asked.at_once)
         with contextlib.closing(many):
             for number, outcome in many:
                 self._take(self._running.pop(number), outcome)
                 del outcome  # with its cache, before the next one wants memory
+
+    def _last(self) -> Asked:
+        """What was taken last."""
+        return self._running[self._given - 1].asked
 
     def _end(self) -> None:
         """Begin no more requests; the second time, end at once."""
@@ -293,22 +312,6 @@ class _Rate(ProgressBar):
         new = done - self._counts.found  # those that were there have taken no time
         text = super()._describe(new, total - self._counts.found, seconds)
         return f"{text}, {self._counts.new_tokens / seconds:.3g} tokens per second"
-
-
-@contextlib.contextmanager
-def _signals(act: Any) -> Iterator[None]:
-    """Inside, Ctrl-C and SIGTERM call `act`, between two steps of the main thread."""
-
-    def note(_number: int, _frame: object) -> None:
-        act()
-
-    kinds = (signal.SIGINT, signal.SIGTERM)
-    before = {kind: signal.signal(kind, note) for kind in kinds}
-    try:
-        yield
-    finally:
-        for kind, handler in before.items():
-            signal.signal(kind, handler)
 
 
 def _report(asked: Arguments, counts: Counts, cooling: Cooling | None) -> None:

@@ -102,6 +102,7 @@ def batch(
     dtype: opt.DtypeOption = choices.Dtype.AUTO,
     io_mode: opt.IoModeOption = choices.IoMode.AUTO,
     trace: opt.TraceFile = None,
+    ranks: opt.Ranks = None,
     max_temperature: opt.MaxTemperature = None,
     json: opt.Json = False,
     quiet: opt.Quiet = False,
@@ -115,6 +116,10 @@ def batch(
             "--max-temperature": max_temperature is not None,
             "--device": device != "cpu",
         }
+        alone = {"--batched": batched, "--prefix-cache": prefix_cache is not None}
+        if ranks is not None and any(alone.values()):
+            other = next(name for name, asked in alone.items() if asked)
+            raise OptionError(f"--ranks goes with no {other}. Leave one of them out.")
         if batched and any(others.values()):
             other = next(name for name, asked in others.items() if asked)
             raise OptionError(f"--batched goes with no {other}. Leave one of them out.")
@@ -138,6 +143,7 @@ def batch(
                 dtype=dtype.value,
                 io_mode=io_mode.value,
                 trace=trace,
+                ranks=int(ranks) if ranks and ranks.isdecimal() else ranks,
                 max_temperature=max_temperature,
                 json=json,
             ),

@@ -20,7 +20,7 @@ from pipeload.errors import PipeloadError
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-_RANKS = "Several machines share a model in run alone; batch --shard I/N gives each a part."
+_RANKS = "Several machines share a model in run and batch alone."
 _INTERRUPTED = 128 + 2  # as a shell reports SIGINT
 _BROKEN_PIPE = 128 + 13
 # How refusals of a limit name, to programs, what makes a pass smaller.

@@ -30,7 +30,7 @@ from pipeload.cli.prompt import encode
 from pipeload.cli.run_report import count, describe_plan
 from pipeload.entry.texts import check_tokens, load_tokenizer
 from pipeload.errors import OptionError
-from pipeload.ring.joining import wanted_size
+from pipeload.ring.joining import rank_here
 
 if TYPE_CHECKING:
     from pipeload.cli.asked import Arguments
@@ -44,21 +44,12 @@ def run(asked: Arguments, *, debug: bool) -> None:
     """
     silence_libraries(debug=debug)
     with contextlib.ExitStack() as stack:
-        if rank := _rank(asked.ranks):
+        if rank := rank_here(asked.ranks):
             if asked.trace is not None:  # the others may write into the same folder
                 asked = replace(asked, trace=Path(f"{asked.trace}.rank{rank}"))
             nowhere = stack.enter_context(Path(os.devnull).open("w", encoding="utf-8"))
             stack.enter_context(contextlib.redirect_stdout(nowhere))
         _run(asked)
-
-
-def _rank(ranks: int | str | None) -> int:
-    """This process's place among those that share the model; 0 where it has it for itself.
-
-    Raises:
-        OptionError: as for `wanted_size`.
-    """
-    return int(os.environ["RANK"]) if wanted_size(ranks) > 1 else 0
 
 
 def _run(asked: Arguments) -> None:

@@ -21,7 +21,7 @@ import queue
 import threading
 from typing import TYPE_CHECKING, Any
 
-from pipeload.engine.convoy_members import Member, Party, forget_locals
+from pipeload.engine.convoy_members import Callers, Member, Party, forget_locals
 from pipeload.engine.convoy_rounds import Rounds
 from pipeload.engine.pass_state import Running
 from pipeload.engine.shared_units import SharedUnits
@@ -54,8 +54,7 @@ class Convoy:
         """The oldest first."""
         self._by_thread: dict[int, Member] = {}
         self._turn: Member | None = None
-        self._waiting = 0
-        """Callers that wait for a member."""
+        self._callers = Callers()
         self._is_wanted = False
         """Whether a pass that is no member's waits for the end of all."""
         self.active = False
@@ -64,7 +63,11 @@ class Convoy:
         """Held while there are members: it holds this."""
         self._outside: RandomNumbers | None = None
         """Those of the process, while a member has its turn."""
-        self._rounds = Rounds(own, streamer, replan, self._units)
+        self.rounds = Rounds(own, streamer, replan, self._units)
+        self.started = 0
+        """Members so far, by which they are numbered."""
+        self.handed_over = 0
+        """How often one has let the others have their turns."""
 
     def anew(self) -> Convoy:
         """One that has no members, in a forked child: those of this one are not there."""
@@ -74,11 +77,6 @@ class Convoy:
         return Convoy(self._own, streamer, self._replan)
 
     # -- what callers ask ------------------------------------------------------------------------
-
-    @property
-    def seconds_per_pass(self) -> float | None:
-        """What one member's pass takes without waiting, as a rule; None before there was any."""
-        return self._rounds.seconds_per_pass
 
     def state_of_thread(self) -> PassState:
         """Where the calling thread's passes stand."""
@@ -108,7 +106,8 @@ class Convoy:
         model = passes.model
         device = getattr(model, "device", None)
         context = ThreadContext(RandomNumbers(device, seed), modules_outside(model))
-        member = Member(party, self._own.twin(), context)
+        self.started += 1
+        member = Member(party, self._own.twin(), context, self.started)
 
         def run() -> None:
             with self._lock:
@@ -142,8 +141,7 @@ class Convoy:
         with contextlib.suppress(queue.Empty):
             return party.outcomes.get_nowait()
         with self._lock:
-            party.waits = True
-            self._waiting += 1
+            self._callers.wait_for(party)
             self._resume()
         try:
             while True:
@@ -151,7 +149,7 @@ class Convoy:
                     return party.outcomes.get(timeout=_TICK_SECONDS)
         finally:
             with self._lock:
-                self._served(party)
+                self._callers.serve(party)
 
     def close(self, party: Party) -> None:
         """Have the party's members end, each at its next turn; returns when they have.
@@ -182,16 +180,12 @@ class Convoy:
         if self._turn is None and self._members:
             self._give_turn(self._next(len(self._members) - 1))
 
-    def _served(self, party: Party) -> None:
-        if party.waits:
-            party.waits = False
-            self._waiting -= 1
-
     # -- what the member calls whose turn it is --------------------------------------------------
 
     def hand_over(self) -> None:
         """Let the others have their turns; nothing is in use that only this one knows of."""
         if (me := self._turn) is not None:
+            self.handed_over += 1
             with self._lock:
                 following = self._next(self._members.index(me))
             if following is not me:
@@ -212,10 +206,18 @@ class Convoy:
         while me.call is not None:
             me.check(begins=True)
             with self._lock:
-                following = self._next(self._members.index(me))
+                index = self._members.index(me)
+                following = self._next(index)
+                if resting := bool(self._callers.untold) and not following.can_run:
+                    me.context.take_off()
+                    self._tell(index)
+            if resting:
+                me.wake.acquire()
+                self._take_turn(me)
+                continue
             if not following.can_run:
                 assert self._passes is not None  # noqa: S101 - as long as there are members
-                self._rounds.open(self._passes, self._members)
+                self.rounds.open(self._passes, self._members)
                 with self._lock:
                     following = self._next(-1)
             if following is not me:
@@ -226,7 +228,7 @@ class Convoy:
 
     def leave_round(self) -> None:
         """The pass is over of whose turn it is."""
-        self._units.end(id(self._streamer.now))
+        self.rounds.leave(self._streamer.now)
 
     def _next(self, index: int) -> Member:
         """Whose turn follows that of a member by its place; where all wait, the next of them."""
@@ -280,15 +282,23 @@ class Convoy:
             except Exception as error:  # as above
                 outcome = outcome if isinstance(outcome, BaseException) else error
         with self._lock:
-            self._served(me.party)
-            go_on = self._waiting > 0 or self._is_wanted
-            go_on = go_on or any(member.party.closed for member in self._members)
-            if not go_on:
-                self._come_outside()
-            me.party.outcomes.put((me, outcome))
-            self._turn = None
-            if go_on and self._members:
+            self._callers.untold.append((me, outcome))
+            if self.rounds.peers is not None and not over and self._next(index - 1).can_run:
+                # Elsewhere others may end first: they are told of in order, when the round is over.
                 self._give_turn(self._next(index - 1))
+            else:
+                self._tell(index - 1)
+
+    def _tell(self, index: int) -> None:
+        """Give callers what has ended, the oldest first; the next one goes on if anyone waits."""
+        go_on = self._callers.wait_for_more() or self._is_wanted
+        go_on = go_on or any(member.party.closed for member in self._members)
+        if not go_on:
+            self._come_outside()
+        self._callers.tell()
+        self._turn = None
+        if go_on and self._members:
+            self._give_turn(self._next(index))
 
     def _give_back(self, me: Member) -> None:
         state = me.state
@@ -297,7 +307,7 @@ class Convoy:
             if self._passes is not None and died:
                 self._passes.recover()  # it died where no hook runs
             state.modes.discard()
-            self._units.end(id(state))
+            self.rounds.leave(state)
         finally:
             me.context.take_off()
 
@@ -306,7 +316,7 @@ class Convoy:
         if self._outside is not None:
             self._outside.restore()
             self._outside = None
-            self._rounds.pause()
+            self.rounds.pause()
 
     def _begin(self) -> None:
         """Keep other passes from beginning, once the one that runs is over."""
@@ -323,7 +333,7 @@ class Convoy:
     def _end(self) -> None:
         """Nobody is left: let others' passes begin."""
         try:
-            self._rounds.end()
+            self.rounds.end()
         finally:
             streamer = self._streamer
             streamer.source, streamer.hand_over = self._replan.prefetcher, None

@@ -53,8 +53,10 @@ class Party:
 class Member:
     """One thread of a convoy."""
 
-    def __init__(self, party: Party, state: PassState, context: ThreadContext) -> None:
-        self.party, self.state, self.context = party, state, context
+    def __init__(
+        self, party: Party, state: PassState, context: ThreadContext, number: int = 0
+    ) -> None:
+        self.party, self.state, self.context, self.number = party, state, context, number
         self.wake = threading.Lock()
         """Released by whoever gives it the turn."""
         self.wake.acquire()
@@ -81,3 +83,36 @@ class Member:
         if error is not None:
             self.call = None
             raise error
+
+
+class Callers:
+    """Who waits for members, and what they are to be told. Under the convoy's lock."""
+
+    def __init__(self) -> None:
+        self.untold: list[tuple[Member, Any]] = []
+        """Who has ended, and with what."""
+        self._waiting = 0
+
+    def wait_for(self, party: Party) -> None:
+        """The party's caller waits."""
+        party.waits = True
+        self._waiting += 1
+
+    def serve(self, party: Party) -> None:
+        """It waits no more."""
+        if party.waits:
+            party.waits = False
+            self._waiting -= 1
+
+    def wait_for_more(self) -> bool:
+        """Whether anybody still waits once all is told."""
+        for member, _ in self.untold:
+            self.serve(member.party)
+        return self._waiting > 0
+
+    def tell(self) -> None:
+        """Tell it, of the oldest first."""
+        self.untold.sort(key=lambda ended: ended[0].number)
+        while self.untold:
+            member, outcome = self.untold.pop(0)
+            member.party.outcomes.put((member, outcome))

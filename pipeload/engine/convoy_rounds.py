@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from statistics import median
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from pipeload.engine.convoy_members import GaveWayError
 from pipeload.errors import MemoryLimitError
@@ -42,6 +42,33 @@ class Passes(Protocol):
         """Be done with what passes have left behind that took no turns."""
 
 
+class Agreed(NamedTuple):
+    """What all ranks say of a round, where several run the same members."""
+
+    waiting: Sequence[Member]
+    """Those of the members that wait on all of them."""
+    admitted: int = 0
+    """How many of these begin, the first ones."""
+    error: Exception | None = None
+    """Why not even the first one does."""
+    again: bool = False
+    """Whether it is to be asked again, of these alone."""
+
+
+class Peers(Protocol):
+    """Other ranks that run the same members: what a convoy asks them."""
+
+    @property
+    def waited_seconds(self) -> float:
+        """For other ranks, so far."""
+
+    def agree(self, waiting: Sequence[Member], admitted: int, error: Exception | None) -> Agreed:
+        """Whose passes begin, of those that wait here, of whom some have room here."""
+
+    def over(self, state: PassState) -> None:
+        """The pass of a member is over, if it had begun."""
+
+
 class Rounds:
     """Opens rounds and ends them, for the member whose turn it is."""
 
@@ -50,6 +77,8 @@ class Rounds:
     ) -> None:
         """`own` has the log in which their time is counted."""
         self._own, self._streamer, self._replan, self._units = own, streamer, replan, units
+        self.peers: Peers | None = None
+        """Other ranks that run the same members; None where there are none."""
         self._round: tuple[float, float, int] | None = None
         """Seconds that passes had taken and waited when the round began, and how many they are."""
         self._computing: deque[float] = deque(maxlen=_MEASURED)
@@ -59,22 +88,30 @@ class Rounds:
         """What one member's pass takes without waiting, as a rule; None before there was any."""
         return median(self._computing) if self._computing else None
 
+    def leave(self, state: PassState) -> None:
+        """The pass of a member is over, if it had begun."""
+        self._units.end(id(state))
+        if self.peers is not None:
+            self.peers.over(state)
+
     def open(self, passes: Passes, members: Sequence[Member]) -> None:
         """Let as many passes begin as there is room for; all members wait for that."""
         self.end()
-        waiting = [member for member in members if member.call is not None]
-        calls = [member.call for member in waiting if member.call is not None]
-        try:
-            admitted = passes.open_round(calls)
-        except MemoryLimitError as error:
-            newest = next((one for one in reversed(waiting[1:]) if one.passes), None)
-            if newest is None:
-                waiting[0].error = error
-            else:
-                newest.error = GaveWayError(error)
-            return
-        except Exception as error:  # others will meet it in their turn
-            waiting[0].error = error
+        waiting: Sequence[Member] = [member for member in members if member.call is not None]
+        admitted, error = self._room(passes, waiting)
+        while self.peers is not None:
+            try:
+                waiting, admitted, error, again = self.peers.agree(waiting, admitted, error)
+            except Exception as lost:  # others will meet it in their turn
+                waiting[0].error = lost
+                return
+            if not again:
+                break
+            if not waiting:  # ranks have ended different ones, and begin others
+                return
+            admitted, error = self._room(passes, waiting)
+        if error is not None:
+            _refuse(waiting, error)
             return
         if admitted < len(waiting):
             self._replan.governor.give_back_spare()  # there may be room in the next round
@@ -86,7 +123,21 @@ class Rounds:
             return
         log = self._own.log
         log.start_clock()
-        self._round = log.pass_seconds, self._streamer.stall_seconds, admitted
+        self._round = log.pass_seconds, self._waited, admitted
+
+    @property
+    def _waited(self) -> float:
+        """Seconds that were waited for disks and other ranks."""
+        others = 0.0 if self.peers is None else self.peers.waited_seconds
+        return self._streamer.stall_seconds + others
+
+    def _room(self, passes: Passes, waiting: Sequence[Member]) -> tuple[int, Exception | None]:
+        """For how many passes there is room here, the first ones; why there is not even for one."""
+        calls = [member.call for member in waiting if member.call is not None]
+        try:
+            return passes.open_round(calls) if calls else 0, None
+        except Exception as error:
+            return 0, error
 
     def pause(self) -> None:
         """Nobody runs for a while: count no time."""
@@ -100,9 +151,18 @@ class Rounds:
         (began, stalled, passes), self._round = self._round, None
         log = self._own.log
         log.lap()
-        waited = self._streamer.stall_seconds - stalled
+        waited = self._waited - stalled
         self._computing.append(max(0.0, log.pass_seconds - began - waited) / passes)
         self._replan.pass_ended()
         self._replan.governor.after_pass()
         if not self._replan.settled:
             self._replan.drop_settled()
+
+
+def _refuse(waiting: Sequence[Member], error: Exception) -> None:
+    """Have one of them end where not even the first has room, or can begin."""
+    newest = next((one for one in reversed(waiting[1:]) if one.passes), None)
+    if isinstance(error, MemoryLimitError) and newest is not None:
+        newest.error = GaveWayError(error)
+    else:
+        waiting[0].error = error  # others will meet it in their turn

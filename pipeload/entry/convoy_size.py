@@ -87,7 +87,7 @@ class ConvoySize:
 
     def _most(self, plan: Plan) -> int:
         """How many fill the time of reading and unpacking, and one more."""
-        computing, counters = self._convoy.seconds_per_pass, self._counters
+        computing, counters = self._convoy.rounds.seconds_per_pass, self._counters
         if not (plan.bytes_per_pass or plan.made_per_pass):
             return 1
         if not computing or not counters.read_seconds:

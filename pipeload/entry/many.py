@@ -16,12 +16,12 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 from pipeload.engine.convoy_members import GaveWayError, Party
 from pipeload.entry.api import handle
 from pipeload.entry.convoy_size import ConvoySize
-from pipeload.entry.ranks import refuse_turns
-from pipeload.errors import OptionError
+from pipeload.entry.ranks import turns_of
+from pipeload.errors import GroupError, OptionError
 from pipeload.hf.assisted import UNASSISTED
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from torch import nn
 
@@ -59,14 +59,13 @@ def generate_many(
 
     Raises:
         OptionError: nothing in `model` is streamed, or an option means nothing.
-        UnsupportedOperationError: several ranks run the model.
+        GroupError: where several ranks run the model, one is lost, or does something else.
     """
     if at_once != "auto" and (not isinstance(at_once, int) or at_once < 1):
         raise OptionError(
             f'at_once={at_once!r} is no number of requests. Pass "auto", or a whole number from 1.'
         )
     session = handle(model).session
-    refuse_turns(model)
     return Requests(
         model, session, requests, at_once if isinstance(at_once, int) else None
     ).outcomes()
@@ -95,8 +94,8 @@ def _is_plain(value: object) -> bool:
     return value is None or isinstance(value, _PLAIN)
 
 
-def _request(number: int, given: object, *, alone: bool) -> Request:
-    """A request, as it was given; `alone`: it runs beside no other.
+def _request(number: int, given: object, draw: Callable[[], int], *, alone: bool) -> Request:
+    """A request, as it was given; `draw`: another seed each time; `alone`: it runs beside no other.
 
     Raises:
         OptionError: it is none.
@@ -113,7 +112,7 @@ def _request(number: int, given: object, *, alone: bool) -> Request:
         )
     seed = given.get("seed")
     if seed is None:
-        seed = secrets.randbelow(_SEEDS)
+        seed = draw()
     elif not isinstance(seed, int) or isinstance(seed, bool) or seed not in _TORCH_SEEDS:
         raise OptionError(
             f"seed={seed!r} of request {number} is no seed. Give a whole number, as for "
@@ -142,9 +141,12 @@ class Requests:
         """How many run since one had to give way; it grows by one with as many that end."""
         self._size = ConvoySize(session.governor, session.prefetcher.counters, self._convoy)
         self._ambient = _Ambient()
+        self._ranks = turns_of(model)
 
     def outcomes(self) -> Iterator[tuple[int, Any]]:
         """Each request's number, and what came of it, as they end."""
+        if self._ranks is not None:
+            self._ranks.join(self._convoy)
         try:
             while True:
                 yield from self._refused_until_full()
@@ -161,6 +163,8 @@ class Requests:
         """
         member, outcome = self._convoy.outcome(self._party)
         request = self._running.pop(member)
+        if self._ranks is not None and isinstance(outcome, GroupError):
+            self._ranks.check()
         if isinstance(outcome, GaveWayError):
             self._cap = max(1, len(self._running))
             if request.can_repeat:
@@ -180,16 +184,22 @@ class Requests:
                     return
                 number = next(self._numbers)
                 try:
-                    self._next.append(_request(number, given, alone=self._most == 1))
+                    self._next.append(_request(number, given, self._seed, alone=self._most == 1))
                 except OptionError as error:
                     yield number, error
                     continue
             running = [request.arguments for request in self._running.values()]
-            if self._most is None and not self._size.allows(
-                self._model, running, self._next[0].arguments
-            ):
+            if self._most is None and not self._helps(running, self._next[0].arguments):
                 return
             self._start(self._next.popleft())
+
+    def _helps(self, running: Sequence[Mapping[str, Any]], more: Mapping[str, Any]) -> bool:
+        helps = self._size.allows(self._model, running, more)
+        return helps if self._ranks is None else self._ranks.all_have_room(here=helps)
+
+    def _seed(self) -> int:
+        seed = secrets.randbelow(_SEEDS)
+        return seed if self._ranks is None else self._ranks.same_seed(seed)
 
     def _start(self, request: Request) -> None:
         model, ambient = self._model, self._ambient

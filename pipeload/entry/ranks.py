@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from typing import TYPE_CHECKING, Any
 
-from pipeload.errors import OptionError, UnsupportedOperationError
+from pipeload.errors import OptionError
 from pipeload.formats.compiler import compiler
 from pipeload.hf.marks import attention_of
 from pipeload.ring.dealt_parts import layers_of_all, parts_to_deal
@@ -20,10 +20,11 @@ if TYPE_CHECKING:
     from pipeload.budget.cut import Touched
     from pipeload.engine.assembly import Assembly
     from pipeload.hf.pending_load import PendingLoad
+    from pipeload.ring.turns import Turns
     from pipeload.weights.device_interface import Device
 
-_SHARED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-"""Models of which other ranks run a part."""
+_SHARED: weakref.WeakKeyDictionary[nn.Module, Turns] = weakref.WeakKeyDictionary()
+"""Models of which other ranks run a part, and how requests take turns on all of them."""
 
 
 def check_ranks(ranks: object, device: Device | None) -> int | str | None:
@@ -98,17 +99,9 @@ def share(member: Membership, assembly: Assembly, model: nn.Module) -> None:
     assembly.at_removal(member.close)
     for undo in member.attach(model):
         assembly.at_removal(undo)
-    _SHARED.add(model)
+    _SHARED[model] = member.turns
 
 
-def refuse_turns(model: Any) -> None:
-    """Refuse requests that take turns where each rank would have its own order of them.
-
-    Raises:
-        UnsupportedOperationError: other ranks run a part of the model.
-    """
-    if model in _SHARED and not model.pipeload.removed:
-        raise UnsupportedOperationError(
-            "requests cannot take turns on a model that several ranks run. Call model.generate() "
-            "for one after the other, on all ranks."
-        )
+def turns_of(model: Any) -> Turns | None:
+    """How requests take turns on a model that several ranks run; None where one does."""
+    return None if model.pipeload.removed else _SHARED.get(model)

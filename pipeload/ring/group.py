@@ -10,28 +10,27 @@ Nothing that is received is unpickled: it is numbers, or JSON.
 
 from __future__ import annotations
 
-import json
+import contextlib
 import logging
 import threading
 import time
 import weakref
-from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import distributed
-from torch._C._distributed_c10d import AllgatherOptions, PrefixStore
+from torch._C._distributed_c10d import PrefixStore
 
 from pipeload.errors import GroupError
 from pipeload.ring.environment import patience_here
 from pipeload.ring.heartbeat import Heartbeat, Loss
+from pipeload.ring.lane import Lane, Transfer
 from pipeload.ring.meeting import connect, connect_all, meet, own_connection
+from pipeload.ring.pairs import Pairs
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
-    from torch._C._distributed_c10d import Work
+    import torch
 
     from pipeload.ring.environment import Place
 
@@ -41,7 +40,6 @@ JOIN_SECONDS = 300.0
 """How long the ranks that are there wait for the others when a model is loaded."""
 _TOLD_SECONDS = 30.0
 _SPIN_SECONDS, _LOOK_SECONDS, _MOST_PAUSE = 1e-4, 0.05, 1e-3
-_NEVER = timedelta(days=1)  # gloo's own patience: ours is shorter
 
 
 class Group:
@@ -59,11 +57,17 @@ class Group:
         """The name of each rank's machine."""
         self.broken: str | None = None
         """Why nothing can be sent any more."""
+        self.waited_seconds = 0.0
+        """For others, in all."""
+        self._loss: tuple[Loss, str] | None = None
+        """Who was lost while doing what; no error, which would hold frames."""
         patience, hosts_store = patience_here(), place.rank == 0 and not place.served
         end = time.monotonic() + JOIN_SECONDS
         self._store = connect(place, end, hosts=hosts_store)
         prefix, self.hosts = meet(self._store, place, end)
-        self._gloo = connect_all(PrefixStore(f"{prefix}/gloo", self._store), place)
+        self._place, self._prefix = place, prefix
+        self._gloo: list[Any] = [connect_all(PrefixStore(f"{prefix}/gloo", self._store), place)]
+        """Of each lane, whose transfers wait for each other."""
         beats = partial(own_connection, place, prefix, patience)
         self._heartbeat = Heartbeat(beats, place.rank, place.size, patience, hosts=hosts_store)
         # Also when the process ends: whoever has the store leaves last.
@@ -71,46 +75,65 @@ class Group:
 
     # -- what is sent ----------------------------------------------------------------------------
 
-    def broadcast(self, tensor: torch.Tensor, root: int, doing: str) -> None:
-        """Have `tensor`, of the same size everywhere, hold what it holds on rank `root`.
+    def lane(self, number: int = 0) -> Lane:
+        """Transfers in an order of their own; lane 0 is that of all that takes no turns."""
+        return Lane(self, number)
 
-        `doing`: what for, for errors.
+    def have_lanes(self, count: int) -> None:
+        """Connect what is lacking of so many lanes. All ranks do so at the same time.
 
         Raises:
-            GroupError: a rank is lost.
+            GroupError: they cannot be connected.
         """
         self.check()
-        options = distributed.BroadcastOptions()
-        options.rootRank, options.rootTensor, options.timeout = root, 0, _NEVER
-        self._wait(lambda: self._gloo.broadcast([tensor], options), doing)
+        try:
+            while len(self._gloo) < count:
+                self._gloo.append(Pairs(self.rank, self.size, self._connect))
+        except BaseException as error:
+            self.break_off(f"it could not be connected once more: {error}")
+            raise
+
+    def _connect(self, pair: tuple[int, int]) -> Any:
+        name = f"{self._prefix}/lane{len(self._gloo)}/{pair[0]}to{pair[1]}"
+        return connect_all(PrefixStore(name, self._store), self._place, pair)
+
+    def broadcast(self, tensor: torch.Tensor, root: int, doing: str) -> None:
+        """See `Lane.broadcast`."""
+        self.lane().broadcast(tensor, root, doing)
 
     def gather(self, tensor: torch.Tensor, doing: str) -> list[torch.Tensor]:
-        """What `tensor`, of the same size everywhere, holds on each rank.
+        """See `Lane.gather`."""
+        return self.lane().gather(tensor, doing)
+
+    def gather_json(self, value: Any, doing: str) -> list[Any]:
+        """See `Lane.gather_json`."""
+        return self.lane().gather_json(value, doing)
+
+    def start(self, lane: int, transfer: Callable[[Any], Transfer], doing: str) -> Transfer:
+        """Begin one on a lane. `doing`: what for, for errors.
 
         Raises:
             GroupError: a rank is lost.
         """
         self.check()
-        found = [torch.empty_like(tensor) for _ in range(self.size)]
-        options = AllgatherOptions()
-        options.timeout = _NEVER
-        self._wait(lambda: self._gloo.allgather([found], [tensor], options), doing)
-        return found
+        with self._failing(doing):
+            return transfer(self._gloo[lane])
 
-    def gather_json(self, value: Any, doing: str) -> list[Any]:
-        """`value` of each rank.
+    def finish(
+        self, work: Transfer, doing: str, meanwhile: Callable[[], object] | None = None
+    ) -> None:
+        """Wait until a transfer is done; `meanwhile` is called again and again.
 
         Raises:
             GroupError: a rank is lost.
         """
-        text = json.dumps(value).encode()
-        sizes = [int(n) for n in self.gather(torch.tensor([len(text)]), doing)]
-        mine = torch.zeros(max(sizes), dtype=torch.uint8)
-        mine[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        found = self.gather(mine, doing)
-        return [
-            json.loads(one[:size].numpy().tobytes()) for one, size in zip(found, sizes, strict=True)
-        ]
+        self.check()
+        began = time.monotonic()
+        with self._failing(doing):
+            self._poll(work, doing, meanwhile)
+            work.wait()
+            self._heartbeat.done += 1
+        self.waited_seconds += time.monotonic() - began
 
     # -- waiting, and what ends it ---------------------------------------------------------------
 
@@ -127,12 +150,11 @@ class Group:
                 "on all of them."
             )
 
-    def _wait(self, start: Callable[[], Work], doing: str) -> None:
+    @contextlib.contextmanager
+    def _failing(self, doing: str) -> Iterator[None]:
+        """Make of what gloo raises the loss of a rank."""
         try:
-            work = start()
-            self._poll(work, doing)
-            work.wait()
-            self._heartbeat.done += 1
+            yield
         except GroupError:
             raise
         except RuntimeError as error:
@@ -146,7 +168,7 @@ class Group:
             self.break_off(f"{type(error).__name__} while {doing}")
             raise
 
-    def _poll(self, work: Work, doing: str) -> None:
+    def _poll(self, work: Transfer, doing: str, meanwhile: Callable[[], object] | None) -> None:
         began = looked = time.monotonic()
         pause, told = 5e-5, False
         while not work.is_completed():
@@ -154,6 +176,8 @@ class Group:
             if now - began < _SPIN_SECONDS:
                 time.sleep(0)
                 continue
+            if meanwhile is not None:
+                meanwhile()
             time.sleep(pause)
             pause = min(1.5 * pause, _MOST_PAUSE)
             if now - looked < _LOOK_SECONDS:
@@ -168,6 +192,18 @@ class Group:
     def _lose(self, rank: int, why: str, doing: str) -> None:
         self.broken = f"{self.name(rank)} {why}"
         self._heartbeat.say_lost(Loss(rank, why))
+        self._loss = Loss(rank, why), doing
+        self.check_loss()
+
+    def check_loss(self) -> None:
+        """Name the rank that was lost, if this one has found that out.
+
+        Raises:
+            GroupError: it has.
+        """
+        if self._loss is None:
+            return
+        (rank, why), doing = self._loss
         raise GroupError(
             f"{self.name(rank)} of {self.size} is lost, while {doing}: it {why}. Check that "
             "machine and its network, then call handle.remove(), or `del model` where that is "
@@ -193,9 +229,7 @@ class Group:
         gloo = self.__dict__.pop("_gloo", None)
         if gloo is not None:
             # It waits for transfers that were given up, which may be for ever: not in this thread.
-            held = [gloo]
-            del gloo
-            farewell = threading.Thread(target=held.clear, name="pipeload-farewell", daemon=True)
+            farewell = threading.Thread(target=gloo.clear, name="pipeload-farewell", daemon=True)
             farewell.start()
             farewell.join(1.0)
         self.__dict__.pop("_store", None)

@@ -18,7 +18,9 @@ from pipeload.ring.deal import Deal, RankPower, even
 from pipeload.ring.environment import place_here
 from pipeload.ring.head_rows import HeadRows, deal_with_rows
 from pipeload.ring.outputs import Part, RowsPart
-from pipeload.ring.relay import Relay, told
+from pipeload.ring.relay import Relay
+from pipeload.ring.told import told
+from pipeload.ring.turns import Turns
 from pipeload.weights.disk_rate import probe
 
 if TYPE_CHECKING:
@@ -61,6 +63,16 @@ def wanted_size(ranks: int | str | None) -> int:
     return size
 
 
+def rank_here(ranks: int | str | None) -> int:
+    """This process's place among those that share a model; 0 where it has it for itself.
+
+    Raises:
+        OptionError: as for `wanted_size`.
+    """
+    place = place_here() if wanted_size(ranks) > 1 else None
+    return 0 if place is None else place.rank
+
+
 @dataclass(frozen=True, slots=True)
 class Powers:
     """What the deal is made of, as this rank measures it."""
@@ -92,6 +104,7 @@ class Membership:
         self._mixed = ranks == MIXED
         self.group = Group(place)
         self._alike = True
+        self.turns = Turns(self.group)
         self.deal: Deal | None = None
         self._parts: list[Part] = []
         self._shared: RowsPart | None = None
@@ -239,8 +252,8 @@ class Membership:
 
     def attach(self, model: nn.Module) -> Iterator[Callable[[], object]]:
         """Have the parts of others answered by them, and own ones sent. Gives what undoes each."""
-        relay = Relay(self.group, compare=self._alike)
-        relay.share_random_state()
+        relay = Relay(self.group, self.turns, compare=self._alike)
+        self.turns.own.share_random_state()
         yield from relay.attach(model, self._parts, self._shared)
 
     def close(self) -> None:

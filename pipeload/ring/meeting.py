@@ -130,8 +130,8 @@ def _come_no_more(store: Store, came: str, host: str) -> None:
         store.add(came, -1)
 
 
-def connect_all(store: Store, place: Place) -> Any:
-    """Gloo's connections between all ranks.
+def connect_all(store: Store, place: Place, pair: tuple[int, int] | None = None) -> Any:
+    """Gloo's connections between all ranks; between two of them where a `pair` is named.
 
     It waits for them deaf to Ctrl-C, so it does in a thread of its own.
 
@@ -140,7 +140,7 @@ def connect_all(store: Store, place: Place) -> Any:
     """
     found: list[Any] = []
     thread = threading.Thread(
-        target=_build, args=(found, store, place), name="pipeload-connect", daemon=True
+        target=_build, args=(found, store, place, pair), name="pipeload-connect", daemon=True
     )
     thread.start()
     end = time.monotonic() + CONNECT_SECONDS + 5
@@ -156,10 +156,11 @@ def connect_all(store: Store, place: Place) -> Any:
     ) from made
 
 
-def _build(found: list[Any], store: Store, place: Place) -> None:
+def _build(found: list[Any], store: Store, place: Place, pair: tuple[int, int] | None) -> None:
+    rank, size = (place.rank, place.size) if pair is None else (pair.index(place.rank), 2)
     try:
         patience = timedelta(seconds=CONNECT_SECONDS)
-        found.append(distributed.ProcessGroupGloo(store, place.rank, place.size, patience))
+        found.append(distributed.ProcessGroupGloo(store, rank, size, patience))
     except Exception as error:  # whatever gloo says
         found.append(error)
 

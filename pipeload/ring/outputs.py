@@ -28,7 +28,7 @@ from pipeload.ring.trees import (
 if TYPE_CHECKING:
     from collections.abc import Hashable, Mapping, Sequence
 
-    from pipeload.ring.group import Group
+    from pipeload.ring.lane import Lane
     from pipeload.weights.row_cuts import RowRange
 
 _LARGE_BYTES = 1 << 20
@@ -91,17 +91,23 @@ _UNKNOWN = _Known()
 
 
 class Outputs:
-    """Sends and receives what the parts of one model give. It holds no module."""
+    """Sends and receives what the parts of one model give. It holds no module.
 
-    def __init__(self, group: Group) -> None:
-        self._group = group
+    Nothing is waited for that is sent: others may come for it only after they have sent what this
+    rank needs next.
+    """
+
+    def __init__(self, lane: Lane) -> None:
+        self._lane = lane
         self._known: dict[str, OrderedDict[Hashable, _Known]] = {}
         """By part and size of input; the same on all ranks, as all of them learn all of it."""
 
     def send(
         self, part: Part, given: Mapping[str, Any], text: str, tensors: Sequence[torch.Tensor]
-    ) -> None:
+    ) -> bool:
         """Give the others what an own part gave, taken apart; `given` is what it was called with.
+
+        Large ones are sent from where they are: see `Lane.settle`. Returns whether these are.
 
         Raises:
             GroupError: a rank is lost.
@@ -109,19 +115,20 @@ class Outputs:
         doing = f"block {part.name!r} is sent"
         known = self._look_up(part, given)
         if text != known.text:
-            self._say(part, known, _Sent.DESCRIBED, doing)
-            self._send_text(part, text, doing)
+            self._say(known, _Sent.DESCRIBED, doing)
+            self._send_text(text, doing)
             known = self._learn(part, given, text)
         if known.large:
-            self._say(part, known, _Sent.AS_KNOWN, doing)
+            self._say(known, _Sent.AS_KNOWN, doing)
             for tensor in tensors:
                 if tensor.numel():
-                    self._group.broadcast(as_bytes(tensor), part.owner, doing)
-            return
+                    self._lane.send(as_bytes(tensor), doing)
+            return True
         room = known.room
         write_bytes(tensors, room)
         room[-1] = _Sent.AS_KNOWN
-        self._group.broadcast(room, part.owner, doing)
+        self._lane.send(room, doing)
+        return False
 
     def send_failure(self, part: Part, given: Mapping[str, Any], why: str) -> None:
         """Tell the others that an own part gave nothing.
@@ -130,8 +137,8 @@ class Outputs:
             GroupError: a rank is lost.
         """
         doing = f"the failure of block {part.name!r} is told"
-        self._say(part, self._look_up(part, given), _Sent.FAILED, doing)
-        self._send_text(part, why, doing)
+        self._say(self._look_up(part, given), _Sent.FAILED, doing)
+        self._send_text(why, doing)
 
     def receive(self, part: Part, given: Mapping[str, Any]) -> Any:
         """What a part of another rank gave, or its `Failure`.
@@ -139,10 +146,10 @@ class Outputs:
         Raises:
             GroupError: a rank is lost.
         """
-        group, doing = self._group, f"block {part.name!r} of rank {part.owner} is waited for"
+        lane, doing = self._lane, f"block {part.name!r} of rank {part.owner} is waited for"
         known = self._look_up(part, given)
         room = known.room
-        group.broadcast(room, part.owner, doing)
+        lane.broadcast(room, part.owner, doing)
         sent = _Sent(int(room[-1]))
         if sent is not _Sent.AS_KNOWN:
             text = self._receive_text(part, doing)
@@ -150,14 +157,14 @@ class Outputs:
                 return Failure(text)
             known = self._learn(part, given, text)
             room = known.room
-            group.broadcast(room, part.owner, doing)
+            lane.broadcast(room, part.owner, doing)
         if not known.large:
             return put_together(known.text, given, read_bytes(known.sizes, room))
         found = []
         for size in known.sizes:
             room = torch.empty(size.nbytes, dtype=torch.uint8)
             if size.nbytes:
-                group.broadcast(room, part.owner, doing)
+                lane.broadcast(room, part.owner, doing)
             found.append(of_bytes(size, room))
         return put_together(known.text, given, found)
 
@@ -177,23 +184,22 @@ class Outputs:
 
     # -- texts -----------------------------------------------------------------------------------
 
-    def _say(self, part: Part, known: _Known, what: _Sent, doing: str) -> None:
+    def _say(self, known: _Known, what: _Sent, doing: str) -> None:
         room = known.room
         room.zero_()
         room[-1] = what
-        self._group.broadcast(room, part.owner, doing)
+        self._lane.send(room, doing)
 
-    def _send_text(self, part: Part, text: str, doing: str) -> None:
+    def _send_text(self, text: str, doing: str) -> None:
         data = text.encode()
-        self._group.broadcast(torch.tensor([len(data)]), part.owner, doing)
-        tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        self._group.broadcast(tensor, part.owner, doing)
+        self._lane.send(torch.tensor([len(data)]), doing)
+        self._lane.send(torch.frombuffer(bytearray(data), dtype=torch.uint8), doing)
 
     def _receive_text(self, part: Part, doing: str) -> str:
         size = torch.zeros(1, dtype=torch.int64)
-        self._group.broadcast(size, part.owner, doing)
+        self._lane.broadcast(size, part.owner, doing)
         data = torch.empty(int(size), dtype=torch.uint8)
-        self._group.broadcast(data, part.owner, doing)
+        self._lane.broadcast(data, part.owner, doing)
         return data.numpy().tobytes().decode()
 
 

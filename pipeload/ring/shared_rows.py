@@ -11,7 +11,7 @@ from pipeload.ring.trees import as_bytes
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pipeload.ring.group import Group
+    from pipeload.ring.lane import Lane
     from pipeload.weights.row_cuts import RowRange
 
 _PIECE_BYTES = 1 << 20
@@ -21,9 +21,9 @@ _PIECE_BYTES = 1 << 20
 class SharedRows:
     """Sends own rows of one Linear's outputs, and receives those of the others."""
 
-    def __init__(self, group: Group, name: str, ranges: Sequence[RowRange]) -> None:
-        """`ranges`: the rows of each rank, one behind the other."""
-        self._group, self._name, self._ranges = group, name, ranges
+    def __init__(self, lane: Lane, rank: int, name: str, ranges: Sequence[RowRange]) -> None:
+        """`ranges`: the rows of each rank, one behind the other; `rank`: this one."""
+        self._lane, self._rank, self._name, self._ranges = lane, rank, name, ranges
         self._met = False
 
     def complete(self, output: torch.Tensor) -> dict[int, str]:
@@ -37,14 +37,14 @@ class SharedRows:
         self._met = True
         if failures := self._meet(failed=False):
             return failures
-        group, flat = self._group, output.view(-1, output.shape[-1])
+        lane, flat = self._lane, output.view(-1, output.shape[-1])
         for rank, (start, stop) in enumerate(self._ranges):
-            own, doing = rank == group.rank, f"rows {start}:{stop} of {self._name!r} are sent"
+            own, doing = rank == self._rank, f"rows {start}:{stop} of {self._name!r} are sent"
             lines = max(1, _PIECE_BYTES // ((stop - start) * output.itemsize))
             for piece in flat[:, start:stop].split(lines) if len(flat) else ():
                 # What several lines have lies apart in memory.
                 room = piece.contiguous() if own else torch.empty(piece.shape, dtype=piece.dtype)
-                group.broadcast(as_bytes(room), rank, doing)
+                lane.broadcast(as_bytes(room), rank, doing)
                 if not own:
                     piece.copy_(room)
         return {}
@@ -63,9 +63,9 @@ class SharedRows:
         return met
 
     def _meet(self, *, failed: bool, why: str = "") -> dict[int, str]:
-        group, doing = self._group, f"rows of {self._name!r} are ready"
-        found = group.gather(torch.tensor([int(failed)]), doing)
+        lane, doing = self._lane, f"rows of {self._name!r} are ready"
+        found = lane.gather(torch.tensor([int(failed)]), doing)
         if not any(int(one) for one in found):
             return {}
-        texts = group.gather_json(why, f"a failure in {self._name!r} is told")
+        texts = lane.gather_json(why, f"a failure in {self._name!r} is told")
         return {rank: texts[rank] for rank, one in enumerate(found) if int(one)}

@@ -113,9 +113,14 @@ def _ip(*words: str, check: bool = True) -> None:
 
 
 def measure(
-    folder: Path, limits: list[int], rates: list[int], new: int, *, apart: bool
+    folder: Path,
+    limits: list[int],
+    rates: list[int],
+    *words: object,
+    apart: bool,
+    script: str = _RANK,
 ) -> list[dict[str, Any]]:
-    """What each rank says of itself."""
+    """What each rank says of itself: `script` is given the folder, its limit, and the `words`."""
     root = Path(__file__).resolve().parents[2]
     count, port = len(limits), str(free_port())
     with contextlib.ExitStack() as stack:
@@ -135,8 +140,8 @@ def measure(
                 "PYTHONPATH": f"{root}:{root / 'hooks'}",
             }
             join = ["/bin/sh", "-c", f'echo $$ > {disk}/cgroup.procs; exec "$@"', "sh"]
-            rank_command = [sys.executable, "-W", "ignore", "-c", _RANK, str(folder), str(limit)]
-            command = [*join, *before[rank], *rank_command, str(new)]
+            rank_command = [sys.executable, "-W", "ignore", "-c", script, str(folder), str(limit)]
+            command = [*join, *before[rank], *rank_command, *map(str, words)]
             children.append(
                 memory.popen(command, env=environment, cwd=root, stdout=subprocess.PIPE)
             )

@@ -503,17 +503,3 @@ def test_too_few_blocks(tmp_path: Path) -> None:
 
     for said in on_ranks(2, act, seconds=60):
         assert "1 block of the model for 2 ranks: some would have none. Run 1 rank at most." in said
-
-
-def test_requests_in_turns(tiny: TinyCheckpoint) -> None:
-    """Each rank would have its own order of them."""
-    folder = tiny("llama")
-
-    def act(_rank: int) -> Any:
-        model = load(folder, 4_000_000_000, ranks="auto")
-        with pytest.raises(pipeload.UnsupportedOperationError, match="several ranks run"):
-            pipeload.generate_many(model, [{"input_ids": prompt(), "max_new_tokens": 2}])
-        return _answer(model)
-
-    first, other = on_ranks(2, act, seconds=60)
-    assert first == other == _answer(load_plain(folder))

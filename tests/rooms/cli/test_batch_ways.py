@@ -104,6 +104,17 @@ def test_options_that_do_not_go_together(
     assert not files[1].exists()
 
 
+@pytest.mark.parametrize("other", [["--batched"], ["--prefix-cache", "1MB"]])
+def test_options_that_do_not_go_with_ranks(
+    talker: Path, files: tuple[Path, Path], other: list[str]
+) -> None:
+    """What each rank would keep, and how much, is its own."""
+    write(files[0], [request(0, chat())])
+    done = batch(talker, files, "--ranks", "auto", *other)
+    assert done.exit_code != 0
+    assert f"--ranks goes with no {other[0]}. Leave one of them out." in done.stderr
+
+
 @pytest.mark.slow
 def test_a_kill(talker: Path, files: tuple[Path, Path]) -> None:
     """At a random moment: no result is lost, doubled or torn."""

@@ -54,7 +54,8 @@ def most(
     counters: Any = SimpleNamespace(
         read_seconds=10.0, bytes_read=1000, make_seconds=4.0, made_bytes=2000
     )
-    size = ConvoySize(governor, counters, SimpleNamespace(seconds_per_pass=computing))  # type: ignore[arg-type]
+    convoy: Any = SimpleNamespace(rounds=SimpleNamespace(seconds_per_pass=computing))
+    size = ConvoySize(governor, counters, convoy)
     running: list[dict[str, Any]] = []
     while size.allows(MODEL, running, {}):
         running.append({})

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 
-from pipeload_hooks import answer, find_crossing, guard
+from pipeload_hooks import answer, around, find_crossing, guard
 
 
 def test_an_answer_runs_all_hooks_and_no_forward() -> None:
@@ -38,6 +38,32 @@ def test_an_answer_runs_all_hooks_and_no_forward() -> None:
     assert "forward" not in vars(module)
 
 
+def test_what_runs_around_all_hooks() -> None:
+    """Ahead of the first, whoever answers, and behind the last; not behind one that raises."""
+    module = nn.Linear(2, 2)
+    seen: list[Any] = []
+
+    def before(args: tuple[Any, ...], _kwargs: dict[str, Any]) -> None:
+        seen.append(("before", *args))
+
+    call: Any = module
+    x = torch.zeros(1, 2)
+    module.register_forward_pre_hook(lambda _, args: seen.append("hook"), prepend=True)
+    undo = around(module, before, lambda: seen.append("after"))
+    module.register_forward_hook(lambda *given: seen.append("last"))
+    call(x)
+    assert seen == [("before", x), "hook", "last", "after"]
+    undo()
+    answer(module, lambda args, kwargs: args[0], before)
+    call(1)
+    assert seen[4:] == [("before", 1), "hook", "last"]
+    around(module, before, lambda: seen.append("after"))
+    module.register_forward_hook(lambda *given: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        call(x)
+    assert seen[7:] == [("before", x), "hook", "last"]
+
+
 def test_hooks_that_always_run() -> None:
     """Also when the answer raises; others do not."""
     module, seen = nn.Linear(2, 2), []
@@ -53,7 +79,7 @@ def test_hooks_that_always_run() -> None:
     assert seen == ["always"]
 
 
-@pytest.mark.parametrize("put_on", [answer, guard])
+@pytest.mark.parametrize("put_on", [answer, guard, lambda module, act: around(module, act, act)])
 def test_such_a_module_can_go(put_on: Any) -> None:
     """Neither the answer, or guard, nor what undoes it keeps it alive."""
     module = nn.Linear(2, 2)

@@ -128,7 +128,9 @@ class _Group:
 def test_logits_are_put_together(shape: tuple[int, ...]) -> None:
     """In pieces of a megabyte at most, as many lines at once as these hold."""
     group = _Group()
-    rows = SharedRows(typing.cast("Any", group), "head", [RowRange(0, 4000), RowRange(4000, 6000)])
+    rows = SharedRows(
+        typing.cast("Any", group), 1, "head", [RowRange(0, 4000), RowRange(4000, 6000)]
+    )
     assert not rows.settle()
     output = torch.full((*shape, 6000), 2.0)
     assert rows.complete(output) == {}
@@ -143,7 +145,7 @@ def test_logits_are_put_together(shape: tuple[int, ...]) -> None:
 def test_rows_that_are_missing() -> None:
     """Why is said, by rank; nothing is sent then."""
     group = _Group("no disk")
-    rows = SharedRows(typing.cast("Any", group), "head", [RowRange(0, 64), RowRange(64, 128)])
+    rows = SharedRows(typing.cast("Any", group), 1, "head", [RowRange(0, 64), RowRange(64, 128)])
     assert rows.complete(torch.zeros(1, 128)) == {0: "no disk"}
     rows.tell_failure("nor here")
     assert group.sent == []

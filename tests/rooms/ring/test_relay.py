@@ -13,10 +13,14 @@ from transformers import DynamicCache
 from pipeload.errors import GroupError, UnsupportedOperationError
 from pipeload.ring.block_inputs import check_recorded, checksum
 from pipeload.ring.outputs import Outputs, Part
-from pipeload.ring.relay import Relay, told
+from pipeload.ring.relay import Relay
+from pipeload.ring.told import told
 from pipeload.ring.trees import take_apart
+from pipeload.ring.turns import Turns
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from pipeload.ring.group import Group
 
 
@@ -38,15 +42,27 @@ class FakeGroup:
     def break_off(self, why: str) -> None:
         self.broken = why
 
+    def lane(self) -> FakeGroup:
+        return self
+
     def gather(self, tensor: torch.Tensor, _doing: str) -> list[torch.Tensor]:
         return [tensor, tensor if self.other is None else torch.tensor(self.other)]
+
+    def begin_gather(self, tensor: torch.Tensor, doing: str) -> Callable[[], list[torch.Tensor]]:
+        return lambda: self.gather(tensor, doing)
 
     def broadcast(self, tensor: torch.Tensor, _root: int, _doing: str) -> None:
         self.sent.append(tensor.clone())
 
+    def send(self, tensor: torch.Tensor, doing: str) -> None:
+        self.broadcast(tensor, self.rank, doing)
+
+    def settle(self) -> None:
+        """All is there at once."""
+
 
 def relay_of(group: FakeGroup) -> Relay:
-    return Relay(cast("Group", group), compare=True)
+    return Relay(cast("Group", group), Turns(cast("Group", group)), compare=True)
 
 
 class Same(nn.Module):
@@ -74,10 +90,11 @@ class Model(nn.Module):
 
 def test_another_number_of_passes() -> None:
     """One that has called the model more often is named."""
-    relay = relay_of(FakeGroup([7, 0, 0, 0]))
-    with pytest.raises(GroupError, match="rank 1 is at pass 7, and rank 0 at 1") as caught:
-        relay._exchange([0, 0, 0])
-    assert (caught.value.rank, caught.value.host) == (1, "there")
+    for number, said in ((7, "is at pass 7, and rank 0 at 1"), (-1, "does something else")):
+        turns = Turns(cast("Group", FakeGroup([number, 0, 0, 0])))
+        with pytest.raises(GroupError, match=f"rank 1 {said}") as caught:
+            turns.own.exchange([0, 0, 0])
+        assert (caught.value.rank, caught.value.host) == (1, "there")
 
 
 def test_one_transfer_a_block() -> None:
