@@ -287,6 +287,16 @@ def removal_on_ranks_too_large(limit: int, need: int, held: int) -> MemoryLimitE
     )
 
 
+def no_room_on_a_rank(rank: str, text: str, limit: int, smallest: int) -> MemoryLimitError:
+    """Another rank's limit does not hold the pass: a request meets here what it meets there."""
+    return MemoryLimitError(
+        f"{rank} has no room for the pass: {text} Raise the limit of that rank, or ask for fewer "
+        "tokens at once.",
+        limit=limit,
+        smallest_limit=smallest,
+    )
+
+
 # -- a checkpoint that is made ---------------------------------------------------------------------
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pipeload.errors import GroupError, MemoryLimitError
+from pipeload.errors import GroupError
 
 if TYPE_CHECKING:
     from pipeload.ring.group import Group
@@ -37,18 +37,6 @@ def could_not_begin(group: Group, rank: int, text: str) -> GroupError:
         "again: the group goes on.",
         rank=rank,
         host=group.hosts[rank],
-    )
-
-
-def no_room_there(
-    group: Group, rank: int, text: str, limit: int, smallest_limit: int
-) -> MemoryLimitError:
-    """Another rank's limit does not hold the pass: a request meets here what it meets there."""
-    return MemoryLimitError(
-        f"{group.name(rank)} has no room for the pass: {text} Raise the limit of that rank, or ask "
-        "for fewer tokens at once.",
-        limit=limit,
-        smallest_limit=smallest_limit,
     )
 
 

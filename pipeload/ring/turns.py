@@ -21,10 +21,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from pipeload.budget.limit_errors import no_room_on_a_rank
 from pipeload.engine.convoy_rounds import Agreed
 from pipeload.errors import GroupError, MemoryLimitError
 from pipeload.ring.passing import Passing
-from pipeload.ring.told import could_not_begin, does_something_else, no_room_there, told
+from pipeload.ring.told import could_not_begin, does_something_else, told
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -160,7 +161,7 @@ class Turns:
         rank = next(rank for rank, one in enumerate(found) if one[2])
         if error is None and found[rank][2] == _NO_ROOM:
             _, text, limits = texts[rank]
-            error = no_room_there(group, rank, text, *limits)
+            error = no_room_on_a_rank(group.name(rank), text, *limits)
         elif error is None:
             error = could_not_begin(group, rank, texts[rank][1])
         return Agreed(waiting, error=error)
