@@ -152,8 +152,13 @@ def translate(path: str, model: PreTrainedModel) -> Translated:
 
 
 def _is_mixtral(opened: GgufCheckpoint) -> bool:
-    said = opened.metadata
-    return opened.architecture == "llama" and all(said.get(f"llama.{key}") for key in OF_MIXTRAL)
+    return opened.architecture == "llama" and _says_how_many(opened)
+
+
+def _says_how_many(opened: GgufCheckpoint) -> bool:
+    """Whether it has experts, and says how many of them each token is sent to."""
+    said = (opened.metadata.get(f"{opened.architecture}.{key}") for key in OF_MIXTRAL)
+    return all(isinstance(count, int) and count > 0 for count in said)
 
 
 def _joining() -> WeightConverter:
@@ -179,7 +184,7 @@ def _check_model(path: Path, opened: GgufCheckpoint) -> None:
     architecture = opened.architecture
     kind = library.TENSOR_PROCESSORS.get(architecture, library.TensorProcessor)
     mixture = opened.metadata.get(f"{architecture}.expert_count")
-    if mixture and architecture not in _MIXTURES:
+    if mixture and (architecture not in _MIXTURES or not _says_how_many(opened)):
         why = "it is a mixture of experts, which transformers makes something else of, or nothing"
     elif mixture and any(map(_ONE_BY_ONE.match, opened.checkpoint.entries)):
         why = "its experts are stored one by one, as in files from before April 2024"

@@ -484,6 +484,7 @@ def test_ctrl_c(made: Callable[..., Path]) -> None:
     ("architecture", "extra", "words"),
     [
         ("mamba", {}, "'mamba' and cannot be streamed: transformers changes its values"),
+        ("llama", {"llama.expert_count": 8}, "it is a mixture of experts"),
         ("llama4", {"llama4.expert_count": 8}, "it is a mixture of experts"),
         ("gemma4", {}, "nobody has tried that; falcon, gemma2, gemma3, "),
         ("qwen35", {}, "transformers does not know it in such files, or changes its values"),
