@@ -66,12 +66,16 @@ class ReadError(PipeloadError, OSError):
 class GroupError(PipeloadError, ConnectionError):
     """A rank of a group of machines is lost, runs something else, or could not do its part."""
 
-    def __init__(self, message: str, *, rank: int | None = None, host: str = "") -> None:
+    def __init__(
+        self, message: str, *, rank: int | None = None, host: str = "", of_request: bool = False
+    ) -> None:
         super().__init__(message)
         self.rank = rank
         """Whose fault it is; None where nobody can tell."""
         self.host = host
         """The name of its machine, or what it was to be reached by."""
+        self.of_request = of_request
+        """Whether it is of one call or request alone: the next one may fare better."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         known: dict[str, Any] = vars(self)

@@ -137,7 +137,7 @@ class PassGate:
         """The calling thread's pass is over, if there is one: it could not begin."""
         with self._lock:
             if self.owned():
-                self._owner = None
+                self._owner, self._entered = None, []
                 self._changed.notify_all()
 
     def is_outermost(self, module: nn.Module) -> bool:

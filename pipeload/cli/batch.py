@@ -26,7 +26,7 @@ from pipeload.cli.run_report import describe_plan
 from pipeload.entry.batched import MOST_ROWS, Batched
 from pipeload.entry.texts import load_tokenizer
 from pipeload.errors import MemoryLimitError, OptionError
-from pipeload.ring.joining import rank_here
+from pipeload.ring.joining import rank_here, wanted_size
 from pipeload.serving.outcome import as_row, blamed, fitted, settings_of
 from pipeload.serving.prefixes import Prefixes
 from pipeload.serving.reply import answer, ends_of
@@ -113,13 +113,18 @@ def run(asked: Arguments, *, debug: bool) -> None:
             counts.found += results.has(line)
         if counts.found:
             log.info("%d of %s are answered already", counts.found, _requests(counts.requests))
-        if counts.done < counts.requests or asked.ranks is not None:  # others wait for this one
+        if counts.done < counts.requests or _others_wait(asked.ranks):
             model = _load(asked)
             settings = settings_of(
                 model, tokenizer, asked.model, max_new_tokens=asked.max_new_tokens
             )
             _Job(asked, model, settings, results, counts, cooling=cooling).run()
     _report(asked, counts, cooling)
+
+
+def _others_wait(ranks: int | str | None) -> bool:
+    """Whether other ranks have a part in the model, and wait to hear that all is answered."""
+    return ranks is not None and wanted_size(ranks) > 1
 
 
 def _load(asked: Arguments) -> Any:

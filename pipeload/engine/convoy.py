@@ -19,9 +19,10 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from pipeload.engine.convoy_members import Callers, Member, Party, forget_locals
+from pipeload.engine.convoy_members import Callers, Member, Party, forget_locals, outcome_after
 from pipeload.engine.convoy_rounds import Rounds
 from pipeload.engine.pass_state import Running
 from pipeload.engine.shared_units import SharedUnits
@@ -71,9 +72,8 @@ class Convoy:
 
     def anew(self) -> Convoy:
         """One that has no members, in a forked child: those of this one are not there."""
-        streamer = self._streamer
-        streamer.now, streamer.source = self._own, self._replan.prefetcher
-        streamer.hand_over = None
+        streamer, source = self._streamer, self._replan.prefetcher
+        streamer.now, streamer.source, streamer.hand_over = self._own, source, None
         return Convoy(self._own, streamer, self._replan)
 
     # -- what callers ask ------------------------------------------------------------------------
@@ -206,8 +206,10 @@ class Convoy:
         while me.call is not None:
             me.check(begins=True)
             with self._lock:
-                index = self._members.index(me)
-                following = self._next(index)
+                following = self._next(index := self._members.index(me))
+            if not following.can_run and not self.rounds.same_left(self._members):
+                continue
+            with self._lock:
                 if resting := bool(self._callers.untold) and not following.can_run:
                     me.context.take_off()
                     self._tell(index)
@@ -267,27 +269,29 @@ class Convoy:
         self._leave(me, outcome)
 
     def _leave(self, me: Member, outcome: Any) -> None:
-        try:
-            self._give_back(me)
-        except Exception as error:  # reading has ended, say: whoever waits is to hear of it
-            outcome = outcome if isinstance(outcome, BaseException) else error
+        outcome = outcome_after(partial(self._give_back, me), outcome)
         with self._lock:
             index = self._members.index(me)
             del self._members[index], self._by_thread[threading.get_ident()]
             self._own.log.close_for(me.state.log)
             over = not self._members
+        while over and not self.rounds.same_left([]):
+            pass  # on another rank some are to end yet
         if over:
-            try:
-                self._end()
-            except Exception as error:  # as above
-                outcome = outcome if isinstance(outcome, BaseException) else error
+            outcome = outcome_after(self._end, outcome)
         with self._lock:
             self._callers.untold.append((me, outcome))
-            if self.rounds.peers is not None and not over and self._next(index - 1).can_run:
-                # Elsewhere others may end first: they are told of in order, when the round is over.
-                self._give_turn(self._next(index - 1))
-            else:
-                self._tell(index - 1)
+        while not over:
+            with self._lock:
+                following = self._next(index - 1)
+                if self.rounds.peers is not None and following.can_run:
+                    # Elsewhere others may end first: they are told of in order, after the round.
+                    self._give_turn(following)
+                    return
+            if self.rounds.same_left(self._members):
+                break
+        with self._lock:
+            self._tell(index - 1)
 
     def _tell(self, index: int) -> None:
         """Give callers what has ended, the oldest first; the next one goes on if anyone waits."""

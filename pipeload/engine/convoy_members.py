@@ -8,6 +8,8 @@ import traceback
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from pipeload.engine.direct_calls import PassCall
     from pipeload.engine.pass_state import PassState
     from pipeload.engine.thread_context import ThreadContext
@@ -116,3 +118,12 @@ class Callers:
         while self.untold:
             member, outcome = self.untold.pop(0)
             member.party.outcomes.put((member, outcome))
+
+
+def outcome_after(action: Callable[[], None], outcome: Any) -> Any:
+    """The outcome; whoever waits is to hear of it if the action fails: reading has ended, say."""
+    try:
+        action()
+    except Exception as error:
+        return outcome if isinstance(outcome, BaseException) else error
+    return outcome

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from statistics import median
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from pipeload.engine.convoy_members import GaveWayError
 from pipeload.errors import MemoryLimitError
@@ -42,19 +42,6 @@ class Passes(Protocol):
         """Be done with what passes have left behind that took no turns."""
 
 
-class Agreed(NamedTuple):
-    """What all ranks say of a round, where several run the same members."""
-
-    waiting: Sequence[Member]
-    """Those of the members that wait on all of them."""
-    admitted: int = 0
-    """How many of these begin, the first ones."""
-    error: Exception | None = None
-    """Why not even the first one does."""
-    again: bool = False
-    """Whether it is to be asked again, of these alone."""
-
-
 class Peers(Protocol):
     """Other ranks that run the same members: what a convoy asks them."""
 
@@ -62,8 +49,16 @@ class Peers(Protocol):
     def waited_seconds(self) -> float:
         """For other ranks, so far."""
 
-    def agree(self, waiting: Sequence[Member], admitted: int, error: Exception | None) -> Agreed:
-        """Whose passes begin, of those that wait here, of whom some have room here."""
+    def same_left(self, waiting: Sequence[Member]) -> bool:
+        """Whether those that wait here wait on all ranks; else others have errors to end by."""
+
+    def agree(
+        self, waiting: Sequence[Member], admitted: int, error: Exception | None
+    ) -> tuple[int, Exception | None]:
+        """For how many there is room on all ranks, the first ones; why there is not even for one.
+
+        `admitted` and `error` say so of this one.
+        """
 
     def over(self, state: PassState) -> None:
         """The pass of a member is over, if it had begun."""
@@ -94,23 +89,33 @@ class Rounds:
         if self.peers is not None:
             self.peers.over(state)
 
+    def same_left(self, members: Sequence[Member]) -> bool:
+        """Whether those that wait do so on all ranks; if not, some have errors to end by.
+
+        Whoever waits for results is told only then: by all ranks of the same ones.
+        """
+        waiting = [member for member in members if member.call is not None]
+        if self.peers is None:
+            return True
+        try:
+            return self.peers.same_left(waiting)
+        except Exception as lost:
+            if waiting:
+                waiting[0].error = lost  # others will meet it in their turn
+            return not waiting
+
     def open(self, passes: Passes, members: Sequence[Member]) -> None:
         """Let as many passes begin as there is room for; all members wait for that."""
         self.end()
         waiting: Sequence[Member] = [member for member in members if member.call is not None]
         admitted, error = self._room(passes, waiting)
-        while self.peers is not None:
+        if self.peers is not None:
             try:
-                waiting, admitted, error, again = self.peers.agree(waiting, admitted, error)
-            except Exception as lost:  # others will meet it in their turn
-                waiting[0].error = lost
-                return
-            if not again:
-                break
-            if not waiting:  # ranks have ended different ones, and begin others
-                return
-            admitted, error = self._room(passes, waiting)
+                admitted, error = self.peers.agree(waiting, admitted, error)
+            except Exception as lost:
+                error = lost
         if error is not None:
+            self._replan.governor.let_run()  # what room was made for does not begin
             _refuse(waiting, error)
             return
         if admitted < len(waiting):

@@ -134,9 +134,12 @@ class Hooks:
         places = [(self._pass_modules[0], source.begin_settled)]
         inner = dict.fromkeys((*self._pass_modules[1:], *self._entries))
         places += [(reference, source.arrive_at) for reference in inner]
-        for reference, hook in places:
+        for place, (reference, hook) in enumerate(places):
             if (module := reference()) is not None:
-                self._pass_hooks.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+                # A pass begins before others' hooks at the model, as where something streams.
+                self._pass_hooks.append(
+                    module.register_forward_pre_hook(hook, prepend=not place, with_kwargs=True)
+                )
 
     def detach_site(self, index: int) -> None:
         """Take the hooks off one site: nothing is left to do for it."""

@@ -146,13 +146,17 @@ class Requests:
     def outcomes(self) -> Iterator[tuple[int, Any]]:
         """Each request's number, and what came of it, as they end."""
         if self._ranks is not None:
-            self._ranks.join(self._convoy)
+            self._ranks.join(self._convoy, self._most)
         try:
             while True:
                 yield from self._refused_until_full()
                 if not self._running:
                     return
                 yield from self._ended()
+        except KeyboardInterrupt:
+            if self._ranks is not None:
+                self._ranks.break_off("it was interrupted")
+            raise
         finally:
             self._convoy.close(self._party)
 

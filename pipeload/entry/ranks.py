@@ -103,5 +103,9 @@ def share(member: Membership, assembly: Assembly, model: nn.Module) -> None:
 
 
 def turns_of(model: Any) -> Turns | None:
-    """How requests take turns on a model that several ranks run; None where one does."""
-    return None if model.pipeload.removed else _SHARED.get(model)
+    """How requests take turns on a model that several ranks run; None where one does.
+
+    It may be in a wrapper, as PEFT's.
+    """
+    shared: Any = next((module for module in model.modules() if module in _SHARED), None)
+    return None if shared is None or shared.pipeload.removed else _SHARED[shared]

@@ -95,7 +95,11 @@ class Group:
 
     def _connect(self, pair: tuple[int, int]) -> Any:
         name = f"{self._prefix}/lane{len(self._gloo)}/{pair[0]}to{pair[1]}"
-        return connect_all(PrefixStore(name, self._store), self._place, pair)
+        return connect_all(PrefixStore(name, self._store), self._place, pair, self._look_for_lost)
+
+    def _look_for_lost(self) -> None:
+        if (loss := self._heartbeat.lost()) is not None:
+            self._lose(loss.rank, loss.why, "lanes are connected")
 
     def broadcast(self, tensor: torch.Tensor, root: int, doing: str) -> None:
         """See `Lane.broadcast`."""

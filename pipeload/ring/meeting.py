@@ -15,7 +15,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from pipeload.errors import GroupError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from torch._C._distributed_c10d import Store
 
@@ -130,10 +130,16 @@ def _come_no_more(store: Store, came: str, host: str) -> None:
         store.add(came, -1)
 
 
-def connect_all(store: Store, place: Place, pair: tuple[int, int] | None = None) -> Any:
+def connect_all(
+    store: Store,
+    place: Place,
+    pair: tuple[int, int] | None = None,
+    look: Callable[[], object] = lambda: None,
+) -> Any:
     """Gloo's connections between all ranks; between two of them where a `pair` is named.
 
-    It waits for them deaf to Ctrl-C, so it does in a thread of its own.
+    It waits for them deaf to Ctrl-C, so it does in a thread of its own; `look` is called meanwhile,
+    and may raise.
 
     Raises:
         GroupError: they cannot be made.
@@ -145,7 +151,8 @@ def connect_all(store: Store, place: Place, pair: tuple[int, int] | None = None)
     thread.start()
     end = time.monotonic() + CONNECT_SECONDS + 5
     while thread.is_alive() and time.monotonic() < end:
-        thread.join(0.02)
+        thread.join(0.1)
+        look()
     made = found.pop() if found else TimeoutError("gloo does not answer")
     if not isinstance(made, Exception):
         return made

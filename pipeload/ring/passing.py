@@ -66,6 +66,7 @@ class Passing:
         if len(set(numbers)) > 1:
             rank = next(r for r, number in enumerate(numbers) if number != numbers[0])
             if min(numbers) < 0:  # see turns.py
+                self.number -= 1  # that rank has not begun this one
                 raise does_something_else(group, rank)
             raise GroupError(
                 f"{group.name(rank)} is at pass {numbers[rank]}, and rank 0 at "

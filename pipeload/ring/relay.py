@@ -89,7 +89,7 @@ class Relay:
             now.seen = positions_in(cache_among(args, kwargs))
 
         def leave(
-            _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+            module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
         ) -> None:
             now, given = self._turns.now(), by_name(args, kwargs)
             now.computing = ""
@@ -103,6 +103,8 @@ class Relay:
                 self._send_failure(now, part, given)
                 raise
             now.sends_large = now.outputs.send(part, given, *taken)
+            if any(map(_is_of_others, module._forward_hooks.values())):  # noqa: SLF001
+                now.settle()  # those behind this one may change it in place
             now.handed_over = self._turns.handed_over
 
         def after() -> None:
@@ -253,6 +255,10 @@ class Relay:
                 now.lane.settle()
         except GroupError as lost:  # the model's own error is on its way
             _log.debug("%s", lost)
+
+
+def _is_of_others(hook: object) -> bool:
+    return not str(getattr(hook, "__module__", "")).startswith("pipeload")
 
 
 def _is_missing(output: Any) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from pipeload import errors
 from pipeload.errors import GroupError
 
 if TYPE_CHECKING:
@@ -20,6 +21,12 @@ def told(error: BaseException | None) -> str:
     return text if text.endswith(".") else f"{text}."
 
 
+def _is_of_request(text: str) -> bool:
+    """Whether only one request has failed there, by the error's name: none of ours, or no room."""
+    kind = getattr(errors, text.partition(":")[0].rstrip("."), None)
+    return kind is None or issubclass(kind, MemoryError)
+
+
 def failed_there(group: Group, rank: int, part: str, why: str) -> GroupError:
     """Another rank has computed nothing."""
     return GroupError(
@@ -27,6 +34,7 @@ def failed_there(group: Group, rank: int, part: str, why: str) -> GroupError:
         "the group goes on.",
         rank=rank,
         host=group.hosts[rank],
+        of_request=_is_of_request(why),
     )
 
 
@@ -35,6 +43,28 @@ def could_not_begin(group: Group, rank: int, text: str) -> GroupError:
     return GroupError(
         f"{group.name(rank)} could not begin the pass: {text} Check that rank, then do the same "
         "again: the group goes on.",
+        rank=rank,
+        host=group.hosts[rank],
+        of_request=_is_of_request(text),
+    )
+
+
+def ended_alone(group: Group, rank: int) -> GroupError:
+    """Another rank has not got a request any more that this one has."""
+    return GroupError(
+        f"the request has ended on {group.name(rank)} alone. Check what is called there while it "
+        "runs, as a streamer; the group goes on.",
+        rank=rank,
+        host=group.hosts[rank],
+        of_request=True,
+    )
+
+
+def runs_others_at_once(group: Group, rank: int) -> GroupError:
+    """Another rank has as many requests run as this one does not."""
+    return GroupError(
+        f"{group.name(rank)} has another number of requests run at once. Give the same at_once on "
+        "all ranks.",
         rank=rank,
         host=group.hosts[rank],
     )

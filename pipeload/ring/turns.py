@@ -7,8 +7,8 @@ next block for any member before it has sent the one before for all, whoever is 
 round begin their first block when all have come there, the oldest first, and each lets the others
 have their turns behind each block; and what is sent is not waited for, see lane.py.
 
-Between two rounds ranks agree on who runs: on those that wait on all of them, and on how many of
-these have room on each. One that has ended on one rank alone ends on the others.
+Between two rounds ranks agree on who is left: one that has ended on one rank alone ends on the
+others, before anybody is told of it. Then on how many of these have room on each.
 """
 
 from __future__ import annotations
@@ -22,10 +22,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pipeload.budget.limit_errors import no_room_on_a_rank
-from pipeload.engine.convoy_rounds import Agreed
-from pipeload.errors import GroupError, MemoryLimitError
+from pipeload.errors import MemoryLimitError
 from pipeload.ring.passing import Passing
-from pipeload.ring.told import could_not_begin, does_something_else, told
+from pipeload.ring.told import (
+    could_not_begin,
+    does_something_else,
+    ended_alone,
+    runs_others_at_once,
+    told,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -45,6 +50,7 @@ class _Asks(IntEnum):
     SEED = -4
     ANY = -5
     VALUE = -6
+    LEFT = -7
 
 
 _NO_ROOM = 2
@@ -61,7 +67,7 @@ class Turns:
         self._convoy: weakref.ref[Convoy] | None = None
         self._lanes: list[Passing] = []
         """Those of members, used again as members leave."""
-        self._members: dict[PassState, Passing] = {}
+        self._members: weakref.WeakKeyDictionary[PassState, Passing] = weakref.WeakKeyDictionary()
         self._beginning: list[Passing] = []
         """Those of this round that are not in their first block yet, the oldest first."""
         self._came: set[Passing] = set()
@@ -81,15 +87,25 @@ class Turns:
         self._group.check_loss()
         self._group.check()
 
-    def join(self, convoy: Convoy) -> None:
+    def break_off(self, why: str) -> None:
+        """Have every rank know that this one cannot go on."""
+        self._group.break_off(why)
+
+    def join(self, convoy: Convoy, at_once: int | None) -> None:
         """Have this be the convoy whose members take turns, from now on.
 
+        `at_once`: the most of them that run; None: as many as help.
+
         Raises:
-            GroupError: a rank is lost, or does something else.
+            GroupError: a rank is lost, does something else, or has another `at_once`.
         """
         if convoy.rounds.peers is not self:
             self._convoy, convoy.rounds.peers = weakref.ref(convoy), self
-        convoy.started = max(self._ask(_Asks.NUMBER, convoy.started))
+        found = self._ask_all(_Asks.NUMBER, convoy.started, at_once or 0)
+        others = [rank for rank, (_, most, _) in enumerate(found) if most != (at_once or 0)]
+        if others:
+            raise runs_others_at_once(self._group, others[0])
+        convoy.started = max(started for started, *_ in found)
 
     # -- what a relay asks, in a member's turn or in none -----------------------------------------
 
@@ -138,57 +154,58 @@ class Turns:
         if (passing := self._members.get(state)) is not None:
             self.leave(passing)
 
-    def agree(self, waiting: Sequence[Member], admitted: int, error: Exception | None) -> Agreed:
-        """Whose passes begin on all ranks, of those that wait here, of whom some have room here.
-
-        `error`: why the first has none.
+    def same_left(self, waiting: Sequence[Member]) -> bool:
+        """Whether those that wait here wait on all ranks; each of the others gets an error.
 
         Raises:
             GroupError: a rank is lost, or does something else.
         """
-        mine = [[member.number, bool(member.passes)] for member in waiting]
-        failed = 0 if error is None else _NO_ROOM if isinstance(error, MemoryLimitError) else 1
-        group, known = self._group, zlib.crc32(json.dumps(mine).encode())
-        found = self._ask_all(_Asks.ROUND, known, admitted, failed)
-        if all(one[0] == known and not one[2] for one in found):
-            admitted = min(room for _, room, _ in found)
-            self._begin_round(waiting, admitted)
-            return Agreed(waiting, admitted)
-        limits = [getattr(error, name, 0) for name in ("limit", "smallest_limit")]
-        texts = group.gather_json([mine, told(error), limits], "requests are compared")
-        if any(one[0] != known for one in found):
-            return Agreed(self._on_all(waiting, [dict(one) for one, *_ in texts]), again=True)
-        rank = next(rank for rank, one in enumerate(found) if one[2])
-        if error is None and found[rank][2] == _NO_ROOM:
-            _, text, limits = texts[rank]
-            error = no_room_on_a_rank(group.name(rank), text, *limits)
-        elif error is None:
-            error = could_not_begin(group, rank, texts[rank][1])
-        return Agreed(waiting, error=error)
-
-    def _on_all(
-        self, waiting: Sequence[Member], there: Sequence[dict[int, bool]]
-    ) -> Sequence[Member]:
-        """Those that wait on all ranks; others are told that they have ended on one, or go on."""
-        common = []
+        mine = [member.number for member in waiting]
+        known = zlib.crc32(json.dumps(mine).encode())
+        if all(there == known for there in self._ask(_Asks.LEFT, known)):
+            return True
+        there = self._group.gather_json(mine, "requests are compared")
         for member in waiting:
             lacking = [rank for rank, numbers in enumerate(there) if member.number not in numbers]
-            if not lacking:
-                common.append(member)
-            elif member.passes:  # else that rank may not have begun it yet
-                name = self._group.name(lacking[0])
-                member.error = GroupError(
-                    f"the request has ended on {name} alone. Check what is called there while "
-                    "it runs, as a streamer; the group goes on.",
-                    rank=lacking[0],
-                    host=self._group.hosts[lacking[0]],
-                )
-        return common
+            if lacking:
+                member.error = ended_alone(self._group, lacking[0])
+        return False
+
+    def agree(
+        self, waiting: Sequence[Member], admitted: int, error: Exception | None
+    ) -> tuple[int, Exception | None]:
+        """For how many of those that wait there is room on all ranks; why not even for the first.
+
+        `admitted` and `error` say so of this one.
+
+        Raises:
+            GroupError: a rank is lost, or does something else.
+        """
+        failed = 0 if error is None else _NO_ROOM if isinstance(error, MemoryLimitError) else 1
+        group, found = self._group, self._ask_all(_Asks.ROUND, admitted, failed)
+        if not any(bad for _, bad, _ in found):
+            admitted = min(room for room, *_ in found)
+            self._begin_round(waiting, admitted)
+            return admitted, None
+        limits = [getattr(error, name, 0) for name in ("limit", "smallest_limit")]
+        texts = group.gather_json([told(error), limits], "a refusal is told")
+        rank = next(rank for rank, (_, bad, _) in enumerate(found) if bad)
+        if rank != group.rank:  # of the first that has failed, whatever has here: all do the same
+            text, limits = texts[rank]
+            error = (
+                no_room_on_a_rank(group.name(rank), text, *limits)
+                if found[rank][1] == _NO_ROOM
+                else could_not_begin(group, rank, text)
+            )
+        return 0, error
 
     def _begin_round(self, waiting: Sequence[Member], admitted: int) -> None:
         """Give those a lane that have none, the lowest that is free: the same on all ranks."""
         states = [member.state for member in waiting]
-        self._members = {s: self._members[s] for s in states if s in self._members}
+        known = ((state, self._members.get(state)) for state in states)
+        self._members = weakref.WeakKeyDictionary(
+            (state, passing) for state, passing in known if passing is not None
+        )
         used = {*self._members.values()}
         self._beginning, self._came = [], set()
         for state in states[:admitted]:

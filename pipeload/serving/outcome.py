@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pipeload.entry.texts import check_tokens, first_line
-from pipeload.errors import CheckpointError, PipeloadError
+from pipeload.errors import CheckpointError, GroupError, PipeloadError
 from pipeload.hf.response_parsing import response_template
 from pipeload.serving.request import Settings
 from pipeload.serving.request_error import RequestError
@@ -82,6 +82,8 @@ def blamed(outcome: BaseException) -> RequestError | None:
     if isinstance(outcome, (MemoryError, torch.OutOfMemoryError)):
         told = str(outcome) if isinstance(outcome, PipeloadError) else first_line(outcome)
         return RequestError(told, code="memory_limit", status=TOO_LARGE)
+    if isinstance(outcome, GroupError) and outcome.of_request:
+        return RequestError(str(outcome), code=type(outcome).__name__, status=FAILED)
     if isinstance(outcome, (PipeloadError, torch.AcceleratorError)):
         return None
     if not isinstance(outcome, Exception):

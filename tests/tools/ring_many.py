@@ -59,6 +59,7 @@ def main() -> int:
     parser.add_argument("--new-tokens", type=int, default=6)
     parser.add_argument("--namespaces", action="store_true")
     asked = parser.parse_args()
+    asked.at_once = sorted({1, *asked.at_once})  # one by one is what others are compared with
     limit, rate = parse_size(asked.limit, name="--limit"), parse_size(asked.rate, name="--rate")
     first: list[list[int]] = []
     bad = False

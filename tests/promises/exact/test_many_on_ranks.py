@@ -6,9 +6,11 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 
 import pipeload
 from pipeload.errors import MemoryLimitError
+from pipeload.ring.head_rows import HeadRows
 from tests.promises.exact.test_convoy import alone, light_threads, requests
 from tests.promises.exact.test_generation import MODES
 from tests.promises.exact.test_ranks import even_disks, much_patience, one_thread, small_tables
@@ -98,6 +100,66 @@ def test_one_streams_and_one_holds_all(folder: Path) -> None:
     first, other = on_ranks(2, act, seconds=120)
     assert first == other
     assert sorted(first) == sorted([*range(len(many))] * 2)
+
+
+def test_a_head_that_is_whole(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where its rows are not dealt, the rank that holds all has no hooks but those of passes."""
+    monkeypatch.setattr(HeadRows, "is_exact", lambda _head, _rows: False)
+    modes = ("greedy", "sampling")
+    many, wanted = requests(modes), wanted_of(folder, modes)
+    limit = smallest_on(2, folder)
+
+    def act(rank: int) -> None:
+        model = load(folder, ROOMY if rank else limit, ranks="auto")
+        assert_same(alone(model, many[0]), wanted[0])
+        for number, output in pipeload.generate_many(model, many, at_once=2):
+            assert_same(output, wanted[number], f"request {number}")
+
+    on_ranks(2, act, seconds=90)
+
+
+def test_hooks_that_change_outputs_in_place(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What other ranks get is what the block gave: they have the same hooks."""
+    monkeypatch.setattr("pipeload.ring.outputs._LARGE_BYTES", 1 << 11)
+    request = {"input_ids": prompt(1, 40), "max_new_tokens": 4, "do_sample": False}
+
+    def steered(model: Any) -> list[int]:
+        for layer in model.model.layers:
+            layer.register_forward_hook(lambda _module, _args, output: _add(output))
+        return list(model.generate(**request)[0].tolist())
+
+    with one_thread():
+        wanted = steered(load_plain(folder))
+    found = on_ranks(2, lambda _rank: steered(load(folder, ROOMY, ranks="auto")), seconds=60)
+    assert found == [wanted, wanted]
+
+
+def _add(output: Any) -> None:
+    (output[0] if isinstance(output, tuple) else output).add_(0.25)
+
+
+# PEFT asks for what is called otherwise now.
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")
+def test_in_a_wrapper(folder: Path) -> None:
+    """As PEFT's, which is asked in the place of the model."""
+    peft = pytest.importorskip("peft")
+    options = peft.LoraConfig(target_modules=["q_proj"], r=2, init_lora_weights=False)
+    many = requests(("greedy", "sampling", "beam search"))
+
+    def adapted(model: Any) -> Any:
+        torch.manual_seed(3)
+        return peft.get_peft_model(model, options)
+
+    with one_thread():
+        plain = adapted(load_plain(folder))
+        wanted = [alone(plain, request) for request in many]
+
+    def act(_rank: int) -> None:
+        model = adapted(load(folder, ROOMY, ranks="auto"))
+        for number, output in pipeload.generate_many(model, many, at_once=3):
+            assert_same(output, wanted[number], f"request {number}")
+
+    on_ranks(2, act, seconds=60)
 
 
 def test_long_prompts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

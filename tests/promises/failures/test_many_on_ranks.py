@@ -58,10 +58,11 @@ class Boom(transformers.StoppingCriteria):
         return torch.zeros(len(ids), dtype=torch.bool)
 
 
-def test_one_fails_alone(tiny: TinyCheckpoint) -> None:
+@pytest.mark.parametrize("at_once", [7, 2, 1, "auto"])
+def test_one_fails_alone(tiny: TinyCheckpoint, at_once: int | str) -> None:
     """By its own fault, in a block of one rank, between passes on one rank, or for its arguments.
 
-    The others have their results, and the group goes on.
+    The others have their results, those that begin later, too, and the group goes on.
     """
     folder = tiny("llama")
     limit, wanted = smallest_limit(folder), plain_answers(folder)
@@ -80,7 +81,7 @@ def test_one_fails_alone(tiny: TinyCheckpoint) -> None:
 
         many.append(many[0] | {"input_ids": prompt(3)})
         hook = block.register_forward_pre_hook(fail) if rank == 1 else None
-        found = dict(pipeload.generate_many(model, many, at_once=7))
+        found = dict(pipeload.generate_many(model, many, at_once=at_once))
         if hook is not None:
             hook.remove()
         return [told_of(found[number]) for number in range(len(many))], _answer(model)
@@ -95,6 +96,39 @@ def test_one_fails_alone(tiny: TinyCheckpoint) -> None:
     assert there[1] == "ValueError: boom"
     assert f"rank 1 ({HOST}) failed in 'model.layers." in found[6]
     assert there[6] == "OSError: the cable is loose"
+
+
+def test_one_that_never_begins_on_a_rank(tiny: TinyCheckpoint) -> None:
+    """Before its first pass: others do not wait for it, nor ask each other for ever."""
+    folder = tiny("llama")
+    limit, wanted = smallest_limit(folder), plain_answers(folder)
+
+    def act(rank: int) -> Any:
+        model, many = load(folder, limit, ranks="auto"), requests()
+        many = [request | {"seed": 1} for request in many]
+        if rank:
+            many[0] |= {"max_new_tokens": -1}
+        found = dict(pipeload.generate_many(model, many, at_once=1))
+        return [told_of(found[number]) for number in range(len(many))]
+
+    found, there = on_ranks(2, act, seconds=60)
+    assert found[1:] == there[1:] == wanted[1:]
+    assert found[0].startswith(f"GroupError: the request has ended on rank 1 ({HOST}) alone.")
+    assert there[0].startswith("ValueError: ")
+
+
+def test_other_numbers_at_once(tiny: TinyCheckpoint) -> None:
+    """Ranks would begin others, and wait for each other: refused at once, with the cure."""
+    folder = tiny("llama")
+
+    def act(rank: int) -> str:
+        model = load(folder, ROOMY, ranks="auto")
+        with pytest.raises(pipeload.GroupError) as refusal:
+            next(iter(pipeload.generate_many(model, requests(), at_once=2 + rank)))
+        return str(refusal.value)
+
+    for said in on_ranks(2, act, seconds=60):
+        assert "has another number of requests run at once. Give the same at_once" in said
 
 
 @pytest.mark.parametrize(

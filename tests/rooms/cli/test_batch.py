@@ -17,6 +17,7 @@ import pipeload
 from pipeload.cli.batch_file import Line, Results, Shard, read_lines
 from pipeload.entry.texts import load_tokenizer
 from pipeload.errors import (
+    GroupError,
     MemoryLimitError,
     OptionError,
     PipeloadError,
@@ -327,6 +328,18 @@ def test_what_is_a_requests_own_fault(
     assert [response["status_code"] for response in responses] == [413, 500]
     assert [r["body"]["error"]["code"] for r in responses] == ["memory_limit", "IndexError"]
     assert responses[1]["body"]["error"]["type"] == "server_error"
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_another_rank_that_fails(
+    talker: Path, files: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, alone: bool
+) -> None:
+    """A line fails where only its request has failed there; else the job ends."""
+    write(files[0], [request(0, chat())])
+    outcomes(monkeypatch, GroupError("rank 1 (there) failed", rank=1, of_request=alone))
+    assert batch(talker, files).exit_code == (0 if alone else 1)
+    codes = [r["response"]["status_code"] for r in results_of(files[1]).values()]
+    assert codes == ([500] if alone else [])
 
 
 @pytest.mark.parametrize("kind", [ReadError, UnsupportedOperationError])

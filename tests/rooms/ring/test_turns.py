@@ -11,18 +11,18 @@ import pytest
 import torch
 
 from pipeload.errors import GroupError, MemoryLimitError
-from pipeload.ring.turns import Turns
+from pipeload.ring.turns import Turns, _Asks
 
 if TYPE_CHECKING:
     from pipeload.engine.convoy_members import Member
 
-MINE = [[1, True], [2, False]]
+MINE = [1, 2]
 
 
 class FakeGroup:
     """Rank 0 of two; the other one has other members, or could not make room for them."""
 
-    def __init__(self, members: list[list[Any]], failed: int = 0) -> None:
+    def __init__(self, members: list[int], failed: int = 0) -> None:
         self.rank, self.size, self.hosts = 0, 2, ["here", "there"]
         self.members, self.failed = members, failed
         self.lanes = 1
@@ -38,19 +38,26 @@ class FakeGroup:
 
     def gather(self, tensor: torch.Tensor, _doing: str) -> list[torch.Tensor]:
         known = zlib.crc32(json.dumps(self.members).encode())
-        return [tensor, torch.tensor([int(tensor[0]), known, 1, self.failed])]
+        asked = int(tensor[0])
+        there = [asked, known, 0, 0] if asked == _Asks.LEFT else [asked, 1, self.failed, 0]
+        return [tensor, torch.tensor(there)]
 
     def gather_json(self, value: Any, _doing: str) -> list[Any]:
-        other = [self.members, "ZeroDivisionError.", [5, 7]]
+        refused = isinstance(value[-1], list)
+        other = ["ZeroDivisionError.", [5, 7]] if refused else self.members
         found: list[Any] = json.loads(json.dumps([value, other]))
         return found
+
+
+class State:
+    """Where a member's passes stand."""
 
 
 def waiting() -> list[Member]:
     """Two members, of which the first has begun before."""
     members: Any = [
-        SimpleNamespace(number=number, passes=int(begun), state=object(), error=None)
-        for number, begun in MINE
+        SimpleNamespace(number=number, passes=2 - number, state=State(), error=None)
+        for number in MINE
     ]
     found: list[Member] = members
     return found
@@ -65,8 +72,8 @@ def test_as_many_as_have_room_on_each() -> None:
     group, members = FakeGroup(MINE), waiting()
     turns = turns_of(group)
     for _ in range(2):
-        agreed = turns.agree(members, 2, None)
-        assert (agreed.waiting, agreed.admitted, agreed.again) == (members, 1, False)
+        assert turns.same_left(members)
+        assert turns.agree(members, 2, None) == (1, None)
     assert group.lanes == 2
 
 
@@ -78,23 +85,24 @@ def test_as_many_as_have_room_on_each() -> None:
     ],
 )
 def test_what_fails_there_fails_here(failed: int, kind: type[Exception], said: str) -> None:
-    """In the words of the other; an own error is one's own."""
+    """In the words of the first that has failed."""
     turns, members = turns_of(FakeGroup(MINE, failed)), waiting()
-    agreed = turns.agree(members, 2, None)
-    assert type(agreed.error) is kind
-    assert str(agreed.error).startswith(said)
-    if isinstance(agreed.error, MemoryLimitError):
-        assert (agreed.error.limit, agreed.error.smallest_limit) == (5, 7)
-    own = ValueError("own")
-    assert turns.agree(members, 0, own).error is own
+    for admitted, own in ((2, None), (0, ValueError("own"))):
+        room, error = turns.agree(members, admitted, own)
+        if own is None:
+            assert room == 0
+            assert type(error) is kind
+            assert str(error).startswith(said)
+            if isinstance(error, MemoryLimitError):
+                assert (error.limit, error.smallest_limit) == (5, 7)
+        else:  # this is rank 0, whose error comes first
+            assert error is own
 
 
 def test_members_that_one_rank_alone_has() -> None:
-    """One that has begun is told; one that has not waits for the other rank to begin it."""
+    """They end here, too."""
     members = waiting()
-    for there, left, told in (([[1, True]], 1, [False, False]), ([[2, False]], 1, [True, False])):
-        agreed = turns_of(FakeGroup(there)).agree(members, 2, None)
-        assert agreed.again
-        assert len(agreed.waiting) == left
-        assert [member.error is not None for member in members] == told
-    assert "the request has ended on rank 1 alone" in str(members[0].error)
+    assert not turns_of(FakeGroup([1])).same_left(members)
+    assert [member.error is not None for member in members] == [False, True]
+    assert "the request has ended on rank 1 alone" in str(members[1].error)
+    assert not turns_of(FakeGroup([1, 2, 3])).same_left(waiting())
