@@ -226,7 +226,7 @@ USAGE: dict[str, tuple[list[str], str]] = {
     "run: dtype": (["run", "x", "y", "--dtype", "int3"], "'--dtype'"),
     **{
         f"{name}: ranks": ([name, "x", "--ranks", "2"], "No such option: --ranks. Several machines")
-        for name in ("batch", "chat", "serve")
+        for name in ("chat", "serve")
     },
     "run: option": (["run", "x", "y", "--fast"], "No such option: --fast"),
     "run: no model": (["run"], "Missing argument"),
