@@ -43,6 +43,8 @@ class Passing:
         """The part that this rank computes now."""
         self.seen: Sequence[int] = ()
         """By each layer of the cache, before that part."""
+        self.sent = 0
+        """Blocks of this pass, so far: of a member."""
         self.sends_large = False
         """Whether what is being sent is still where the part has put it."""
         self.handed_over = 0

@@ -84,6 +84,7 @@ class Relay:
             now = self._turns.now()
             if first:
                 self._meet(now, args, kwargs)
+            self._turns.go_on_together(now)
             self._group.check()
             now.computing = part.name
             now.seen = positions_in(cache_among(args, kwargs))
@@ -103,6 +104,7 @@ class Relay:
                 self._send_failure(now, part, given)
                 raise
             now.sends_large = now.outputs.send(part, given, *taken)
+            now.sent += 1
             if any(map(_is_of_others, module._forward_hooks.values())):  # noqa: SLF001
                 now.settle()  # those behind this one may change it in place
             now.handed_over = self._turns.handed_over

@@ -72,6 +72,8 @@ class Turns:
         """Those of this round that are not in their first block yet, the oldest first."""
         self._came: set[Passing] = set()
         """Of these, those which have come there."""
+        self._running: set[Passing] = set()
+        """Those of this round whose passes are not over."""
 
     @property
     def waited_seconds(self) -> float:
@@ -129,6 +131,15 @@ class Turns:
             self.hand_over()
         self.leave(passing)
 
+    def go_on_together(self, passing: Passing) -> None:
+        """Let others have their turns until none of the round has sent fewer blocks.
+
+        None has as a rule. But one may have handed over more often in its block, as where residents
+        have just been given up.
+        """
+        while any(other.sent < passing.sent for other in self._running):
+            self.hand_over()
+
     def leave(self, passing: Passing) -> None:
         """Nobody is to wait for this one to begin."""
         self._came.discard(passing)
@@ -152,6 +163,7 @@ class Turns:
     def over(self, state: PassState) -> None:
         """The pass of a member is over, if it had begun."""
         if (passing := self._members.get(state)) is not None:
+            self._running.discard(passing)
             self.leave(passing)
 
     def same_left(self, waiting: Sequence[Member]) -> bool:
@@ -212,8 +224,9 @@ class Turns:
             if state not in self._members:
                 self._members[state] = passing = self._free_lane(used)
                 used.add(passing)
-            self._members[state].expected = True
+            self._members[state].expected, self._members[state].sent = True, 0
             self._beginning.append(self._members[state])
+        self._running = {*self._beginning}
 
     def _free_lane(self, used: set[Passing]) -> Passing:
         free = next((passing for passing in self._lanes if passing not in used), None)

@@ -106,3 +106,24 @@ def test_members_that_one_rank_alone_has() -> None:
     assert [member.error is not None for member in members] == [False, True]
     assert "the request has ended on rank 1 alone" in str(members[1].error)
     assert not turns_of(FakeGroup([1, 2, 3])).same_left(waiting())
+
+
+def test_none_goes_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of those in a round, until it is over for them."""
+    turns, members = turns_of(FakeGroup(MINE)), waiting()
+    turns._begin_round(members, 2)
+    first, other = (turns._members[member.state] for member in members)
+    handed: list[int] = []
+
+    def hand_over() -> None:
+        handed.append(other.sent)
+        other.sent += 1
+
+    monkeypatch.setattr(turns, "hand_over", hand_over)
+    first.sent = 2
+    turns.go_on_together(first)
+    assert handed == [0, 1]
+    first.sent = 9
+    turns.over(members[1].state)
+    turns.go_on_together(first)
+    assert len(handed) == 2
