@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from pipeload.weights.device_interface import Device
 
 MAPPED = "mapped"
-_HARDLY_LONGER = 1.02
 """How a model that fits is read: `Plan.io_mode`, not an option of the user's."""
+_HARDLY_LONGER = 1.02
 
 
 class Costs(NamedTuple):

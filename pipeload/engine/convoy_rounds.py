@@ -94,9 +94,9 @@ class Rounds:
 
         Whoever waits for results is told only then: by all ranks of the same ones.
         """
-        waiting = [member for member in members if member.call is not None]
         if self.peers is None:
             return True
+        waiting = [member for member in members if member.call is not None]
         try:
             return self.peers.same_left(waiting)
         except Exception as lost:
@@ -140,7 +140,7 @@ class Rounds:
         """For how many passes there is room here, the first ones; why there is not even for one."""
         calls = [member.call for member in waiting if member.call is not None]
         try:
-            return passes.open_round(calls) if calls else 0, None
+            return passes.open_round(calls), None
         except Exception as error:
             return 0, error
 

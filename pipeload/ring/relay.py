@@ -105,7 +105,8 @@ class Relay:
                 raise
             now.sends_large = now.outputs.send(part, given, *taken)
             now.sent += 1
-            if any(map(_is_of_others, module._forward_hooks.values())):  # noqa: SLF001
+            hooks = module._forward_hooks.values()  # noqa: SLF001
+            if now.sends_large and any(map(_is_of_others, hooks)):
                 now.settle()  # those behind this one may change it in place
             now.handed_over = self._turns.handed_over
 
@@ -260,7 +261,8 @@ class Relay:
 
 
 def _is_of_others(hook: object) -> bool:
-    return not str(getattr(hook, "__module__", "")).startswith("pipeload")
+    function = getattr(hook, "func", hook)  # of a partial
+    return not str(getattr(function, "__module__", "")).startswith("pipeload")
 
 
 def _is_missing(output: Any) -> bool:

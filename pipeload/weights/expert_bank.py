@@ -135,7 +135,7 @@ class _Slab:
         self._held.add(expert)
         if _is_made(self._weight):
             return [partial(self._make, expert)]
-        if self._weight.slices is not None and self._weight.slices.unpacks is not None:
+        if self._weight.slice_unpacking is not None:
             into = self._flat[expert].view(-1, self._weight.shape[-1])
             return [*repacked_jobs(self._weight.slice_parts(expert), into, self._files)]
         return [*(self._page_jobs(expert) if self._weight.raw else self._piece_jobs(expert))]

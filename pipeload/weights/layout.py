@@ -136,6 +136,11 @@ class Weight:
         """How many slices one that is `sliceable` has."""
         return (self.slices and self.slices.number) or self.shape[0]
 
+    @property
+    def slice_unpacking(self) -> Callable[[TensorEntry], Repacking] | None:
+        """How matrices of its slices are unpacked: see `Slices.unpacks`."""
+        return None if self.slices is None else self.slices.unpacks
+
     def sources_of(self, index: int) -> tuple[TensorEntry, ...]:
         """Say what the slice `index` of one that is `sliceable` is made of."""
         if self.slices is None:
@@ -149,8 +154,8 @@ class Weight:
 
         Matrices one below the other, each with the number of its first row in the slice.
         """
-        assert self.slices is not None  # noqa: S101 - nobody asks otherwise
-        assert self.slices.unpacks is not None  # noqa: S101 - nor then
+        unpacking = self.slice_unpacking
+        assert unpacking is not None  # noqa: S101 - nobody asks otherwise
         width, first = self.shape[-1], 0
         item = self.nbytes // math.prod(self.shape)
         for source in self.sources_of(index):
@@ -161,7 +166,7 @@ class Weight:
                 shape=(rows, width),
                 nbytes=rows * width * item,
                 sources=(replace(source, shape=(rows, width)),),
-                repacked=self.slices.unpacks(source),
+                repacked=unpacking(source),
                 slices=None,
             )
             yield first, part
@@ -169,7 +174,7 @@ class Weight:
 
     def repacked_parts(self) -> Iterator[tuple[int, Weight]]:
         """List what one that is repacked is read in: itself, or matrices with their first rows."""
-        if self.slices is None or self.slices.unpacks is None:
+        if self.slice_unpacking is None:
             yield 0, self
             return
         rows = math.prod(self.shape[:-1]) // self.slice_count
