@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import gc
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -116,6 +118,22 @@ def test_a_head_that_is_whole(folder: Path, monkeypatch: pytest.MonkeyPatch) -> 
             assert_same(output, wanted[number], f"request {number}")
 
     on_ranks(2, act, seconds=90)
+
+
+def test_a_model_that_is_forgotten(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where all of it has become resident among the requests."""
+    monkeypatch.setattr(HeadRows, "is_exact", lambda _head, _rows: False)
+    many = requests(("greedy", "sampling"))
+
+    def act(_rank: int) -> bool:
+        model = load(folder, ROOMY, ranks="auto")
+        assert len(list(pipeload.generate_many(model, many, at_once=2))) == 2
+        known = weakref.ref(model)
+        del model
+        gc.collect()
+        return known() is None
+
+    assert on_ranks(2, act, seconds=60) == [True, True]
 
 
 def test_hooks_that_change_outputs_in_place(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

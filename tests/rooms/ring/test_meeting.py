@@ -72,6 +72,19 @@ def test_connections_that_cannot_be_made(monkeypatch: pytest.MonkeyPatch) -> Non
         meeting.connect_all(HashStore(), RANK_0)
 
 
+def test_a_rank_is_lost_while_connections_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever looks meanwhile says so at once: gloo would wait for a minute."""
+    ended = threading.Event()
+    monkeypatch.setattr(meeting, "_build", lambda *_: ended.wait(30))
+
+    def look() -> None:
+        raise GroupError("rank 1 is lost")
+
+    with pytest.raises(GroupError, match="rank 1 is lost"):
+        meeting.connect_all(HashStore(), RANK_0, None, look)
+    ended.set()
+
+
 def test_ctrl_c_while_connections_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is heard while gloo goes on waiting, which itself would not hear it."""
     monkeypatch.setattr(meeting, "CONNECT_SECONDS", 3.0)
